@@ -65,7 +65,6 @@ class FileStore(FlatStore):
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, elements: Range) -> Array:
-        """Return an empty array if ``elements`` is empty. Raises AssertionError for other ranges: use `read`."""
         assert not elements, f"{elements} lies in a file: read it"
         return self.array
 
@@ -183,7 +182,6 @@ class FileSlice:
 
     @property
     def shape(self) -> tuple[int]:
-        """Shape (n,) of the 1-D array that this slice replaces."""
         return (self.where.size,)
 
     def read(self, part: Range, out: np.ndarray) -> None:

@@ -260,7 +260,7 @@ class Kernel:
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Register argument ``types`` (numba names) for which `warm` compiles this kernel's C function in advance."""
+        """Make `warm` compile this kernel as a C function with arguments of ``types``, names of numba types."""
         self._addressed.append(types)
 
 

@@ -18,8 +18,8 @@ class TensorSpec:
 
     ``layer`` is the number of the layer in the model. ``adapted``: weight decay and layer-wise rates apply. ``cut`` is
     the dim that tensor parallelism splits, or None. If the tensor is split, this rank holds the range ``box`` (start,
-    stop per dim) of the full shape ``whole``. ``room`` is the number of elements to reserve in a layout: the maximum
-    size over all ranks.
+    stop per dim) of the full shape ``whole``. Every rank then reserves memory for ``room`` elements, the size
+    of the largest shard.
 
     ``stacked``: number of tensors of one shape stacked along dim 0, such as query, key and value. ``expert``: dim 0
     counts experts, which can be distributed over ranks. Expert tensors are the last of their layer.
@@ -38,7 +38,7 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the tensor has at least two dims, not counting the dim along which tensors are stacked."""
+        """True if the tensor has at least two dims, or three if it consists of tensors stacked along dim 0."""
         return len(self.shape) - (self.stacked > 1) > 1
 
     @property
@@ -57,7 +57,7 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one rank's shard of this tensor: the range ``along`` of dim ``cut``.
+        """Return the spec of one rank's shard: the range ``along`` of the dim that tensor parallelism splits.
 
         ``longest`` is the maximum length of this range over all ranks. Every rank reserves space for this length.
         """
@@ -155,7 +155,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
-        """Return (segment, overlap) pairs for the tensors that overlap the range ``part`` of the flat array."""
+        """Return the tensors that overlap the range ``part`` of the flat array, each with its overlap in this array."""
         # The last tensor that begins at or before the start of `part` may overlap `part`.
         first = max(0, bisect_right(self._starts, part.start) - 1)
         touched = []

@@ -35,7 +35,7 @@ class Ledger:
         return array
 
     def add(self, category: str, nbytes: int) -> None:
-        """Add ``nbytes`` bytes of memory that does not belong to arrays to ``category``."""
+        """Add ``nbytes``, which may be negative, to the byte count of ``category``. Use `track` for arrays."""
         with self._lock:
             self._current[category] += nbytes
             self._peak[category] = max(self._peak[category], self._current[category])

@@ -54,9 +54,9 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return the `Piece` for ``array``, which holds consecutive elements of the tensor ``segment``.
+        """Return the `Piece` for ``array``, which holds consecutive elements of the tensor that ``segment`` describes.
 
-        ``touched`` is their range in the layout's flat array. ``kind`` names the state, such as "optimizer.m".
+        ``touched`` is the range of these elements in the layout's flat array. ``kind`` names the state ("optimizer.m").
         """
         spec = segment.spec
         shape = spec.whole or spec.shape
@@ -114,9 +114,10 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the elements that are in the runs of both ``left`` and ``right``, as runs.
+    """Return the element ranges of a tensor that ``left`` and ``right`` have in common.
 
-    The result has three arrays: each run's offset in the array of ``left``, offset in the array of ``right``, and size.
+    ``left`` and ``right`` each describe the tensor elements that one array holds. The result has three arrays, with one
+    value per common range: its offset in the left array, its offset in the right array, and its size.
     """
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")

@@ -47,9 +47,9 @@ def philox(
 
 
 def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
-    """Return the four random words that `philox` writes for one counter and key: integers or uint64 arrays.
+    """Return the four Philox random words of one counter as integers, or of many counters as uint64 arrays.
 
-    ``counter`` holds the four words of the counter, and ``key`` the two words of the key.
+    ``counter`` has four words, each an integer or an array with one element per counter. ``key`` has two words.
     """
     a, b, c, d = counter
     k, m = key

@@ -18,10 +18,10 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 
 class FlatStore:
-    """A 1-D array for parts of a flat array of tensors, whose order and offsets are in ``layout``. Padding is zero.
+    """A 1-D array for the elements of a model's tensors, or some of them. ``layout`` orders them in one flat array.
 
-    ``parts`` is one range of the flat array, or several ascending, disjoint ranges; None means the whole array. The
-    function ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
+    ``parts`` is the range of the flat array to hold, or several ascending, disjoint ranges; None means the whole array.
+    Padding is zero. ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FlatStore:
         return self.range(segment.range).reshape(segment.spec.shape)
 
     def tensors(self) -> Iterator[tuple[Segment, Range]]:
-        """Yield (segment, range) for each tensor with elements in this store: these elements' layout range."""
+        """Yield each tensor with elements in this store, and the range of these elements in the layout's flat array."""
         for part in self.parts:
             yield from self.layout.within(part)
 

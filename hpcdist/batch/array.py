@@ -81,7 +81,7 @@ class SweepJob(ArrayJob):
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """Merge job, which collects the results of all tasks in one file."""
+        """A tuple with one job, the merge job: it collects the results of all tasks in one file."""
         return (MergeJob.of(self),)
 
     def log(self, folder: Path, number: str) -> Path:
@@ -200,7 +200,6 @@ class ServersJob(BatchJob):
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """Set of the numbers of GPUs per node: for worker nodes and for server nodes."""
         return {self.gpus_per_node, self.server_gpus_per_node}
 
     @property

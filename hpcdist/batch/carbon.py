@@ -227,8 +227,8 @@ def plan_begin(
 ) -> tuple[datetime, list[str]]:
     """Return the best start time of a job according to the forecast file ``path``, and lines of text to explain it.
 
-    `deadline_of` parses ``deadline_text``. ``power_w``: the job's power in W, to report the saving in g, or None.
-    Raises UsageError, ConfigurationError or StorageError.
+    `deadline_of` parses ``deadline_text``. If ``power_w``, the job's power in W, is not None, the text reports the
+    saved grams of CO2. Raises UsageError, ConfigurationError or StorageError.
     """
     if walltime_s is None:
         raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")

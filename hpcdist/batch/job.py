@@ -97,8 +97,9 @@ _OWNED_WITH_BEGIN: Final = {"--begin": "--carbon sets the start time"}
 class BatchJob:
     """Batch job that trains on ``nodes`` x ``ranks_per_node`` ranks.
 
-    Input, one of three: ``recipe``, the text of a complete recipe, which every start trains in ``run_dir``; ``sweep``,
-    the text of a self-contained sweep; or ``program``, a command line, with the environment variables ``program_keys``.
+    Input: ``recipe``, ``sweep`` or ``program``. ``recipe`` is the text of a complete recipe, which every start trains
+    in ``run_dir``. ``sweep`` is the text of a sweep file. ``program`` is a command line, and ``program_keys`` has
+    (name, value) pairs of environment variables for it.
 
     Resources: ``walltime`` in Slurm's format (None: the partition's default). The job saves and restarts ``signal_s``
     seconds before its end. ``mem``: memory per node in Slurm's format ("0": all). ``constraint``: required node
@@ -232,7 +233,7 @@ class BatchJob:
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """Set of the numbers of GPUs per node. It has several elements if groups of nodes differ, as with servers."""
+        """Set of the numbers of GPUs per node. Nodes of parameter servers and of workers may differ."""
         return {self.gpus_per_node}
 
     @property

@@ -54,10 +54,11 @@ def decide(
     preempted: bool,
     lost_nodes: Callable[[], Sequence[str]],
 ) -> RequeueVerdict:
-    """Decide whether to requeue ``job``, whose start number ``restart`` ended with exit code ``code``. Local.
+    """Decide whether to requeue ``job`` after its start number ``restart`` ended with exit code ``code``. Local.
 
-    ``entries``: the run's job ledger. ``saved``: the newest checkpoint. ``lost_nodes()`` starts a process on each node
-    and returns the nodes on which this fails. It takes up to a minute, so it is called only if its result matters.
+    ``entries`` is the run's job ledger. ``saved`` is the newest checkpoint. The keyword ``lost_nodes`` is a function
+    that starts a process on each node and returns the nodes on which this fails. It is slow, so it is called only if
+    needed.
     """
     ledger_job = ledger.jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -88,9 +89,9 @@ def decide(
 def fruitless_starts(
     entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
 ) -> list[ledger.LedgerEntry]:
-    """Return the ledger entries of the latest consecutive starts from checkpoint ``saved`` with an equal recipe.
+    """Return the latest consecutive starts that began from the checkpoint ``saved`` and trained the same recipe.
 
-    ``digest`` is the digest of the recipe. Cancelled jobs are left out.
+    The starts are ledger entries from ``entries``. ``digest`` identifies the recipe. Cancelled jobs are left out.
     """
     starts: list[ledger.LedgerEntry] = []
     entries = list(entries)
@@ -129,7 +130,7 @@ def _crash_before(ledger_job: ledger.LedgerJob | None, restart: int) -> str:
 
 
 def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCheckpoint) -> int:
-    """Return the number of consecutive starts, including the latest, that made no checkpoint newer than ``saved``."""
+    """Return the number of consecutive starts that made no checkpoint after the newest checkpoint, ``saved``."""
     ledger_job = ledger.jobs(entries).get(job)
     began = None if ledger_job is None else ledger_job.last(ledger.BEGAN)
     if began is None:

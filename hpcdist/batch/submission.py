@@ -43,7 +43,8 @@ _SITE_PREFIX: Final = "of the site"  # name of the template made from a profile'
 def render(job: BatchJob, site: SiteProfile) -> str:
     """Return the text of the job script of ``job`` at ``site``.
 
-    Raises UsageError for a value that cannot be quoted, and ConfigurationError for a block that is unknown or invalid.
+    Raises UsageError for a value that cannot be quoted, and ConfigurationError for an unknown or invalid template block
+    in the site profile.
     """
     job = site.complete(job)
     templates = environment()
@@ -175,7 +176,7 @@ class SubmittedJob:
 
 
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
-    """Return (job, script) pairs to submit: all jobs of the chain of ``job``, then any merge job of a sweep. Local."""
+    """Return (job, script) pairs to submit: jobs that continue one training in turn, then any merge job. Local."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, render(link, site)) for link in links]
 

@@ -70,7 +70,7 @@ class ListedCheckpoint:
 
 
 def checkpoints_directory(run_dir: Path) -> Path:
-    """Return the folder with the checkpoints, ``run_dir/checkpoints`` or ``run_dir``. Raises StorageError."""
+    """Return ``run_dir/checkpoints`` if it exists, else ``run_dir`` if it has checkpoints, else raise StorageError."""
     inside = run_dir / "checkpoints"
     if inside.is_dir():
         return inside
@@ -148,7 +148,7 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 
 def summary(listed: ListedCheckpoint) -> dict[str, Any]:
-    """Return the step, state and sizes of a checkpoint, and totals per kind of state, as a JSON object."""
+    """Return the step, completeness and size of a checkpoint, and the size of each kind of tensor, as a JSON object."""
     loaded = listed.manifest
     figures: dict[str, Any] = {
         "path": str(listed.path),

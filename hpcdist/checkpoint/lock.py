@@ -61,8 +61,8 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        If it is unclear whether the holder is alive, wait to find out, or assume so if the keyword ``waits`` is False.
-        The keyword ``otherwise`` is the advice in the error message.
+        If it is unclear whether that process is alive, wait for a sign of life. With the keyword ``waits`` False, treat
+        the process as alive. The keyword ``otherwise`` is the advice in the error message.
         """
         path = directory / LOCK_FILE
         if path.is_dir():
@@ -190,7 +190,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in lock file ``path``, {} if invalid, or None if copied here from another directory."""
+    """Return the JSON object in the lock file ``path``, {} if it is invalid, or None if it names another directory."""
     entry = regular.json_value(path, MAX_BYTES)
     if not isinstance(entry, dict):
         return {}
@@ -215,7 +215,7 @@ def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> st
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
     """Return the JSON object in the lock file ``path``, and the age of the file in seconds.
 
-    The object is {} if it cannot be read. It is None if there is no file, or one copied here from another directory.
+    The object is {} if the file cannot be read. It is None if there is no file, or if the file names another directory.
     """
     now, age_s = atomic.temporary_path(path), 0.0
     try:

@@ -29,7 +29,7 @@ set_option = click.option(
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Return a decorator that adds ``options`` to a command. The command's help lists them in this order."""
+    """Return a decorator that applies several click options. The help lists them in the order of the arguments."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):

@@ -145,10 +145,10 @@ def command(
 
 @dataclass(frozen=True)
 class _Launch:
-    """Settings that all starts of one `hpcdist run` share.
+    """Settings of one `hpcdist run`, for the first start of the job and for every restart.
 
-    ``program`` is the command prefix that runs hpcdist; it is empty for a ``script`` or other program. ``typed`` is the
-    command line of `hpcdist run`.
+    ``script`` is True if the job runs a user's program, not a subcommand of hpcdist. ``program`` precedes the
+    subcommand on the command line; it is empty for a user's program. ``typed`` is the command line of `hpcdist run`.
     """
 
     starter: launchers.Starter
@@ -199,10 +199,11 @@ class _Launch:
         *,
         repeated: bool = False,
     ) -> supervisor.LaunchOutcome:
-        """Run ``command`` once, print its first failure, and return its outcome.
+        """Start ``command``, wait for its end, and return the outcome. Print the first failure of a rank.
 
-        ``mask`` is the launcher's signal mask. ``where``: launcher options that select nodes in a restart. If the
-        keyword ``repeated`` is True, the command to resume by hand is printed only if the exit code forbids a restart.
+        ``mask`` is the launcher's signal mask. ``where`` has launcher options that select nodes for a restart, or None.
+        The keyword ``repeated`` means that the caller restarts failed jobs. The command to resume by hand is then
+        printed only if the exit code forbids a restart.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:

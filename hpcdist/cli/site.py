@@ -60,9 +60,9 @@ def modulefile(
     """Write modulefiles for an installation of hpcdist: HPCDIST_ROOT, PATH, MPI module, bash completion and help.
 
     --kind selects the module system. With --in-place the modulefile locates hpcdist relative to itself. --setenv adds
-    environment variables. By default PATH gets a folder with only the command hpcdist. With --environment PATH gets all
-    commands of the environment, which then take precedence over commands of the same name. Prints the modulefiles, or
-    with --output the paths of the written files.
+    environment variables. By default a folder with only the command hpcdist is added to PATH. The flag --environment
+    instead adds all commands of the environment, which then take precedence over commands of the same name. Prints the
+    modulefiles, or with --output the paths of the written files.
     """
     from hpcdist import __version__
     from hpcdist.batch.packaging import modulefile

@@ -99,7 +99,7 @@ def grow(run_dir: Path, ranks: int) -> None:
 
 
 def check_can_grow(run_dir: Path) -> None:
-    """Raise ConfigurationError unless a training that accepts more ranks runs in ``run_dir``. Raises StorageError."""
+    """Raise ConfigurationError unless a running training in ``run_dir`` allows new ranks. Raises StorageError."""
     from hpcdist.checkpoint.lock import LOCK_FILE
     from hpcdist.training.run import start_record
     from hpcdist.training.run_directory import RECIPE_FILE

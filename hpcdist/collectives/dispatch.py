@@ -74,7 +74,7 @@ class AlgorithmTable:
 
 @functools.lru_cache(maxsize=64)
 def parse_algorithm(text: "str | AlgorithmTable") -> AlgorithmTable:
-    """Return the algorithm table that ``text`` describes. Local. Raises UsageError for unknown algorithms."""
+    """Parse ``text``: one allreduce algorithm, or a table by buffer size (NAME<=BYTES,...,NAME). Raises UsageError."""
     names = [*ALLREDUCE, *ON_GPUS]
     fault = fault_in_table(str(text), names)
     if fault:

@@ -123,7 +123,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
     """Return a scratch buffer for each of the ranges ``pieces``, for use as targets of `PostedReceives`. Local.
 
-    Piece i uses the same memory as piece i - AHEAD. For ``name``, ``dtype`` and ``like`` see `scratch`.
+    Buffers that `PostedReceives` does not need at the same time share memory. For the other arguments see `scratch`.
     """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)

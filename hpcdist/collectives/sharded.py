@@ -110,7 +110,6 @@ def _node_shared_all_gather(comm: Communicator, buffer: Array, shares: Sequence[
 
 
 def _nested(comm: Communicator, size: int, itemsize: int) -> list[Range]:
-    """Return each rank's range of ``size`` elements, split by local rank, then by node. Collective."""
     nodes = comm.nodes()
     if not nodes.uniform:
         return _in_rank_order(comm, size, itemsize)
@@ -148,8 +147,8 @@ def _columns(comm: Communicator) -> list[list[int]]:
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
     """Return two lists of buffer ranges: one per rank of this node, and one per node.
 
-    The first joins the ``shares`` of all ranks with the same local rank. The second has the shares of the ranks with
-    this rank's local rank.
+    Range i of the first list is the union of the ``shares`` of all ranks with local rank i. The second list has the
+    shares of the ranks with this rank's local rank, one per node.
     """
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]
@@ -186,7 +185,6 @@ def _watched(
     reduce_scatter: Callable[[Communicator, Array, Sequence[Range], str], None],
     all_gather: AllGatherFunction,
 ) -> Sharding:
-    """Return a `Sharding` that checks arguments and records calls as algorithm ``name``."""
 
     def watched_reduce_scatter(
         comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None

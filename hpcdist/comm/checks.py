@@ -46,7 +46,7 @@ def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
 
 
 def check_reduction(buffer: Array, op: str) -> None:
-    """Raise UsageError for an unknown ``op``, or BufferHandoverError for 16-bit floats (MPI rounds each sum). Local."""
+    """Raise UsageError for an unknown ``op``, or BufferHandoverError for 16-bit floats, which MPI sums badly. Local."""
     if op not in REDUCTIONS:
         raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
     if is_16bit_float(np.dtype(buffer.dtype)):
@@ -112,8 +112,9 @@ def compare_native(comm: Communicator, operation: str, buffer: Array, reduction:
 def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = None) -> None:
     """Raise CommunicationError on every rank unless all ranks of ``comm`` pass an equal ``call``. Collective.
 
-    ``move(request)`` is called repeatedly until ``request``, the exchange of the calls, is complete. It must progress
-    this rank's earlier operations, because other ranks may still wait for them. Without earlier operations, pass None.
+    ``call`` describes the next collective. ``move(request)`` is called repeatedly until ``request``, the exchange of
+    the calls, is complete. It must progress this rank's earlier operations in flight, because other ranks may wait for
+    them.
     """
     everybody = _exchange_calls(comm, call, move)
     if any(other != everybody[0][0] for other, _ in everybody):
@@ -124,7 +125,7 @@ def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistErr
     """Inform all other ranks of ``comm`` that this rank raises ``error`` instead of making ``call``. Collective.
 
     The other ranks call `compare_calls`, which then raises CommunicationError. This function does nothing if
-    ``comm.checked`` is False. ``move`` progresses this rank's earlier operations, see `compare_calls`.
+    ``comm.checked`` is False. The function ``move`` is called until the ranks are informed, see `compare_calls`.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(

@@ -72,7 +72,7 @@ class Observable:
         self._sink_cell[0] = sink
 
     def observe_like(self, other: "Observable") -> None:
-        """Share the event sink of ``other``, including later replacements, and copy the property `checked`. Local."""
+        """Use the same event sink as ``other``, and copy `checked` (whether ranks compare their calls). Local."""
         self._sink_cell = other._sink_cell
         self.checked = other.checked
 

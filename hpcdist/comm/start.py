@@ -77,8 +77,8 @@ class Session:
     def stop_recording(self) -> None:
         """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local.
 
-        In a job that survives rank failures, this rank must then call `record` again or exit. Otherwise this rank ends
-        the job after a time limit, several times the removed deadline.
+        In a job that survives rank failures, this call also starts a timer that ends the job. A new call of `record`
+        stops the timer, so this rank must call `record` again or exit.
         """
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -105,7 +105,7 @@ class Session:
     def speak_as_one(self) -> None:
         """From now on, if all ranks raise an equal error, print it only once, and not once per rank. Local.
 
-        In a job that survives rank failures, an uncaught error due to a rank failure then ends only its thread.
+        In a job that survives rank failures, an uncaught error due to a rank failure also no longer ends the job.
         """
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
@@ -157,8 +157,8 @@ def start(
     ``device`` is "cpu" or "gpu". ``ranks_per_node`` divides the ranks into nodes of so many consecutive ranks. With
     None, a node is a host. If ``checked`` is True, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, ranks compare their
     calls before each collective. If MPI has not started after STARTING_S seconds, the job ends. After the start, an
-    uncaught exception or a non-zero SystemExit ends the job. Raises ConfigurationError if MPI's world or local ranks
-    differ from the launcher's. ``examined`` True: the caller examines the local ranks instead.
+    uncaught exception or a non-zero SystemExit ends the job. Raises ConfigurationError if MPI's world size or local
+    ranks differ from the launcher's. If ``examined`` is True, the local ranks are not compared.
     """
     refuse_worker()
     standard_streams.protect()
@@ -201,10 +201,10 @@ def start(
 
 
 def is_worker() -> bool:
-    """Return True in a worker process that a rank of a launched job forked or started by `multiprocessing`. Local.
+    """Return True in a process that a rank of a launched job has forked, or has started by `multiprocessing`. Local.
 
-    This also holds while a process started by spawn or forkserver imports the rank's script, before `multiprocessing`
-    sets the parent process. Without a launcher, no process is a worker.
+    A process started by `multiprocessing` gets True even while it imports the rank's script. Without a launcher, the
+    result is always False.
     """
     if _rank_pids:
         return os.getpid() not in _rank_pids

@@ -43,7 +43,7 @@ class Window(Protocol):
 
 
 class ObservedWindow:
-    """Wrapper of the window ``transfers`` that checks the bounds of each put and get, and records its bytes as sent."""
+    """Wrapper of the window ``transfers`` that checks the bounds of puts and gets, and records their sizes in bytes."""
 
     def __init__(self, transfers: Window, name: str, sizes: list[int], events: Callable[[], EventSink]) -> None:
         self._transfers, self._name, self._sizes, self._events = transfers, name, sizes, events

@@ -128,7 +128,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
-        """Add ``factor`` times the decoded ``payload`` to ``out`` (at least one value). Called by `add`."""
+        """Add ``factor`` times the decoded ``payload`` to ``out``, which is never empty. Called by `add`."""
 
     def poison(self, payload: Array, key: RandomKey) -> None:
         """Write a payload that decodes to NaN, to tell all ranks that values are not finite. ``key``: see `encode`."""

@@ -82,7 +82,7 @@ def usage() -> dict[str, Any]:
     - ``not_included``: the kinds of energy that are not measured, with reasons.
     - ``label``: "declared model, not measured" if the joules are estimates from declared watts, else "".
 
-    If no node's first rank has entered a phase, the joules of this phase are NaN.
+    On each node, only the first rank measures. The joules of a phase are NaN if only other ranks have entered it.
     """
     if not _monitors:
         configure()

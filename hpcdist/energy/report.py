@@ -31,7 +31,7 @@ class SourceResult:
 
     - ``update_s``: seconds between two updates of the counter, NaN if unknown.
     - ``trouble``: description of the source's failures, "" if it had no failure.
-    - ``note``: limitation of the source, such as ranks that share it, MIG mode or integrated power.
+    - ``note``: limitation of the joules, for example that several ranks share the device.
     - ``declared``: True if the joules are estimates from declared watts.
     """
 
@@ -49,10 +49,10 @@ class NodeContribution:
     """Energy that one node measured, as input of `merge`.
 
     - ``phases``: result of `PhaseWindows.phases` on this node.
-    - ``totals_mj``: energy of each source in mJ in all `PhaseWindows`, NaN if unknown.
+    - ``totals_mj``: energy of each source in mJ, summed over all phases, NaN if unknown.
     - ``missing``: for each kind of energy that is not measured completely, the reason.
-    - ``needed``: kinds of energy without which the job's total would be too small.
-    - ``unused``: kinds of energy that no rank of the node uses.
+    - ``needed``: kinds of energy that the job's total must include, even if no source measures them.
+    - ``unused``: kinds of devices that no rank of the node uses, such as "gpu".
     - ``sampler_s``: processor seconds that the sampler used in ``sampled_s`` seconds. Both are NaN if not measured.
     """
 
@@ -74,10 +74,10 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
 
     - ``energy_j``: total joules. NaN if unknown: then ``reason`` has the reason.
     - ``by_kind``: joules of each kind of energy in the total.
-    - ``phases``: for each phase, ``joules`` of all nodes, ``seconds`` and ``windows`` (number of measured blocks) of
-      the node with the most, and ``reason``.
+    - ``phases``: for each phase, ``joules`` of all nodes, ``reason``, and the maxima over the nodes of ``seconds`` and
+      ``windows`` (number of measured blocks).
     - ``sources``: one row for each source of each node.
-    - ``parts``: joules of kinds that a counter of the whole node includes, if this counter is the total.
+    - ``parts``: if the total is from counters of whole nodes, the joules of other kinds such as "cpu", else {}.
     - ``not_included``: kinds of energy that are not measured, with reasons.
     - ``label``: `DECLARED` if some joules are estimates from the watts declared in ``[energy]``, else "".
     - ``sampler_share``: fraction of a processor that sampling used, on the node with the largest fraction.
@@ -133,7 +133,7 @@ def _sampler_share(nodes: Sequence[NodeContribution]) -> float:
 
 
 class PhaseState(msgspec.Struct):
-    """Seconds, number of windows and joules of one phase, as saved in a checkpoint. ``joules`` None: unknown."""
+    """Seconds, joules (None if unknown) and number of measured blocks of one phase, as saved in a checkpoint."""
 
     seconds: Amount
     windows: Count

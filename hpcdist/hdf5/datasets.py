@@ -78,7 +78,7 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 
 
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Append ``rows`` to table ``name``: one array per column, of equal length. 2-D arrays may have any width."""
+    """Append ``rows`` to table ``name``: one array per column, of equal length. Widens 2-D columns if necessary."""
     group = file[name]
     for column, dataset in columns(file, name).items():
         values = rows[column]

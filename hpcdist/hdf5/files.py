@@ -139,11 +139,12 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return {file: minimum bytes} for the files that store ``dataset``, and True if the dict has all files.
+    """Return {file: bytes} for the files that store ``dataset``, and True if the dict has all files.
 
-    Files are missing in the dict if a virtual dataset names them by a pattern, or if they are open with a special HDF5
-    driver. Raises StorageError for missing or truncated files and missing source datasets, for which HDF5 would
-    silently return zeros or fill values. Raises MissingCapabilityError for a missing filter.
+    An intact file has at least so many bytes. Files are missing in the dict if a virtual dataset names them by a
+    pattern, or if they are open with a special HDF5 driver. Raises StorageError for missing or truncated files and
+    missing source datasets, for which HDF5 would silently return zeros or fill values. Raises MissingCapabilityError
+    for a missing filter.
     """
     sizes: dict[Path, int] = {}
     complete = _add_storage(dataset, sizes, set(), ())

@@ -59,7 +59,7 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return ``(size, pages)`` that the unfinished commit of the file ``path`` writes, or None without such a commit.
+    """Return the file size and {page number: contents} of an unfinished commit to ``path``, or None without a commit.
 
     Ignores an incomplete journal, whose commit has changed nothing yet, and a journal of an earlier file at ``path``.
     """

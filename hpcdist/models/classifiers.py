@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x in ``dtype``; a conversion is in memory of ``saved``. Integers are divided by their type's maximum."""
+    """Return x converted to ``dtype``, allocated by ``saved``. Integers are divided by their type's maximum."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -70,7 +70,7 @@ class Dense(DeclaredStage):
         parameters["linear.bias"][...] = 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of shape (batch, outputs) for x of shape (batch, inputs). Integers: see `as_fractions`."""
+        """Return the output of shape (batch, outputs) for x, integers or floats of shape (batch, inputs)."""
         x = as_fractions(x, parameters["linear.weight"].dtype, saved)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
         if self.activation:
@@ -126,7 +126,7 @@ class Convolution(DeclaredStage):
         super().__init__(layer, specs, self.shape)
 
     def input_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the shape (samples, height, width, inputs) of the input."""
+        """Return the shape of the input of this convolution layer: (samples, height, width, input channels)."""
         return samples, *self.picture
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
@@ -138,10 +138,10 @@ class Convolution(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of shape (batch, height, width, outputs) for x of shape (batch, height, width, inputs).
+        """Return the output of this convolution layer. It and x have the shape (batch, height, width, channels).
 
-        The first layer also accepts integers (see `as_fractions`) and x of shape (batch, height * width * inputs).
-        Raises UsageError for pictures of another size.
+        The first layer of the model also accepts integers and x of shape (batch, height * width * channels). Raises
+        UsageError for pictures of another size.
         """
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):

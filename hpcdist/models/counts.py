@@ -47,9 +47,9 @@ class KeptArray(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch memory that stages share: ``each`` elements per sample, in total at most ``most`` (0: no limit).
+    """Scratch array of a stage: ``each`` elements per sample, but at most ``most`` elements in total (0: no limit).
 
-    ``cut`` is True if tensor parallelism divides this memory, ``whole`` if even sequence parallelism does not.
+    ``cut``: tensor parallelism shards the array. ``whole``: not even sequence parallelism shards it.
     """
 
     each: int
@@ -94,7 +94,10 @@ def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
 
 
 class DocumentPairs(NamedTuple):
-    """Mean numbers of query-key pairs of a sample within documents: all pairs (``every``), visible pairs (``seen``)."""
+    """Mean numbers of query-key pairs per packed sample, if both tokens of a pair are in the same document.
+
+    ``every`` counts the pairs before the causal mask hides some of them. ``seen`` counts the visible pairs.
+    """
 
     every: float
     seen: float
@@ -128,9 +131,9 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer block.
+    """Return FLOPs, parameters and memory of a transformer block, for samples of ``context`` tokens.
 
-    For packed samples, ``documents`` has a sample's mean numbers of all and of visible query-key pairs in documents.
+    ``documents`` has the mean numbers of query-key pairs per packed sample. None: samples are not packed.
     """
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
@@ -179,7 +182,7 @@ def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
 
 
 def expert_rows(config: ModelConfig, context: int) -> int:
-    """Return the largest possible number of a sample's token rows in all experts together, dropped rows excluded."""
+    """Return the largest number of (token, expert) pairs per sample that the experts' capacity allows."""
     return min(context * config.experts_per_token, config.experts * capacity(config, context))
 
 
@@ -234,7 +237,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return the number of a norm's parameter vectors, equal to its statistics per row: 1 for "rms", else 2."""
+    """Return the number of parameter vectors of a norm: 1 (scale) for "rms", else 2 (scale and bias)."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -256,9 +259,9 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convolution and a norm with ``statistics`` parameter vectors (1 or 2).
+    """Return FLOPs, parameters and memory of a convolution and the norm after it.
 
-    ``before`` and ``after`` are the shapes (height, width, channels) of the input and output pictures.
+    ``before`` and ``after`` are shapes (height, width, channels). ``statistics``: 1 for an "rms" norm, else 2.
     """
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
@@ -278,7 +281,7 @@ def convolution_counts(
 
 
 def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convnet's head, including the loss."""
+    """Return FLOPs, parameters and memory of a convnet's head and loss, for an input of shape ``picture``."""
     channels = picture[2]
     return UnitCounts(
         parameters=(channels + 1) * classes,
@@ -326,10 +329,9 @@ class Counts:
 
 
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
-    """Return the peak number of kept elements per sample, if all stages but the first and last recompute.
+    """Return the largest number of activation elements in memory per sample, if stages recompute their activations.
 
-    ``units`` are the counts of the stages, in order. As in `Arena`, an array reuses freed memory of up to `MAX_WASTE`
-    times its size, or enlarges a freed block that is up to `MAX_WASTE` times too small.
+    ``units`` has the counts of each stage. The first and the last stage do not recompute.
     """
     free: list[int] = []
     total = 0
@@ -370,7 +372,10 @@ class InputSizes(TypedDict, total=False):
 
 
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
-    """Return parameters, FLOPs and memory of the model ``config``, for sample sizes in keywords (see `InputSizes`)."""
+    """Return parameters, FLOPs and memory of the model ``config``, for a sample of the given size.
+
+    The size is in keywords: ``context`` in tokens for text, or other fields of `InputSizes`.
+    """
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))
     if config.kind == "convnet":

@@ -46,7 +46,7 @@ class Documents:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """List, for each sample, of the positions at which its documents start, followed by the sample's length."""
+        """Start positions of the documents of each sample: one list per sample, followed by the sample's length."""
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 
@@ -56,9 +56,10 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return the range [first, end) of each document of sample number ``sample`` in this rank's token rows.
+        """Return a range [first, end) for each document of a sample: its rows in an array of this rank's tokens.
 
-        ``pieces`` lists this rank's ranges of consecutive tokens: (first row, end row, position of the first token).
+        ``sample`` is the sample's index. ``pieces`` lists the ranges of consecutive tokens on this rank: first row, end
+        row, and position of the first token in the sample.
         """
         rows = [_row(place, pieces) for place in self.borders[sample]]
         return list(zip(rows, rows[1:], strict=False))

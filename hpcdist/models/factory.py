@@ -53,9 +53,9 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
 
 
 def seal(factory: str) -> str:
-    """Return a keyed hash of the path and content of the file that ``factory`` names, or "" without a file or key.
+    """Return a hash of the path and content of a model factory's file, or "" if the file or the user's key is missing.
 
-    The file is not executed.
+    ``factory`` is "file.py:function" or "package.module:function". The file is not executed.
     """
     try:
         path = _file_of(factory)

@@ -68,12 +68,12 @@ class SkipConnections:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """After the backward pass of stage ``unit``, copy the gradients of its skip inputs from ``saved`` for `add`."""
+        """Copy the gradients of the skip inputs of stage ``unit`` out of ``saved``, after the stage's backward pass."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
     def add(self, unit: int, dy: Array) -> Array:
-        """Add the gradients that later stages stored for stage ``unit`` to ``dy`` in place, and return ``dy``."""
+        """Add gradients from skip connections to ``dy``, the output gradient of stage ``unit``. Return ``dy``."""
         for gradient in reversed(self._gradients.pop(unit, [])):
             dy += gradient
         return dy
@@ -180,7 +180,10 @@ class Model:
     def forward(
         self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0, draw: Draw | None = None
     ) -> Array:
-        """Run all stages, save activations, and return the logits, classes last. ``draw`` None disables dropout."""
+        """Run all stages with dropout masks of ``draw`` (None: no dropout), and return logits of shape (..., classes).
+
+        The activations for `backward` are saved in the memory pool ``arena``.
+        """
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
         for unit, (stage, views) in enumerate(zip(self.stages, parameters, strict=True)):
@@ -280,7 +283,7 @@ class Loss:
         return operations.cross_entropy.forward(logits.reshape(-1, logits.shape[-1]), targets, saved)
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
-        """Return the gradient of ``scale`` times the summed loss, in the memory of the logits kept in ``saved``."""
+        """Return the gradient of the logits for ``scale`` times the summed loss. It overwrites the saved logits."""
         return operations.cross_entropy.backward(scale, saved).reshape(saved["loss.shape"])
 
 

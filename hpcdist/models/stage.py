@@ -62,7 +62,7 @@ class Saved(Protocol):
         """Return an uninitialised array that is stored under ``name`` until `release`."""
 
     def keep(self, name: str, value: Any) -> None:
-        """Store ``value`` under ``name``: any object, or an array whose memory belongs to another object."""
+        """Store ``value``, any object or array, under ``name``. The memory of an array must come from elsewhere."""
 
     def __getitem__(self, name: str) -> Any:
         """Return the array or object stored under ``name``."""
@@ -71,7 +71,7 @@ class Saved(Protocol):
         """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
 
     def within(self) -> "Saved":
-        """Return another, empty `Saved` for the same stage and micro-batch. The caller must release it."""
+        """Return a new, empty `Saved` for temporary activations of the same stage. The caller must release it."""
 
     def owns(self, array: Array) -> bool:
         """Return True if ``array`` is in memory that the method `empty` of this object returned."""
@@ -91,7 +91,7 @@ class LinearOperation(Protocol):
 
     @property
     def weight_reads(self) -> tuple[str, ...]:
-        """Names of the saved arrays that `backward_weight` needs, without the prefix ``PREFIX.``."""
+        """Names of the saved arrays that `backward_weight` needs, without the layer's name prefix."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
         """Return y, of shape (..., outputs), for x of shape (..., inputs). Add no bias if ``biased`` is False."""
@@ -105,7 +105,7 @@ class LinearOperation(Protocol):
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Compute the weight and bias gradients; see `Gradients.into`. Local. Uses only the names in ``parameters``."""
+        """Compute weight and bias gradients into ``gradients``. Local. Only the names in ``parameters`` are read."""
 
 
 class EmbeddingOperation(Protocol):
@@ -113,10 +113,10 @@ class EmbeddingOperation(Protocol):
 
     @property
     def weight_reads(self) -> tuple[str, ...]:
-        """Names of the saved arrays that `backward` needs, without the prefix ``PREFIX.``."""
+        """Names of the arrays that `forward` saves for `backward`, without the layer's name prefix."""
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
-        """Return y, of shape (..., hidden), for integer tokens of shape (...). Raises DataError for invalid tokens."""
+        """Return embeddings of shape (..., hidden) for ``tokens`` of shape (...). Raises DataError for bad tokens."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add each token's row of dy to the token's row in the gradient of the embedding table ``PREFIX.weight``."""
@@ -139,7 +139,7 @@ class RotaryOperation(Protocol):
         """Rotate the heads in columns [0, rotated) of x, of shape (batch, context, columns), in place. Return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Undo the rotation of `forward` for the gradient dx: heads in columns [0, rotated), in place. Return dx."""
+        """Undo the rotation of `forward` in columns [0, rotated) of the gradient dx, in place. Return dx."""
 
 
 class NormOperation(Protocol):
@@ -184,7 +184,7 @@ class AttentionOperation(Protocol):
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return the gradient of qkv, or a pair, the gradients of queries and kv, if `forward` got the option ``kv``.
 
-        If the keyword ``keep`` is true, ``saved`` stores the result. Otherwise the result is in scratch memory.
+        With ``keep=True``, the result is valid until ``saved`` is released. By default, later calls may overwrite it.
         """
 
 
@@ -243,7 +243,7 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the forward pass of x, of shape (batch, context, hidden). Return a function that ends it and returns y.
 
-        x must not change until the returned function ends. Work between the two calls overlaps the transfer of tokens.
+        x must not change until the returned function ends. Until then, tokens travel to the ranks of their experts.
         """
 
     def begin_backward(
@@ -317,7 +317,7 @@ class MixedStage(Stage, Protocol):
 class DeclaredStage:
     """Base class of stages that declare their tensors by passing ``specs`` to the constructor.
 
-    ``output`` is the output shape of one sample. ``tied`` maps names to the keys of tensors that other layers own.
+    ``output`` is the output shape of one sample. ``tied`` maps local names of other layers' tensors to global keys.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
     """Return the specs of weight and bias of a linear layer that tensor parallelism shards by outputs.
 
-    After ``inputs``: the number of outputs, or n and this number if one weight tensor stacks n layers.
+    After ``inputs``, pass the number of outputs. To stack n layers in one weight tensor, pass n before this number.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1

@@ -33,7 +33,7 @@ INITIAL_DEVIATION: Final = 0.02  # of initial weights, as in GPT-2
 
 
 def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tuple[Stage, ...]:
-    """Return the stages of a transformer for samples of at most ``context`` tokens. ``causal``: True for a gpt."""
+    """Return the stages of a transformer for ``context`` tokens per sample. The keyword ``causal`` is True for GPT."""
     if context < 1:
         raise ConfigurationError(f"data.context is {context}; {config.kind} models need a context of at least 1 token")
     if config.dropout and not fits_counter(config.heads * context, context):

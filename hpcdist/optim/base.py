@@ -86,22 +86,22 @@ class SegmentWise(ABC):
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Run the first phase of an update, for the flat range ``piece``. ``master`` are the weights.
+        """Start the update of the weights ``master`` in the flat range ``piece``. `apply` completes it.
 
-        The mean gradient is ``scale`` times ``gradient``, and ``scale`` must be equal for all pieces of an update. If
-        ``needs_norms`` is true, ``gradient`` afterwards contains the update direction u. Otherwise ``gradient`` must
-        not change until `apply`. Call this once per update for each owned element. Pieces may split tensors.
+        The mean gradient is ``scale`` times ``gradient``, with one ``scale`` for the whole update. Call this once per
+        update for each owned element. Ranges may split tensors. If the attribute ``needs_norms`` is true, the update
+        direction overwrites ``gradient``. Otherwise ``gradient`` must not change until `apply`.
         """
 
     def sum_exactly(self) -> None:
-        """From the next update on, compute `partial_norms` exactly, so that every partition gives equal bits."""
+        """From the next update on, compute norms exactly: bitwise equal for any division of tensors over ranks."""
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
-        """Return sum(w^2) and sum(u^2) over this rank's elements, for each tensor, in float64 on the host.
+        """Return this rank's share of sum(w^2) and sum(u^2) for each tensor, on the host.
 
-        w are weights, u update directions. The caller sums the results over the ranks that share the tensors. After
-        `sum_exactly`, the results are accumulators of `hpcdist.optim.update.exact`, to be rounded after the sum.
+        w are weights, u update directions. The caller sums the results over the ranks that share the tensors. They are
+        float64 or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
         """
         return to_host(self._norms.sums()).copy()
 
@@ -109,11 +109,11 @@ class SegmentWise(ABC):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Run the second phase of an update: change the weights ``master`` in the flat range ``piece``.
+        """Complete the update that `direction` started: change the weights ``master`` in the flat range ``piece``.
 
-        ``direction`` is the buffer that was passed to `direction` as ``gradient``; afterwards its values are undefined.
-        Write the rounded weights to ``working``, if given. ``norms`` are the `partial_norms` summed over ranks; None
-        is allowed if ``needs_norms`` is False.
+        The argument ``direction`` is the store that the method `direction` got as ``gradient``. It is undefined
+        afterwards. Write the rounded weights to ``working``, if given. ``norms`` are the `partial_norms`, summed over
+        ranks, if needed.
         """
 
     def state(self) -> dict[str, float]:
@@ -121,12 +121,12 @@ class SegmentWise(ABC):
         return {"count": self.count}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore a dict that the method `state` returned. The caller restores the values of ``slots``."""
+        """Restore the number of applied updates from a result of the method `state`. The slots do not change."""
         self.count = int(state["count"])
 
     @abstractmethod
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Replace one tensor's ``gradient`` by the direction for ``scale * gradient``. Update the optimizer state."""
+        """Overwrite one tensor's ``gradient`` with the step before the learning rate. Update the optimizer state."""
 
     def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
         for segment, where in self.layout.within(piece):
@@ -183,20 +183,20 @@ BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in
 class ElementWise(SegmentWise):
     """Base class of optimizers that update each element separately, such as AdamW and SGD.
 
-    - `apply` computes the step and updates the optimizer state and the weights. `direction` only stores ``scale``.
-    - If the weights change between `direction` and `apply`, as in gossip, call `direct_before` before the first update.
-    - For 16-bit gradients on the host, the caller sets ``wide``: a float32 buffer of at most `BLOCK` elements.
+    - By default, `apply` computes the step and updates the optimizer state and the weights.
+    - After `direct_before`, `direction` computes the step. Weights may then change before `apply`, as in gossip.
+    - For 16-bit gradients on the host, set the attribute ``wide`` to a float32 buffer of at most `BLOCK` elements.
     """
 
     wide: Array | None = None  # float32 scratch buffer of one block
     _before = False
 
     def direct_before(self) -> None:
-        """From the next update on, `direction` computes the step from its argument ``master``. `apply` subtracts it."""
+        """Let the method `direction` compute the steps of all later updates. By default, `apply` computes them."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store the gradient factor ``scale``. If `direct_before` was called, write the direction to ``gradient``."""
+        """Store ``scale`` for `apply`. After `direct_before`, also overwrite ``gradient`` with the update direction."""
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
@@ -250,7 +250,7 @@ class ElementWise(SegmentWise):
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
-        """Update weights, optimizer state and the rounded copy ``working`` in ``where``. May overwrite ``gradient``."""
+        """Update ``weights``, their optimizer state in the flat range ``where``, and their rounded copy ``working``."""
 
 
 NORM_BLOCK: Final = 1 << 16  # elements per block: a direction is still in cache when its squares are summed
@@ -332,7 +332,7 @@ class LayerWise(SegmentWise):
 
     @abstractmethod
     def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
-        """Return the trust ratio of an adapted tensor, from its weight norm, its step norm and its weight decay."""
+        """Return the layer-wise trust ratio of a tensor, from its weight norm, step norm and weight decay."""
 
     @abstractmethod
     def _direction_all(
@@ -345,10 +345,10 @@ class LayerWise(SegmentWise):
         scale: float,
         tensors: kernels.TensorOptions,
     ) -> None:
-        """Write the update directions for the flat range ``where`` to ``step``, on a GPU.
+        """Compute the update directions for the flat range ``where`` on a GPU, and write them to the array ``step``.
 
-        The mean gradient is ``scale * gradient``. ``tensors`` has the bounds and weight decays of tensors. Add each
-        tensor's squares of weights and directions to ``partial``; see `kernels.partial_sums`.
+        The mean gradient is ``scale * gradient``. ``tensors`` has the bounds and weight decays of tensors. Add the sums
+        of squares of weights and of directions, per tensor, to ``partial``, an array from `kernels.partial_sums`.
         """
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
@@ -383,13 +383,17 @@ class WrappedOptimizer(ABC):
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Run the first phase of an update, for the flat range ``piece``. See `SegmentWise.direction`."""
+        """Start the update of the weights ``master`` in the flat range ``piece``, for ``scale`` times ``gradient``."""
 
     @abstractmethod
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Run the second phase of an update, for the flat range ``piece``. See `SegmentWise.apply`."""
+        """Complete an update of the flat range ``piece`` that `direction` started: change the weights ``master``.
+
+        The argument ``direction`` is the store that the method `direction` got as ``gradient``. The others are
+        optional: ``working`` receives rounded weights, and ``norms`` are the `partial_norms`, summed over ranks.
+        """
 
     def sum_exactly(self) -> None:
         self._inner.sum_exactly()

@@ -21,10 +21,10 @@ from hpcdist.optim.update import kernels
 
 
 class MasterWeights(WrappedOptimizer):
-    """Optimizer for 16-bit parameters. It applies ``inner`` to float32 ``weights``, and rounds these to 16 bits.
+    """Optimizer for 16-bit parameters: ``inner`` updates float32 weights, which are then rounded to 16 bits.
 
-    Its methods are as in `SegmentWise`, with the 16-bit parameters as ``master``. Gradients are 16-bit too. If
-    ``inner`` is layer-wise, update directions are stored in float32, which takes 4 more bytes per owned parameter.
+    The argument ``master`` of the methods is the store of 16-bit parameters. Gradients are 16-bit too. If ``inner`` is
+    layer-wise, update directions are stored in float32, which takes 4 more bytes per owned parameter.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class MasterWeights(WrappedOptimizer):
             self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Run the first phase of an update of ``piece``; see `SegmentWise.direction`. ``master`` is not used."""
+        """Start an update of the float32 weights in the flat range ``piece``. ``master`` is not used."""
         if isinstance(self._inner, LayerWise):
             self._inner.direction(piece, self.weights, gradient, scale, self._wide)
         else:
@@ -53,9 +53,9 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the float32 weights in the flat range ``piece``. Write them to the 16-bit parameters ``master``.
+        """Update this object's float32 weights in the flat range ``piece``, and write them to ``master``, rounded.
 
-        ``norms`` are the `partial_norms`, summed over ranks. ``working`` is not used.
+        ``master`` is the store of 16-bit parameters. ``norms`` are the `partial_norms`, summed over ranks.
         """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)
@@ -67,7 +67,7 @@ class MasterWeights(WrappedOptimizer):
 
 
 def rounded(store: FlatStore, dtype: np.dtype) -> FlatStore:
-    """Return a host store with the values of the float32 ``store``, rounded to the 16-bit ``dtype``."""
+    """Return a copy of the float32 parameters ``store`` on the host, rounded to the 16-bit ``dtype``."""
     copy = FlatStore(store.layout, dtype, store.parts)
     kernels.round_into(store.array, copy.array)
     return copy

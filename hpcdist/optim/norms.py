@@ -47,7 +47,7 @@ class Norms:
         self._sums[...] = 0.0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
-        """Add the squares of ``weights`` and of directions ``step`` to the sums of tensor number ``tensor``.
+        """Add the squares of ``weights`` and of update directions ``step`` to the two sums of tensor number ``tensor``.
 
         Both arrays have the elements of the flat range ``where``.
         """
@@ -72,7 +72,10 @@ class Norms:
 
 
 class GpuNorms:
-    """Sums of squares as in `Norms`, on a GPU. Kernels that compute update directions add squares to ``partial``."""
+    """Sums of squares of weights and update directions, as in `Norms`, on a GPU.
+
+    The kernels that compute update directions add the squares to the attribute ``partial``.
+    """
 
     def __init__(self, size: int, tensors: kernels.TensorOptions) -> None:
         self.partial, self._tensors = kernels.partial_sums(size, len(tensors.bounds)), tensors
@@ -170,11 +173,10 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 
 
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
-    """Return the factor that clips a gradient to the norm ``limit``: 1 if its norm is smaller, or if ``limit`` is 0.
+    """Return the factor that reduces a gradient to the norm ``limit``: 1 if its norm is smaller, or if ``limit`` is 0.
 
-    ``norm_squared`` is the gradient's squared norm, over all ranks. If ``normalize`` is true, the factor is min(1,
-    limit) / norm, or 1 / norm for ``limit`` 0. It is 1 for a norm of at most 1e-30. Raises NonFiniteError if the norm
-    is NaN or infinite.
+    ``norm_squared`` is the gradient's squared norm, over all ranks. With ``normalize=True``, the factor first scales
+    the gradient to norm 1, if its norm is above 1e-30. A NaN or infinite norm raises NonFiniteError.
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(

@@ -53,11 +53,11 @@ class BatchSchedule:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of samples per step: one for each stage in ``stages``, followed by ``final``."""
+        """Numbers of samples per step: one for each growth stage of the batch size, then the final one."""
         return [*(size for _, size in self.stages), self.final]
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first step, exclusive end step, samples per step) for each stage."""
+        """Yield (first step, exclusive end step, samples per step) for each growth stage of the batch size."""
         start = first = 0
         for end, size in self.stages:
             last = first + (end - start) // size
@@ -145,14 +145,14 @@ def estimate_noise(small_squared: float, inverse_small: float, big_squared: floa
 class SmoothedNoise:
     """Exponential moving average of gradient noise estimates over steps, corrected for the start value 0.
 
-    The fields of `NoiseEstimate` are averaged separately, before their division.
+    Numerator and denominator of the noise scale are averaged separately.
     """
 
     def __init__(self) -> None:
         self._weight = self._gradient_squared = self._trace = 0.0
 
     def add(self, estimate: NoiseEstimate) -> None:
-        """Add the noise estimate of one step to the moving average."""
+        """Add one training step's estimate of the gradient noise to the moving average."""
         rest = 1.0 - SMOOTHING
         self._weight = SMOOTHING * self._weight + rest
         self._gradient_squared = SMOOTHING * self._gradient_squared + rest * estimate.gradient_squared
@@ -160,7 +160,7 @@ class SmoothedNoise:
 
     @property
     def mean(self) -> NoiseEstimate:
-        """Moving average of the gradient noise estimates. Its fields are NaN before the first estimate."""
+        """Averages of the squared gradient norm and the covariance trace, or NaN before the first call of `add`."""
         if not self._weight:
             return NoiseEstimate(math.nan, math.nan)
         return NoiseEstimate(self._gradient_squared / self._weight, self._trace / self._weight)
@@ -196,7 +196,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return the factor of the peak learning rate for the batch size of update ``update``, counted from 1."""
+        """Return the factor that scales the peak rate to the batch size of update number ``update``, from 1."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:

@@ -16,21 +16,22 @@ LIBRARIES = ("", "mpi", "nccl")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Layout of a training on ``data x pipeline x tensor x context`` devices plus ``servers``.
+    """Parallel axes, schedule, precision and modelled implementation of a training.
 
-    Rank order as in `hpcdist.strategies.core.grid`. ``expert``: number of consecutive ranks of data x context that
-    shard the experts. ``recompute``: "selective" recomputes attention (arXiv:2205.05198), "full" recomputes whole
-    blocks. ``main_gradients`` ("megatron" only): "float32", or "working" for the working precision. ``activations``:
-    their precision: "working", or "float32" as in hpcdist on CPUs. ``optimizer_slots``: optimizer state values per
-    parameter, 2 for Adam and LAMB.
+    It uses data x pipeline x tensor x context devices, plus ``servers`` parameter servers. The ranks are ordered as in
+    `hpcdist.strategies.core.grid`.
 
-    ``implementation``: whose memory and kernels are modelled: "hpcdist" or "megatron" (formulas of arXiv:2205.05198,
-    attention scores in memory). ``library``: whose collectives are modelled: "mpi", "nccl", or "" for the usual
-    library of the implementation. ``algorithm``: for the data axis only; an operation
-    that lacks this algorithm uses its fastest one. ``overlap``: fraction of the data axis's messages that may overlap
-    computation. ``tensor_overlap``: fraction of the tensor axis's backward messages that may overlap, 0 in hpcdist.
-    ``gradient_fusion`` ("megatron" only): matrix products add weight gradients directly to the gradients of earlier
-    micro-batches.
+    - ``expert``: number of consecutive ranks, on the data and context axes, that shard the experts.
+    - ``recompute``: "none", "selective" (attention only, arXiv:2205.05198), or "full" (whole blocks).
+    - ``main_gradients``: for "megatron" only: "float32", or "working" for the working precision.
+    - ``activations``: precision of activations: "working", or "float32" as in hpcdist on CPUs.
+    - ``optimizer_slots``: optimizer state values per parameter, 2 for Adam and LAMB.
+    - ``implementation``: program whose memory and kernels are modelled: "hpcdist", or "megatron" (arXiv:2205.05198).
+    - ``library``: communication library: "mpi", "nccl", or "" for the usual library of the implementation.
+    - ``algorithm``: algorithm of collectives on the data axis.
+    - ``overlap``: fraction of the messages on the data axis that may overlap computation.
+    - ``tensor_overlap``: fraction of the backward messages on the tensor axis that may overlap computation.
+    - ``gradient_fusion``: for "megatron" only: matrix products add weight gradients directly to accumulated gradients.
     """
 
     data: int = 1

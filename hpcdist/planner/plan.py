@@ -53,11 +53,11 @@ def plan(
 ) -> PlanEstimate:
     """Return the time, memory and energy estimate of ``steps`` steps of ``global_batch`` samples. Local.
 
-    The keyword ``simulate``: simulate the pipeline schedule instead of using a closed formula. Check first that the
-    layout is possible, with `hpcdist.planner.limits.checks`; a layout that exceeds the memory also gets an estimate.
-    Larger gradient buckets are tried if the total memory use stays within the keyword ``limit_bytes`` (0: the device
-    memory). The keyword ``flow``: micro-batch times of this layout, if the caller has computed them already. Raises
-    ConfigurationError if the device has no peak FLOP rate for the precision.
+    The caller must check that the layout is possible, with `hpcdist.planner.limits.checks`. A layout that exceeds the
+    memory also gets an estimate. The keyword ``simulate``: simulate the pipeline schedule instead of using a closed
+    formula. The keyword ``limit_bytes``: memory limit within which the plan may use larger gradient buckets to save
+    time; 0 means the device memory. The keyword ``flow``: micro-batch times of this layout, if the caller has computed
+    them already. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
     """
     footprint = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
@@ -204,9 +204,9 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if ``layout`` uses ZeRO-3 with several replicas, and ``cluster`` is not calibrated.
+    """Return True if the step time must be corrected by `ZERO3_RATIOS`, ratios of published to modelled times.
 
-    The step time is then corrected by `ZERO3_RATIOS`, the ratios of published to modelled step times.
+    The ratios are for ZeRO-3 with several replicas, on a cluster that is not calibrated.
     """
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 

@@ -42,10 +42,10 @@ def is_damage(error: BaseException) -> bool:
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the record file ``path`` if the read ``error`` shows that its content is damaged (see `is_damage`).
+    """Rename the record file ``path`` if ``error``, raised while reading it, shows that it is damaged (`is_damage`).
 
-    Return a pair: True if a new record may be written to ``path``, and the end of a warning about the old file. For
-    example, the caller writes "PATH cannot be read" and appends the returned "; it is now NAME".
+    Return a pair. The first item is True if the file was damaged: a new record may be written to ``path``. The second
+    item is a text that the caller appends to its warning, such as "; it is now NAME" after "PATH cannot be read".
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"

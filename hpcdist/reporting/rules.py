@@ -48,16 +48,17 @@ class Condition:
 class Rule:
     """A forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
 
-    ``conditions``: condition on each key. The error message shows these keys with their values.
-    ``given``: further conditions on keys, which the message does not show.
-    ``relation``: optional function of the values of ``conditions``. The rule is broken only if it also returns true.
-    ``why``: text that follows the keys in the message: a reason, " has no effect", or " is not built in this version".
-    ``cure``: text at the end of the message. If it is empty, the message ends with the results of `Condition.cure`.
+    A key is a setting ``section.name``, an option (``--survive``), or a name without a dot for a value that is derived
+    from settings.
 
-    ``why`` and ``cure`` are format strings or functions of the values of ``conditions``. A key is a setting
-    ``section.name``, an option (``--survive``), or a name without a dot for a value derived from settings. If the
-    derived value is a text, the message shows it without the key. For the key "rank" and the number 2, it shows
-    "2 ranks".
+    ``conditions``: condition on the value of each key. The error message lists these keys with their values.
+    ``given``: conditions on further keys, which the message does not list.
+    ``relation``: optional function of the listed values. The rule is broken only if it also returns true.
+    ``why``: text after the list in the message: a reason, " has no effect", or " is not built in this version".
+    ``cure``: advice at the end of the message. If it is empty, the message ends with the results of `Condition.cure`.
+
+    ``why`` and ``cure`` may be format strings or functions of the listed values. A derived text is listed without its
+    key, and a derived number before its key, such as "2 ranks".
     """
 
     conditions: Mapping[str, Condition]
@@ -110,11 +111,11 @@ def _text(text: Text, values: list[Any]) -> str:
 def rule(
     terms: str, why: Text = "", cure: Text = "", relation: Callable[..., object] | None = None, **sets: Iterable[str]
 ) -> Rule:
-    """Parse a `Rule` from ``terms``: "A with B where C with D" forbids settings that satisfy the conditions A to D.
+    """Return the `Rule` (forbidden combination of settings) that the text ``terms`` describes.
 
-    The error message does not show the conditions after "where". The other arguments are as in `Rule`. {NAME} in
-    ``terms`` stands for the values of the keyword NAME, joined by "|".
-    Conditions on the value of KEY:
+    In ``terms``, " with " joins conditions, which must all hold. The error message lists only the conditions before
+    " where ". In "A with B where C with D", it lists A and B. {NAME} in ``terms`` is replaced by the values of the
+    keyword NAME, joined by "|". The other arguments are as in `Rule`. Conditions on the value of KEY:
 
     KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
     KEY=A|B: A or B. KEY=A|B->C: A or B; the message proposes C. KEY!=A|B: neither A nor B.
@@ -127,7 +128,10 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield a `Rule` for each argument after ``why``: `rule` parses ``form`` with * replaced by the argument."""
+    """Yield a `Rule` (forbidden combination of settings) for each text passed after ``why``.
+
+    The text replaces * in ``form``, and the function `rule` parses the result. ``why``: reason in the error message.
+    """
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
 
@@ -166,7 +170,7 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return the condition that the value is not among ``values``."""
+    """Return a `Condition` that a setting satisfies if its value differs from all arguments of this call."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
@@ -196,14 +200,14 @@ def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
 
 
 def at_least(least: float, *keys: str, expected: str = "") -> Iterator[Rule]:
-    """Yield a `Rule` for each configuration key after ``least``: its value must be at least ``least``."""
+    """Yield a `Rule` that forbids values below ``least``, for each configuration key passed as a further argument."""
     for key in keys:
         below = Condition(lambda value: not value >= least, sign="<", values=(least,))  # also true for NaN
         yield Rule({key: below}, cure=expected or f"it must be at least {least}")
 
 
 def at_most(most: float, *keys: str) -> Iterator[Rule]:
-    """Yield a `Rule` for each configuration key after ``most``: its value must be at most ``most``."""
+    """Yield a `Rule` that forbids values above ``most``, for each configuration key passed as a further argument."""
     for key in keys:
         yield Rule(
             {key: Condition(lambda value: value > most, sign=">", values=(most,))}, cure=f"it must be at most {most}"
@@ -232,5 +236,5 @@ def section_values(name: str, section: Any) -> dict[str, Any]:
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError for the first of ``rules`` that ``section``, or a value given as a keyword, breaks."""
+    """Raise ConfigurationError if ``section``, or a value passed as a keyword argument, breaks one of ``rules``."""
     check(rules, section_values(name, section) | derived)

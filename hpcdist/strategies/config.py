@@ -79,16 +79,19 @@ RULES: Final = (
 
 
 def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
-    """Return True if ``ranks`` ranks can divide ``heads`` query and ``shared`` key heads in all-to-all attention."""
+    """Return True if all-to-all attention can divide the attention heads evenly among ``ranks`` ranks.
+
+    ``heads``: number of query heads. ``shared``: number of key heads.
+    """
     return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
     """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
 
-    ``heads`` and ``shared`` count query and key heads. If ``ring`` is false (16 bits on a GPU), "auto" is "all_to_all".
-    With c ranks, a layer sends 6 (c - 1) / c times the size of a sample's keys by "ring", and about
-    4 (1 + heads / shared) (c - 1) / c^2 times this size by "all_to_all".
+    ``heads`` and ``shared`` count query and key heads. If the keyword ``ring`` is false, ring attention is unavailable,
+    and the result is "all_to_all". With c ranks, a layer sends 6 (c - 1) / c times the size of a sample's keys by
+    "ring", and about 4 (1 + heads / shared) (c - 1) / c^2 times this size by "all_to_all".
     """
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
@@ -106,9 +109,9 @@ class ParallelConfig:
     per pipeline rank. ``microbatches`` without a pipeline is gradient accumulation. ``recompute``: recompute
     activations in the backward pass, to store fewer activations.
 
-    ``tensor`` ranks compute each layer together; ``sequence_parallel`` divides the activations between matrix products
-    by tokens. ``context`` ranks divide the tokens of each sample. Each group of ``expert`` consecutive replicas divides
-    the experts of each block.
+    ``tensor``: number of ranks that compute each layer together. ``sequence_parallel``: outside matrix products, these
+    ranks divide the activations by tokens. ``context``: number of ranks that divide the tokens of each sample.
+    ``expert``: number of consecutive replicas that divide the experts of each block.
 
     ``partition``: what to minimise on the slowest pipeline rank: parameters, operations or measured seconds.
     ``stage_units``: fixed numbers of model units per chunk. ``stage_memory_bytes``: one memory limit for all ranks or

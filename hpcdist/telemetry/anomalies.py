@@ -45,11 +45,11 @@ class Anomaly:
 
 
 class Anomalies:
-    """Detector of anomalies in the steps of one start of a run. The steps must be passed in order.
+    """Detector of anomalies in the steps of a run since its last start. The steps must be passed in order.
 
-    ``loss_spike`` is the least height of a spike above the median loss, in robust standard deviations.
-    ``throughput_drop`` is the least fraction of the usual speed that is lost in a drop. 0 disables a check. ``unit`` is
-    "tokens" or "samples".
+    The keyword ``loss_spike``: distance of a spike from the median loss, in robust standard deviations. The keyword
+    ``throughput_drop``: fraction of the usual speed whose loss is an anomaly. 0 disables a check. The keyword ``unit``
+    is "tokens" or "samples".
     """
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:

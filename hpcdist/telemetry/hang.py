@@ -77,7 +77,7 @@ def _blamed_half_first(
     """Return the lists of ranks ``a`` and ``b``, two halves of a communicator, with the half to blame first.
 
     A half is to blame if its pair of call sites (previous and current collective) never occurred before. If this does
-    not decide, the half that is further down in the same function is to blame.
+    not decide, the half whose call site is further down in the source of the same function is to blame.
     """
 
     def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
@@ -261,7 +261,7 @@ def _late_ns(record: RankRecord) -> int:
 
 
 def _end(record: RankRecord, end: int, first_note: int | None) -> str:
-    """Return the state of a rank that wrote no final note: silent, ended (by another rank's failure), or killed.
+    """Return the state of a rank without a final note: "silent", "ended" or "killed", as defined in `RankState`.
 
     ``end``: end of the job in ns, or now. ``first_note``: time of the first failure note of any rank in ns, or None.
     """

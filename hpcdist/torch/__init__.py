@@ -70,7 +70,7 @@ dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", 
 
 
 class _Name:
-    """Descriptor of the backend name. Reading it raises UsageError in a child process, where rendezvous would hang."""
+    """Descriptor of the backend name. Reading it in a worker process, as of a DataLoader, raises UsageError."""
 
     def __get__(self, instance: Any, owner: Any) -> str:
         refuse_worker()

@@ -82,10 +82,10 @@ class Buffer:
 
 
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
-    """Return a buffer of each tensor in ``inputs``, the inputs of one call for several tensors. Local.
+    """Return a `Buffer` of each tensor in ``inputs``, the inputs of one call for several tensors. Local.
 
-    The other arguments are lists of the call's output tensors. The call handles index 0 of all lists first, then
-    index 1, and so on. All inputs are copied if two tensors with different indices overlap in memory.
+    The other arguments are lists of the call's output tensors. If two tensors with different indices overlap in
+    memory, all inputs are copied, because the call could overwrite an input before reading it.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]

@@ -52,8 +52,8 @@ class Options:
 class Group(_ProcessGroup):
     """PyTorch process group of the ranks of ``comm``. Construction is collective.
 
-    ``limit(name, timeout)`` sets the deadline of the communicator ``name``. `shutdown` frees ``comm`` and calls
-    ``at_end``.
+    The function ``limit`` gets the name of a communicator and a timeout, and sets the deadline of its operations. The
+    method `shutdown` frees ``comm`` and calls the function ``at_end``.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class Group(_ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Complete the group's queued collectives, abandon late messages, and free the communicators. Collective."""
+        """Complete the group's queued collectives, wait briefly for messages, free the communicators. Collective."""
         self._ended = True
         self._queue.close()
         self._mailbox.finish()

@@ -34,8 +34,8 @@ def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **opti
 
     `COMPRESSORS` lists the names. ``options`` are ``error_feedback``, ``warmup_steps``, ``across_nodes``, and for some
     compressors ``density``, ``rank``, ``bits``. Gradients must be float32. The residuals of error feedback need as much
-    memory as the gradients; PyTorch checkpoints do not contain them. Raises UsageError for an invalid name, option or
-    group.
+    memory as the gradients; PyTorch checkpoints do not contain them. Raises UsageError for an invalid name or
+    option, or if the process group of ``model`` has another backend than hpcdist.
     """
     if name not in COMPRESSORS:
         near = nearest(name, COMPRESSORS)
@@ -81,8 +81,6 @@ class _Bucket:
 
 
 class _State:
-    """State of the DDP hook. It has one bucket per list of parameters: DDP forms new buckets after the first step."""
-
     def __init__(self, group: Group, name: str, config: CompressionConfig, seed: int) -> None:
         self.group, self.name, self.config, self.seed = group, name, config, seed
         self.algorithm = "native" if group.options.algorithm == "auto" else group.options.algorithm

@@ -105,7 +105,7 @@ def _await_parent() -> None:
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
     """Start to record operations and to measure energy. An operation's deadline is ``timeout``. Collective.
 
-    Return the function that stops both. It is collective, and also sets a new store address for the next process group.
+    Return a function that stops both. That function is collective.
     """
     record(world, timeout.total_seconds())
     program = ExitStack()

@@ -35,9 +35,9 @@ LOOK_S: Final = 0.001  # polling interval for NCCL work
 
 
 class _Failed:
-    """Value of a future whose operation failed with ``error``. Reading the value raises ``error``.
+    """Placeholder for the result of an operation that failed with ``error``. Reading or pickling it raises ``error``.
 
-    Python cannot give C++ a future with an error. DDP's reducer reads the value by pickling it, which raises the error.
+    It is set as value of a PyTorch future, because Python cannot set an error in a C++ future.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -53,8 +53,8 @@ class _Failed:
 class Work(dist.Work):
     """Handle (a `torch.distributed.Work`) of an operation that writes the tensors ``result``.
 
-    ``done``: the host has nothing left to do for the operation. For GPU tensors, ``streams`` are CUDA streams of their
-    GPU, and ``end_event`` is the CUDA event after the operation. For host tensors both are None.
+    For GPU tensors, ``streams`` manages the CUDA streams on which their GPU communicates. It is None for host tensors.
+    The attribute ``done`` is True if the host has nothing left to do for the operation.
     """
 
     streams: Streams | None = None
@@ -155,9 +155,10 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """Handle of a queued collective, which calls ``run``. Flight records show ``name`` and ``site``, the caller's line.
+    """Handle of a collective in ``queue``. To perform the collective, a thread calls the function ``run``.
 
     If ``streams`` is set, the collective starts after the work that is on the current CUDA stream at its creation.
+    Flight records show ``name`` and ``site``, the source line that called the collective.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class CollectiveWork(Work):
         self._run: Callable[[], object] | None = run
 
     def size(self) -> tuple[str, int]:
-        """Return (dtype, number of elements) of the result tensors, or ("uint8", 0) if ranks may have other sizes."""
+        """Return the dtype and total element count of the result, or ("uint8", 0) if they may differ between ranks."""
         if self.name not in ONE_SIZE or not self._result:
             return "uint8", 0
         return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
@@ -249,7 +250,7 @@ class BatchWork(Work):
 
 
 class OperationQueue:
-    """Queue of a process group's collectives, which run in order. The function ``events`` gets the flight recorder.
+    """Queue of a process group's collectives, which run in order. The function ``events`` returns the flight recorder.
 
     If ``has_thread``, the first asynchronous operation starts a thread that runs queued operations. The first NCCL
     operation starts a thread that detects the end of NCCL operations on the GPU. `close` ends both threads.
@@ -393,8 +394,6 @@ _ProcessGroup: Any = dist.ProcessGroup  # untyped in PyTorch
 
 
 class _Holder(_ProcessGroup):
-    """Dummy process group whose `barrier` returns ``work`` to C++, in a wrapper that keeps ``work`` alive."""
-
     def __init__(self, work: Work) -> None:
         super().__init__(0, 1)
         self._work = work

@@ -289,7 +289,8 @@ class Training:
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         """If a check is due, raise DataError if the ranks of a replica passed different batches. Collective.
 
-        ``before`` is the number of such batches since this start. ``number`` is the number of the step or evaluation.
+        ``what`` names the step or evaluation in the message, and ``number`` is its number. ``before`` is the number of
+        earlier steps or evaluations since the program started.
         """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:

@@ -22,7 +22,7 @@ MARGIN_S: Final = 60.0
 
 
 class _Watch:
-    """This process's stop requests, and its longest iteration: the time from one call of `counts` to the next."""
+    """This process's stop requests, and the longest time between two calls of its method `counts`."""
 
     def __init__(self) -> None:
         folder = os.environ.get(RUN_DIR)

@@ -30,10 +30,11 @@ from hpcdist.models.stage import Operations, Saved
 
 
 class JaxLoss(Loss):
-    """Loss that the user's function ``call(y, targets)`` computes from the last stage's output ``y`` and the targets.
+    """Loss computed by the user's function ``call(y, targets)``, where ``y`` is the output of the last stage.
 
-    ``call`` returns (sum, weight), losses of shape (samples, ...), or their mean. ``output``: shape and dtype of ``y``
-    for one sample. ``example``: targets to test ``call`` with. Raises UsageError for a mean whose
+    ``call`` returns one of three results: the mean loss, an array of losses of shape (samples, ...), or the pair (sum
+    of the losses, sum of their weights). The keyword ``output`` is the shape and dtype of ``y`` for one sample. The
+    keyword ``example`` is an array of targets to test ``call`` with. Raises UsageError if ``call`` returns a mean whose
     divisor depends on the data.
     """
 
@@ -134,10 +135,11 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 
 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
-    """Return True if the only output of ``jaxpr`` is a sum divided by a number that does not depend on the data.
+    """Return True if the output of ``jaxpr`` is a plain mean: a sum over array elements, divided by a constant.
 
-    ``data``: the variables of the model output and the targets. Sums and constant multiples of such means also count.
-    ``divided``: the caller divides the output by a constant, so a plain sum also counts.
+    ``data`` contains the variables of the model output and the targets. Constants do not depend on these variables.
+    Sums, differences and multiples of plain means are also plain means. If the keyword ``divided`` is True, the caller
+    itself divides the output by a constant, so an undivided sum is enough.
     """
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     depends = set(data)

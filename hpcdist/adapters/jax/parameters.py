@@ -87,7 +87,7 @@ class JaxTraffic:
 
 
 def repeat_samples(rows: np.ndarray, samples: int) -> np.ndarray:
-    """Return an array of ``samples`` samples: the samples of the array ``rows``, repeated in order."""
+    """Return an array of ``samples`` samples that cycles through the rows of ``rows``: a, b, c, a, b, c, ..."""
     return np.resize(rows, (samples, *rows.shape[1:]))
 
 

@@ -103,7 +103,6 @@ def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def _input_residuals(closed: Any, leaves: int) -> list[int]:
-    """Return the indices of the residuals computed from the stage input x. ``leaves``: number of parameter leaves."""
     x = closed.jaxpr.invars[leaves]
     # A residual that occurs twice is kept twice; jit gives both the same memory.
     outputs = enumerate(closed.jaxpr.outvars[1:])
@@ -181,7 +180,6 @@ class FunctionChain:
 
 
 def _keys(draw: Any, index: int, samples: int) -> Any:
-    """Return one random key per sample, or None if ``draw`` (from `_words`) is None."""
     if draw is None:
         return None
     random = library().random
@@ -258,9 +256,9 @@ class JaxStage:
         return [self._leaves.names[index] for index in self.passes(samples).unused]
 
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
-        """Return the compiled forward and backward for ``samples`` samples.
+        """Return the compiled forward and backward for ``samples`` samples. Raises UsageError if the output is invalid.
 
-        ``draws`` False, for an evaluation: functions get no random keys. Raises UsageError if the output is invalid.
+        If the keyword ``draws`` is False, as in an evaluation, the user's functions get no random keys.
         """
         drawn = draws and self.chain.keyed
         key = (self.chain.key, self._leaves.shapes, self._sample, self._dtype, self.layer > 0, samples, drawn)

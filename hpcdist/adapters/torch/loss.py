@@ -198,10 +198,10 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 
 
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
-    """Return the fraction of the targets that a mean loss counts, such as 0.9 if the loss ignores 10 % of them.
+    """Return the average weight of a target in a mean loss, such as 0.9 if the loss ignores 10 % of the targets.
 
-    ``node`` is the last node of the loss's autograd graph; ``predictions`` is the number of targets. A target with a
-    class weight counts as this weight. Raises UsageError if the graph does not show the weight of each sample.
+    ``node`` is the last node of the loss's autograd graph. ``predictions`` is the number of targets. With class
+    weights, the result can exceed 1. Raises UsageError if the graph does not show the weights.
     """
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
@@ -250,7 +250,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _terms(node: Any, reduction: int) -> int | None:
-    """Return the number of terms of a mean (``reduction`` 1) or sum (2), or None for any other ``node``."""
+    """Return the number of elements that autograd node ``node`` averages (``reduction`` 1) or adds (2), else None."""
     kind = _kind(node)
     if kind == {1: "Mean", 2: "Sum"}[reduction]:
         return math.prod(node._saved_self_sym_sizes)

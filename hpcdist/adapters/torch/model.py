@@ -146,8 +146,8 @@ def _written(settings: Mapping[str, Setting]) -> list[str]:
 def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
     """Copy ``parameters``, with the names LAYER.NAME that `wrap` gave them, into the wrapped modules. Local.
 
-    The modules get new memory and can be used after the run. Raises UsageError if a tensor is missing, is not in the
-    modules, or has another shape.
+    The modules then no longer share memory with the training run. Raises UsageError if a tensor is missing, is not in
+    the modules, or has another shape.
     """
     torch, remaining = library(), dict(parameters)
     other = "these are parameters of other modules"
@@ -187,7 +187,8 @@ def wrap(
       or only parameters of earlier modules.
     - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of targets that count.
       Alternatively it returns one number: the mean or sum over the samples, as declared by the keyword ``reduction``.
-      For a mean, PyTorch's autograd graph must show the number of averaged targets, as it does for cross_entropy.
+      For a mean, the autograd graph must end in an operation such as ``mean`` or cross_entropy, whose node records
+      the number of averaged targets.
     - The keyword ``example`` is an input, as tensor or array, or a tuple (input, targets). It determines
       the shapes between stages, which pipelines need. To measure the loss, ``parallel.partition = "measured"`` uses the
       targets of the example, or integer zeros if the example has no targets.
@@ -195,8 +196,8 @@ def wrap(
     - The keyword ``adapted(name, parameter)`` returns True if weight decay and layer-wise rates apply to the parameter.
       By default they apply to parameters with at least two dims.
 
-    The modules provide the initial values. Tensors are named LAYER.NAME, where NAME is the module's name of the tensor;
-    in a list, NAME begins with the module's index. Integer data becomes int64, real data gets the parameters' dtype.
+    The modules provide the initial values. Tensors are named LAYER.NAME, where NAME is the tensor's name in the module.
+    In a list, NAME begins with the module's index. Integer data becomes int64, real data gets the parameters' dtype.
     Buffers must be constant. A step runs each module in its current mode, or in training mode if no module is in
     training mode. Random numbers depend on the seed, the step, the layer and the first sample of the micro-batch. On
     the host, the process keeps freed memory (`hpcdist.adapters.torch.arrays.keep_freed_memory`).

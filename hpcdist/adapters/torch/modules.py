@@ -282,7 +282,7 @@ class ParameterBinding:
         bound.views = views
 
     def has(self, cut: StageModules) -> bool:
-        """Return True if the run has moved parameters of ``cut`` (a stage's modules) to its arrays, or freed them."""
+        """Return True if a parameter of ``cut``, the modules of one stage, was moved to the run's arrays or freed."""
         bound = self._bound[id(cut)]
         run_memory = {tensor.data_ptr() for tensor in bound.tensors.values()}
         freed = self._initial is None

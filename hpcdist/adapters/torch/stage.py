@@ -28,10 +28,11 @@ Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # a group only for the first st
 
 
 class TorchStage:
-    """Stage that runs consecutive PyTorch modules. The first module of a model gets several inputs as arguments.
+    """Stage that runs consecutive PyTorch modules.
 
-    In a step, each module is in training or evaluation mode as the user chose; in an evaluation, all are in evaluation
-    mode. Random numbers depend on the seed, the step, the micro-batch's first sample and the layer.
+    If a batch has several inputs, the first module of the model gets each input as a separate argument. In a step, each
+    module is in training or evaluation mode as the user chose; in an evaluation, all are in evaluation mode. Random
+    numbers depend on the seed, the step, the micro-batch's first sample and the layer.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class TorchStage:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
-        """Return the output for the example input ``x``. Record its shape and its FLOP count."""
+        """Return the stage's output for the example input ``x``. Record the output shape and the FLOPs of the stage."""
         with flop_counter() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)

@@ -32,7 +32,7 @@ class KernelSource:
         return name_of(dtype) in self._dtypes
 
     def code(self, **types: Any) -> str:
-        """Return the source text to compile. The keywords ``types`` define macros, such as REAL=np.float32."""
+        """Return the source text to compile. Each keyword argument defines a macro, such as REAL=np.float32."""
         lines = [f"#define {macro} {self._named(dtype)}\n" for macro, dtype in sorted(types.items())]
         # The macros come first, although the types are structs of COMMON: macros are expanded at their use.
         return "".join(lines) + COMMON.read_text() + self.path.read_text()
@@ -49,9 +49,9 @@ class KernelSource:
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
         """Launch the kernel ``name`` on the current stream, with ``grid`` blocks of ``block`` threads each.
 
-        Nothing is launched if a dim of ``grid`` is 0. ``args`` are contiguous GPU arrays, ints (passed as
-        ``long long``) or floats (passed as float32 if REAL is a 16-bit float, else as REAL). The keywords ``types``
-        define macros of the source file, as dtypes or ints; REAL, the dtype of the elements, is required.
+        Nothing is launched if a dim of ``grid`` is 0. Each keyword argument defines a macro, as a dtype or an int;
+        REAL, the dtype of the elements, is required. Further arguments go to the kernel: contiguous GPU arrays, ints
+        (as ``long long``) or floats (as REAL, or as float32 if REAL has 16 bits).
         """
         blocks, threads = _three_dims(grid), _three_dims(block)
         if not all(blocks):

@@ -181,7 +181,7 @@ def lua(value: object) -> str:
 
 
 def tcl(value: object) -> str:
-    """Return ``value`` as one word of Tcl: several lines in braces if Tcl keeps them unchanged, else in quotes."""
+    """Return ``value`` as one word of Tcl, in double quotes. Text of several lines is in braces if Tcl allows it."""
     text = str(value)
     if "\n" in text and _lines_are_printable(text) and _fits_braces(text):
         return f"{{{text}}}"

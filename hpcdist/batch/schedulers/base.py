@@ -82,7 +82,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has ended for good. If its state is not in `SchedulerState`, the end time decides."""
+        """True if the job has ended for good. A state that `SchedulerState` lacks is final if there is an end time."""
         return self.state in FINAL_STATES or (self.state not in SchedulerState.__members__ and bool(self.ended_utc))
 
     @property

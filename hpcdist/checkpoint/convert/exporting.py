@@ -28,7 +28,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class _FileRegion:
-    """Region of an output file that holds one tensor. A `FileSlice` writes to it as to a `FileStore`."""
+    """Region of an output file that holds one tensor. Its `write` takes the same arguments as `FileStore.write`."""
 
     fd: int
     offset: int
@@ -44,13 +44,13 @@ def key_of(tensor: StoredTensor) -> str:
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return step, non-tensor state and tensor kinds (as "optimizer.m") of the manifest ``loaded``, as JSON text."""
+    """Return JSON text with step, non-tensor state and names of tensor states ("optimizer.m", ...) of ``loaded``."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return the parameters in ``loaded``, or all tensors if ``optimizer``. Raises UsageError without such tensors."""
+    """Return the parameters in ``loaded``, or all tensors if ``optimizer``. Raises UsageError if there are none."""
     tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")

@@ -116,7 +116,7 @@ def _file_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class _ForeignTensor:
-    """Tensor number ``index`` of a `ForeignFile`. A `FileSlice` reads from it as from a `FileStore`."""
+    """The tensor ``source.tensors[index]``. Its `read` takes the same arguments as `FileStore.read`."""
 
     source: ForeignFile
     index: int

@@ -56,7 +56,8 @@ class NewerVersionError(StorageError):
 class Slot:
     """Description of a piece (a stored part of a tensor) without its data.
 
-    The piece has the range ``flat`` of the row-major elements of ``box``, a tensor region: (start, stop) for each axis.
+    ``box`` is a region of the tensor: (start, stop) for each dim. The piece holds the range ``flat`` of the region's
+    elements, counted in row-major order.
     """
 
     kind: str
@@ -92,7 +93,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class StoredPiece(Slot):
-    """Tensor piece at byte ``offset`` of ``file``. ``digests`` has the xxh3-128 digest of each of its 16 MiB blocks."""
+    """Tensor piece at byte ``offset`` of ``file``. ``digests`` has one xxh3-128 digest per 16 MiB of the piece."""
 
     file: str
     dataset: str
@@ -145,10 +146,10 @@ class _Shards(_Header):
 class Manifest(_Shards):
     """Content of ``manifest.json``.
 
-    ``pieces`` describes the stored parts of tensors, and ``files`` maps each shard to its size in bytes. ``about``
-    describes the run that saved the state. ``outside`` maps each shard to a digest of all its bytes that hold no tensor
-    data. ``unused`` describes tensor pieces in these shards that only earlier checkpoints need. Manifests of older
-    versions may lack ``outside`` and ``unused``.
+    ``pieces`` describes the stored parts of tensors. ``files`` maps each shard to its size in bytes. ``outside`` maps
+    each shard to a digest of all its bytes except tensor data. ``about`` describes the run that saved the state. Shards
+    can be hard links to files of earlier checkpoints; ``unused`` describes tensor pieces that only these earlier
+    checkpoints need. Manifests of older versions may lack ``outside`` and ``unused``.
     """
 
     scalars: dict[str, Any]
@@ -356,9 +357,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
-    """Return the manifest in ``data``, a text from `seal` whose digest starts at byte ``end``.
+    """Return the manifest in ``data``, the content of the file ``path``. Raises StorageError if it is damaged.
 
-    Only ``scalars`` and ``about``, of bounded size, become Python dicts: dicts take far more memory than JSON text.
+    `seal` has stored ``digest``, the digest of the other content, at byte ``end``. Only ``scalars`` and ``about``
+    become Python dicts, which take far more memory than typed objects.
     """
     # `seal` replaced the final "}" of the digested text by the digest.
     computed = xxhash.xxh3_128(memoryview(data)[:end])

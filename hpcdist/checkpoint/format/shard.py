@@ -169,11 +169,11 @@ def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shard files of one writer. ``files`` maps each shard to its size in bytes.
+    """Shard files that one writer wrote or hard-linked. ``files`` maps each shard to its size in bytes.
 
-    ``outside`` maps each shard to one digest of all its bytes that hold no tensor data. ``entries`` describes the
-    tensor pieces of this checkpoint. A hard-linked shard of an earlier checkpoint can contain further pieces, which
-    ``unused`` describes.
+    ``outside`` maps each shard to one digest of all its bytes except tensor data. ``entries`` describes the tensor
+    pieces of this checkpoint. ``unused`` describes tensor pieces in hard-linked shards that only earlier checkpoints
+    use.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class WrittenShards:
 
 @dataclass
 class _StoredPieceBlocks:
-    """Tensor piece that implements `hpcdist.hdf5.files.Blocks`. Each block's digest is appended to ``digests``."""
+    """Tensor piece to write to an HDF5 file. `blocks` yields its data, and adds each block's digest to ``digests``."""
 
     slot: Slot
     source: BlockSource

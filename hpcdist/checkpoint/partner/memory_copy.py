@@ -52,7 +52,7 @@ class CopyLayout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Sizes in bytes of a copy's sections: tensor pieces, space for scalars, names (the pieces' descriptions)."""
+        """Sizes in bytes of a copy's three sections: tensor pieces, space for scalars, the pieces' descriptions."""
         return self._nbytes, self.room, len(self.text)
 
     @property
@@ -86,19 +86,19 @@ class MemoryCopy:
     def lay_out(self, nbytes: int, room: int, names: int) -> None:
         """Write the sizes of the three sections to the header, and mark the copy as incomplete.
 
-        The sections hold tensor pieces (``nbytes`` bytes), scalars (``room`` bytes) and names (``names`` bytes).
+        The sections hold tensor pieces (``nbytes``), scalars (``room``) and descriptions of the pieces (``names``).
         """
         self._laid_out = nbytes, room, names
         self._head[_STEP] = 0
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, names: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare the memory for copies of the tensor ``pieces``. ``names`` is the layout of such a copy."""
+        """Prepare this memory for copies of the tensor ``pieces``. ``names`` is the `CopyLayout` of these pieces."""
         self.lay_out(*names.sizes)
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return a view of the bytes before the tensor data, without the pieces' descriptions if ``names`` is False."""
+        """Return a view of this copy's header and scalars and, if ``names``, of the tensor pieces' descriptions."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
@@ -198,7 +198,7 @@ def _blocks(nbytes: int) -> int:
 
 
 def _texts(nbytes: int) -> int:
-    """Return the byte offset of the JSON texts, scalars first, in a copy whose tensor pieces take ``nbytes`` bytes."""
+    """Return the byte offset of the scalars (JSON text) in a copy whose tensor pieces take ``nbytes`` bytes."""
     return _HEAD + _DIGEST * _blocks(nbytes)
 
 
@@ -207,7 +207,7 @@ def _front(nbytes: int, room: int, names: int) -> int:
 
 
 def memory_bytes(nbytes: int, room: int, names: int) -> int:
-    """Return the total bytes of a copy. The arguments are the bytes of its tensors, scalars and names. Local."""
+    """Return the bytes of a copy with ``nbytes`` of tensors, ``room`` for scalars, ``names`` of descriptions. Local."""
     return _front(nbytes, room, names) + nbytes
 
 

@@ -138,7 +138,7 @@ class PartnerStore:
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
     def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
-        """Allocate the memory of the copy generation ``target``, and lay out this rank's copy in it. Collective."""
+        """Allocate memory in ``target`` for state copies. ``names`` is the layout of this rank's copy. Collective."""
         comm, nodes = self._comm, self._comm.nodes()
         target.of.clear()  # free the old memory first
         target.names, target.shared = names, False
@@ -159,9 +159,9 @@ class PartnerStore:
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
-        """Copy this rank's state to the generation ``target``, and exchange copies with partner ranks. Collective.
+        """Copy this rank's state to ``target``, and exchange state copies with partner ranks. Collective.
 
-        ``encoded``: the scalars as JSON. ``anew``: also send the descriptions of the tensor pieces.
+        ``encoded`` is the scalars as JSON. The keyword ``anew`` also sends the descriptions of the tensor pieces.
         """
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
@@ -190,7 +190,7 @@ class PartnerStore:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """Recovered state after ``step``. ``held``: tensor pieces that this rank, and no other rank, provides."""
+    """State after ``step``, recovered from copies. ``held`` has the recovered tensor pieces that are on this rank."""
 
     step: int
     scalars: dict[str, Any]
@@ -245,9 +245,10 @@ def _holders(
 
 
 def _sound_holders(comm: Communicator, copies: HeldCopies | None, step: int, holders: list[list[int]]) -> list[int]:
-    """Return a rank with an intact copy of the state for each old rank, or [] if a state has no such copy. Collective.
+    """Return the ranks of ``comm`` that have intact copies of the states after ``step``. Collective.
 
-    ``holders[r]`` lists the ranks with a copy of the state of rank r of the failed communicator.
+    ``holders[r]`` lists ranks of ``comm`` with a copy of the state of rank r of the failed communicator. Item r of the
+    result is one of these ranks. The result is [] if a state has no intact copy.
     """
     verified: set[int] = set()
     while all(holders):

@@ -44,13 +44,13 @@ class ElementRuns:
 
     @property
     def is_one(self) -> bool:
-        """True if all elements are one contiguous block of memory: a single run of consecutive elements."""
+        """True if the elements that this object selects from its array are one contiguous block of memory."""
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return these element runs, reduced to the elements whose numbers are in ``where``, a non-empty range.
+        """Return the part of this selection that contains the selected elements in the non-empty range ``where``.
 
-        The elements of all runs are numbered consecutively from 0, in the order of the runs.
+        The range counts selected elements: 0 is the first element that this object selects from its array.
         """
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
@@ -70,7 +70,7 @@ class ElementRuns:
         return self.array[start : start + int(self.size[0])].view(np.uint8)
 
     def gather(self, out: np.ndarray) -> None:
-        """Copy the elements of all runs of ``self.array``, in ascending order, to the contiguous array ``out``."""
+        """Copy the selected elements of ``self.array``, in ascending order, to the contiguous array ``out``."""
         if isinstance(self.array, np.ndarray):
             _gather(self.array, self.start, self.size, out)
             return
@@ -83,7 +83,7 @@ class ElementRuns:
             done += count
 
     def scatter(self, values: np.ndarray) -> None:
-        """Copy the contiguous array ``values`` to the elements of all runs of ``self.array``, in ascending order."""
+        """Copy the contiguous array ``values`` to the selected elements of ``self.array``, in ascending order."""
         if isinstance(self.array, np.ndarray):
             _scatter(self.array, self.start, self.size, values)
             return
@@ -100,7 +100,7 @@ class ElementRuns:
             done += count
 
     def _hulls(self, longest: int) -> Iterator[tuple[slice, Range]]:
-        """Yield (slice of run indices, range that covers these runs). Only a single run may exceed ``longest``."""
+        """Group runs of elements. Yield, for each group, the slice of its runs and the range that spans them."""
         ends, first = self.start + self.size, 0
         while first < ends.size:
             last = max(first + 1, int(np.searchsorted(ends, self.start[first] + longest, "right")))
@@ -148,7 +148,7 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Yield messages of at most ``longest`` bytes: lists of (index of an `ElementRuns` in ``lines``, element range)."""
+    """Yield messages of at most ``longest`` bytes: lists of (i, range of the selected elements of ``lines[i]``)."""
     # Sender and receiver must compute the same messages.
     message: list[tuple[int, Range]] = []
     room = longest

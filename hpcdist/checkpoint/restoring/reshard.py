@@ -50,10 +50,7 @@ class CopyRuns:
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool array: True for each given interval of the requested array that a run of elements contains.
-
-        ``start`` holds the first index of each interval. Every interval must be inside one run or outside of all runs.
-        """
+        """Return a bool array: True for each index in ``start`` at which these copies fill the requested array."""
         if not self.to.size:
             return np.zeros(start.size, bool)
         inside = (
@@ -82,11 +79,11 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return the element runs to copy from ``offers``, the held tensor pieces, to fill the requested ``piece``. Local.
+    """Return the element ranges to copy from ``offers``, the tensor pieces that ranks hold, to fill ``piece``. Local.
 
-    Offers of this ``rank`` are preferred. Elements that several other ranks offer are divided among them; small pieces
-    come from the least loaded rank. ``loads`` counts the bytes taken from each rank and is updated. Raises `GapError`
-    if an element is in no offer.
+    Offers of this ``rank`` are preferred. Large pieces that several other ranks hold are divided among these ranks;
+    small pieces come from the least loaded rank. ``loads`` counts the bytes taken from each rank and is updated. Raises
+    `GapError` if an element is in no offer.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
@@ -247,9 +244,10 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return, for each rank, a list of the elements to get from it, and an error message or "".
+    """Return, for each rank, a list of the element ranges to get from it, and an error message or "".
 
-    ``offers`` describes the tensor pieces of all ranks. Kinds of tensors in ``optional`` may be absent.
+    ``offers`` describes the tensor pieces of all ranks. ``requested`` are this rank's requests. States named in
+    ``optional`` ("optimizer.m") may be absent.
     """
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]

@@ -97,7 +97,7 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
 def _copy(
     reader: BlockReader, entry: StoredPiece, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Copy ranges of the stored piece ``entry`` to ``out``. ``stretches``: starts in ``out`` and ``entry``, sizes."""
+    """Copy ranges of ``entry`` to ``out``. ``stretches``: arrays of starts in ``out``, starts in ``entry``, sizes."""
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
     # First and last block of each run; in a set, since short runs share blocks.
@@ -124,7 +124,7 @@ def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
 
 
 def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
-    """Return a callback as `_run` does, to copy elements ``at[i]:at[i] + size[i]`` to ``out[to[i]:]`` for each i."""
+    """Return a `BlockReader.read` callback that copies ``at[i]:at[i] + size[i]`` to ``out[to[i]:]`` for each i."""
     ends = at + size
 
     def take(first: int, elements: np.ndarray) -> None:
@@ -248,7 +248,7 @@ def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection
 
 @dataclass(frozen=True)
 class _PackedEntries:
-    """Tensor pieces of a manifest, encoded separately per tensor. A rank decodes only the tensors it restores."""
+    """Descriptions of stored tensor pieces, encoded per tensor: a rank decodes only the tensors it restores."""
 
     scalars: dict[str, Any]
     kinds: frozenset[str]

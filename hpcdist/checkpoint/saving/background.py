@@ -51,8 +51,8 @@ class SnapshotMemory:
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
         """Copy the tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
 
-        ``delivery`` gets the pieces of all ranks for which this rank writes. These ranks call `GroupGather.bring`. The
-        caller may change the pieces after this call.
+        ``delivery`` holds this rank's pieces, and receives pieces from the other ranks for which this rank writes.
+        These other ranks must call `GroupGather.bring`. The caller may change the pieces after this call.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -112,8 +112,8 @@ class SnapshotFile:
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
         """Copy the tensor pieces of ``delivery`` to a local file. Return a function per piece that reads it back.
 
-        ``delivery`` gets the pieces of all ranks for which this rank writes. The caller may change the pieces after
-        this call. Raises StorageError if the file cannot be written.
+        ``delivery`` holds this rank's pieces, and receives pieces from the other ranks for which this rank writes. The
+        caller may change the pieces after this call. Raises StorageError if the file cannot be written.
         """
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
@@ -230,15 +230,19 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle`, called with ``sums``, would start the checkpoint's next phase or fail. Local."""
+        """Return True if a checkpoint is in progress, and no rank is still writing or a rank has failed. Local.
+
+        ``sums`` is the sum of `numbers`, two flags per rank, over all ranks.
+        """
         working, failed = sums.tolist()
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Advance the checkpoint in progress to its next phase if no rank is still writing, or if a rank has failed.
+        """Start to commit the checkpoint in progress after all ranks have written, or complete it after the commit.
 
-        ``sums`` is the sum of `numbers` over all ranks. Returns the path of a checkpoint that this call completed, else
-        None. Raises StorageError on all ranks if a rank has failed.
+        ``sums`` is the sum of `numbers` over all ranks: the number of ranks that still write, and of failed ranks.
+        Returns the path of a checkpoint that this call completed, else None. Raises StorageError on all ranks if a rank
+        has failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 

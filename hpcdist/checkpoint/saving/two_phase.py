@@ -55,11 +55,11 @@ class IncrementalWriter:
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write pieces changed since the last checkpoint to shard ``name``. Hard-link shards with unchanged pieces.
+        """Write the tensor pieces that have changed since the last checkpoint to the shard ``name``.
 
-        Local. ``directories``: temporary and final directory of the checkpoint. ``slots``: descriptions of all tensor
-        pieces. ``sources``: one source of bytes per piece. ``about``: attributes of the file. ``opens(path)`` creates
-        the file. Raises StorageError.
+        Local. For unchanged pieces, hard-link shards of the last checkpoint. ``directories``: temporary and final
+        directory of the checkpoint. ``slots``: descriptions of all tensor pieces. ``sources``: one source of bytes per
+        piece. ``about``: attributes of the file. ``opens(path)`` creates the file. Raises StorageError.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -88,7 +88,7 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link shards with the unchanged pieces ``same`` into ``temporary``. Return these shards and pieces."""
+        """Hard-link shards of the last checkpoint with unchanged pieces ``same``. Return linked shards and pieces."""
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
@@ -115,7 +115,7 @@ class IncrementalWriter:
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Remember the shards written last, for later hard links. Call this when the checkpoint is complete. Local."""
+        """Remember the shards of the checkpoint just completed, so that the next `write` can hard-link them. Local."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -123,7 +123,7 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Group ``index`` of ``count``: ranks whose first rank writes one shard for all. A single rank has no ``comm``."""
+    """Ranks whose first rank writes one shard for all. ``comm`` is None if the group has only one rank."""
 
     comm: Communicator | None
     index: int

@@ -56,7 +56,7 @@ def log(word: str, lines: int, follow: bool) -> None:
 def log_path(job: LocatedJob) -> Path:
     """Return the path of the log of ``job``, from the run's job records or the scheduler.
 
-    Raises UsageError for a whole array, which has several logs, and ConfigurationError if no log is known.
+    Raises UsageError for a job array, which has one log per task, and ConfigurationError if no log is known.
     """
     text = job.log(job.id)
     if lookup.TASK_PATTERN in os.path.basename(text):

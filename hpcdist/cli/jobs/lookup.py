@@ -41,7 +41,10 @@ class LocatedJob:
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:
-        """Return the log path of the job or its array task ``part``. A whole array has TASK_PATTERN in the path."""
+        """Return the log path of ``part``, the number of this job or of one of its array tasks (123_4).
+
+        For a whole job array, the path contains TASK_PATTERN instead of a task number.
+        """
         folder, name = os.path.split(self.text("log"))
         task = part.partition("_")[2]
         return os.path.join(folder, name.replace(TASK_PATTERN, task) if task.isdecimal() else name)
@@ -63,7 +66,10 @@ def jobs_named(words: Sequence[str]) -> list[LocatedJob]:
 
 
 def job_named(word: str) -> LocatedJob:
-    """Return the job that ``word`` names. A run directory means its job that began or was submitted last."""
+    """Return the job with the number ``word``, or the last started job of the run directory ``word``.
+
+    If no job of the run directory has started, return the last submitted job.
+    """
     jobs = jobs_named([word])
     started = [(entry.time, job) for job in jobs if job.entered and (entry := job.entered.last(ledger.BEGAN))]
     return max(started, key=lambda pair: pair[0])[1] if started else jobs[-1]

@@ -51,7 +51,7 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time from one start of a job to the run's next start. ``place`` is the first start's index in the job ledger."""
+    """Time from one job start of a run to the next. ``place`` is the first start's index in the run's job ledger."""
 
     place: int
     job: str
@@ -109,10 +109,11 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 
 
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
-    """Return the seconds of work lost by failed trainings, each from its last checkpoint to its last heartbeat.
+    """Return the seconds of work that failed ``trainings`` lost: the time from last checkpoint to last heartbeat.
 
-    ``trainings`` are the starts of the training program. Only starts in one of the time windows ``within`` count.
-    ``saved`` are the times of the checkpoints. The loss is an upper bound if checkpoints were removed.
+    Each of ``trainings`` is one execution of the training program. Only trainings that began in one of the time windows
+    ``within`` count. ``saved`` are the times of the checkpoints. The loss is an upper bound if checkpoints were
+    removed.
     """
     seconds = 0.0
     for training in trainings:

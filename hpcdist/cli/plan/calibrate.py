@@ -74,8 +74,9 @@ def command(
 
     Measure on an idle machine. A warning is printed, and stored in the file, if the machine is busy.
 
-    Exit code 0: the file is written. 2: usage. 74: a file cannot be written. 78: the cluster --from cannot be read. If
-    no cluster can be fitted (2 or 78), the measurements are still written.
+    Exit code 0: the file is written. 2: the options are invalid. 74: a file cannot be written. 78: the cluster --from
+    cannot be read. If the measurements do not suffice for a cluster file, the exit code is 2 or 78, and the
+    measurements are written.
     """
     from hpcdist.bench import output_file
     from hpcdist.bench.calibrate import run
@@ -120,8 +121,9 @@ def written(
 
     A cluster description holds hardware parameters for `hpcdist plan`. ``base`` is the description (name or file) for
     values that are not measured. ``name`` is the name of the new cluster. ``origin`` is stored with the measurements.
-    If the fit fails, the measurements are written next to ``output`` even if ``points`` is None. The UsageError or
-    ConfigurationError then has their path. Raises StorageError.
+
+    If ``points`` is None, the measurements are written only if the fit fails, to a file next to ``output``. A failed
+    fit raises UsageError or ConfigurationError, with the path of the measurements. Raises StorageError.
     """
     import tomllib
 

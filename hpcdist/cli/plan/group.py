@@ -59,7 +59,7 @@ def clusters(named: str | None, as_json: bool) -> None:
 @click.argument("named", metavar="[NAME]", required=False)
 @json_option
 def models(named: str | None, as_json: bool) -> None:
-    """List the models of --model, or print a model's sizes as options of `hpcdist plan`."""
+    """List the model names that --model accepts, or print the sizes of one of these models."""
     from hpcdist.planner.model import transformer
     from hpcdist.planner.model.transformer import describe
 

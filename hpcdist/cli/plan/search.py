@@ -76,8 +76,9 @@ def command(
 ) -> None:
     """Find and explain the best layouts of RECIPE, or of a model given by its sizes, on --devices of a cluster.
 
-    The search varies degrees of data, pipeline, tensor, context, ZeRO stage, micro-batch, schedule, recomputation. A
-    layout option that you give stays fixed. Only --compression enables compression. Exit code 1: no layout fits.
+    The search varies the data, pipeline, tensor and context parallel sizes. It also varies ZeRO stage, micro-batch
+    size, schedule and recomputation. A layout option that you give stays fixed. Only --compression enables compression.
+    Exit code 1: no layout fits.
     """
     from hpcdist.cli.plan.group import draw_plot
     from hpcdist.planner.report import table, text

@@ -72,7 +72,8 @@ def import_(
     """Import IN, a safetensors file or a PyTorch state dict, as the first checkpoint of a run in DIR.
 
     IN is a file, an index of several files, or a directory with either. No pickled code is executed. With --recipe,
-    `hpcdist sample` can use DIR. `hpcdist train --resume auto` can resume an export made with --optimizer.
+    `hpcdist sample` can use DIR. If IN was written by `hpcdist checkpoint export --optimizer`, `hpcdist train --resume
+    auto` can resume from DIR.
     """
     from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
 
@@ -244,8 +245,9 @@ def prune(
 ) -> None:
     """Remove the checkpoints of the run in RUN_DIR that no option keeps.
 
-    Only complete checkpoints count. The newest restorable checkpoint is always kept; it is verified first. Checkpoints
-    being written are not touched. While a job of the run is running, this command removes nothing (exit code 74).
+    Incomplete checkpoints are neither counted nor removed. Damaged checkpoints are removed only with --damaged. The
+    newest restorable checkpoint is always kept; it is verified first. While a job of the run is running, this command
+    removes nothing (exit code 74).
     """
     from hpcdist.checkpoint import verify as checkpoint_verify
     from hpcdist.checkpoint.directory import Retention

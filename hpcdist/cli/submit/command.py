@@ -61,7 +61,6 @@ def _estimate_lines(job: "BatchJob", recipe: "Recipe", named: str) -> list[str]:
 
 
 def _part_of_nodes(cluster: "Cluster", devices: int) -> "Cluster":
-    """Return ``cluster`` reduced to the ``devices`` that a job uses on each node, and their share of the host."""
     node = cluster.node
     if devices >= node.devices:
         return cluster
@@ -163,18 +162,19 @@ def command(
 ) -> None:
     """Submit the training of RECIPE (TOML), of the default recipe, or a PROGRAM, and print the job number.
 
-    The job runs in this directory with this environment and Python. Before the walltime ends the job saves, stops and
-    is requeued until all steps are done; with --chain the next job continues instead. The recipe is copied into the run
-    directory, so later changes to the file have no effect.
+    The job runs in this directory with this environment and Python. Before the walltime ends, the job saves, stops and
+    is requeued until all steps are done. With --chain, several jobs are submitted, and each continues the run of the
+    job before. The recipe is copied into the run directory, so later changes to the file have no effect.
 
     Submitting the same recipe again continues the same run from its newest checkpoint. If a job of that run waits or
     runs, its number is printed and nothing is submitted. If the recipe sets no checkpoint interval, the job uses Daly's
-    optimum from the node failure rate of the cluster, or an interval from the walltime. A failed start ends the job
-    with its exit code unless --restarts is given.
+    optimum from the node failure rate of the cluster, or an interval from the walltime. If the training fails, the job
+    ends with its exit code, unless --restarts is given.
 
     A PROGRAM (`-- python train.py`) is started on all ranks. Its hpcdist.training.pytorch.Training resumes from its
     checkpoints. Regular saves need checkpoint.every_steps or checkpoint.mtbf_s. Instead of --set, export
-    HPCDIST_SET__SECTION__KEY. The same command in the same directory is the same run; with --tasks N it is N runs.
+    HPCDIST_SET__SECTION__KEY. The same command in the same directory continues the same run. With --tasks N, each of
+    the N tasks of a job array has its own run.
 
     --array submits a sweep, --bench a benchmark, and --server-nodes a training with nodes for parameter servers. See
     `hpcdist help cluster`.

@@ -56,7 +56,7 @@ class TreePosition:
 
 @lru_cache(maxsize=32)
 def trees(size: int) -> tuple[tuple[TreePosition, TreePosition], ...]:
-    """Return the positions (in the first tree, in the second tree) of each of ``size`` ranks. Local."""
+    """Return two `TreePosition` for each of ``size`` ranks: in the first tree and in the second tree. Local."""
     first = [_place(rank, size) for rank in range(size)]
     # An even size: mirroring swaps even and odd ranks. An odd size: shift all ranks by one.
     roles = [size - 1 - rank if size % 2 == 0 else (rank - 1) % size for rank in range(size)]
@@ -70,7 +70,6 @@ def trees(size: int) -> tuple[tuple[TreePosition, TreePosition], ...]:
 
 
 def _place(rank: int, size: int) -> TreePosition:
-    """Return the position of ``rank`` in a binary search tree of all ranks. Rank 0 is an extra node above its root."""
     zeros = (rank & -rank).bit_length() - 1 if rank else size.bit_length()
     below = [rank - (1 << (zeros - 1))] if rank and zeros else []
     above = [rank + (1 << power) for power in range(zeros - 1, -1, -1) if rank + (1 << power) < size]
@@ -112,10 +111,11 @@ class _Lane:
         self.sends_down: list[Request] = []  # to the children
 
     def turns(self) -> list[tuple[int, bool, int, int]]:
-        """Return this rank's steps as (tick, is downward, tree, segment).
+        """Return this rank's steps in this tree as (tick, is downward, tree index, segment index).
 
-        An upward step adds the children's sums of segment s, and sends the sum to the parent. At depth d it has tick
-        s - d, which may be negative. A downward step, of tick s + d, receives the total from the parent.
+        All ranks execute their steps in ascending order of ticks. In an upward step, a rank at depth d adds its
+        children's sums of segment s, and sends the sum to its parent. The tick is s - d. In a downward step, of tick s
+        + d, it receives the total from its parent.
         """
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]

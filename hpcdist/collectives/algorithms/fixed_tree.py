@@ -78,12 +78,13 @@ class _Partial:
 
 
 class FixedTree:
-    """Reduction of one buffer per logical shard over the ranks of ``comm``. A fixed tree sets the summation order.
+    """Reduction over the ranks of ``comm`` in a summation order that does not depend on the number of ranks.
 
-    Rank r calls `add` for each of its shards ``shards_of(shards, comm.size)[r]``, in ascending order. Then it calls
-    `reduce` or `reduce_scatter`, after which it may start again. All buffers have the same size and dtype. 16-bit
-    floats are summed and sent in float32, and rounded once. Raises UsageError for fewer shards than ranks, or an
-    unknown ``op``.
+    The work, such as a batch, is divided into ``shards`` logical shards with one buffer each. The result is one buffer,
+    the reduction over all shards. Rank r calls `add` for each of its shards ``shards_of(shards, comm.size)[r]``, in
+    ascending order. Then it calls `reduce` or `reduce_scatter`, after which it may start again. All buffers have the
+    same size and dtype. 16-bit floats are summed and sent in float32, and rounded once. Raises UsageError for fewer
+    shards than ranks, or an unknown ``op``.
     """
 
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
@@ -163,7 +164,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Return this rank's chunk of all ranks' partial sums, keyed by the first shard in each sum."""
+        """Exchange partial sums. Return this rank's part of each sum, keyed by the first logical shard in the sum."""
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)
@@ -182,10 +183,6 @@ class FixedTree:
         return rows
 
     def _finish(self, node: Range, rows: dict[int, Array], out: Array | None) -> Array:
-        """Return the sum of the shards in the range ``node``. It is in ``out`` unless ``out`` is None.
-
-        ``rows`` has the partial sums from `_rows`, some of which are overwritten.
-        """
         if node in self._brought:
             return rows[node.start]
         left, right = (self._finish(half, rows, None) for half in halves(node))

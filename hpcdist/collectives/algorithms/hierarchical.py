@@ -52,11 +52,11 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Position of this rank: on node ``index`` of ``count``.
+    """Node number ``index`` (of ``count``) on which this rank runs, and the communicators that this rank uses.
 
-    ``intra`` is the communicator of this node, ``inter`` of messages between nodes. Only the first ``streams`` ranks of
-    each node send such messages. ``ranks`` lists each node's rank in ``inter`` with the same local rank as this rank.
-    It is empty if this rank sends nothing.
+    ``intra`` joins the ranks of this node. ``inter`` is for messages between nodes, which only the first ``streams``
+    ranks of each node send. ``ranks`` lists this rank's peer on each node, the rank with the same local rank, by its
+    rank number in ``inter``. It is empty if this rank sends no messages to other nodes.
     """
 
     intra: Communicator
@@ -117,8 +117,9 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
     """Reduce over a ring of k nodes: each chunk's partial sum goes around the ring once, then its total does.
 
-    ``turns[i]`` lists the segments of the i-th of k chunks that this node sends. Step h sends ``turns[h]`` and receives
-    ``turns[h + 1]`` (indices modulo k): partial sums if h < k - 1, else totals.
+    ``turns`` lists the k chunks in this node's sending order, each as a list of segments (buffer ranges). In step h
+    this node sends ``turns[h]`` and receives ``turns[h + 1]`` (indices modulo k): partial sums if h < k - 1, else
+    totals.
     """
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]

@@ -54,10 +54,11 @@ def hierarchical_all_to_all(
 def _between(
     comm: Communicator, nodes: Nodes, mine: list[int], brought: Parts, sizes: np.ndarray, like: Array
 ) -> Parts:
-    """Exchange the data of all local ranks with each node in ``mine``. Return the received arrays.
+    """Exchange the data of all ranks of this node with the nodes in ``mine``. Return the received arrays.
 
-    ``brought[i]`` lists the arrays that local rank i sends to ranks of these nodes. Item i of the result lists the
-    arrays for local rank i. ``sizes`` comes from `gather_sizes`.
+    Only this rank of its node exchanges messages with these nodes. ``brought[i]`` lists the arrays from local rank i to
+    their ranks. Item i of the result lists the received arrays for local rank i. ``sizes`` comes from `gather_sizes`.
+    Scratch buffers have the device and dtype of ``like``.
     """
     arrived: Parts = [[] for _ in brought]
     requests, first, opened = [], 0, []

@@ -57,9 +57,9 @@ class Hypercube:
 
 
 def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
-    """Reduce the buffers of ranks outside the hypercube into buffers of ranks inside it. Return the hypercube.
+    """Reduce the buffers of all ranks onto a subset of 2^k ranks. Return a description of the subset on every rank.
 
-    Collective over ``comm``.
+    Each rank outside the subset sends its buffer to a rank inside. Collective over ``comm``.
     """
     cube = Hypercube.of(comm)
     if cube.is_paired(comm):
@@ -164,16 +164,13 @@ class _Place:
 
     @property
     def kept(self) -> int:
-        """Index (0 or 1) of the buffer half that this rank's vertex keeps in the first halving."""
         return self._kept_by(self.vertex)
 
     @property
     def goes_on(self) -> bool:
-        """True if this rank, not the other rank of its pair, takes part after the first halving."""
         return self.held in (None, self.kept)
 
     def across(self, half: int) -> int:
-        """Return the rank in the partner vertex (a single rank or a pair of ranks) that holds ``half`` (0 or 1)."""
         return self._answers(self.vertex ^ (self.cube.size // 2), half)
 
     def rank_of(self, vertex: int) -> int:
@@ -189,10 +186,6 @@ class _Place:
 
 
 def _first_halving(comm: Communicator, place: _Place, buffer: Array, arrival: Array, combine: Combine) -> None:
-    """Reduce ``buffer`` over this rank's vertex (a single rank or a pair), then over this and the partner vertex.
-
-    Afterwards the ranks with ``place.goes_on`` have the sum of the half ``place.kept``. ``arrival`` is scratch memory.
-    """
     first, second = (buffer[half.slice] for half in place.halves)
     target, outgoing = (second, first) if place.kept else (first, second)
     received = arrival[: target.size]
@@ -227,7 +220,6 @@ def _last_doubling(comm: Communicator, place: _Place, buffer: Array) -> None:
 
 
 def _window(chunks: Sequence[Range], vertex: int, width: int) -> slice:
-    """Return the buffer slice of the aligned group of ``width`` chunks (a power of two) with chunk ``vertex``."""
     first = vertex & -width  # clear the low bits
     return slice(chunks[first].start, chunks[first + width - 1].stop)
 

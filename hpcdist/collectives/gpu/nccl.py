@@ -75,9 +75,9 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
 
 
 def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str) -> None:
-    """Reduce to ``buffer[ranges[rank]]`` by an exchange and cupy kernels. Collective.
+    """Reduce to ``buffer[ranges[rank]]``: exchange the operands by NCCL, and reduce them by cupy kernels. Collective.
 
-    NCCL rounds 16-bit floats repeatedly, and loses NaNs in max and min.
+    This replaces NCCL's reductions, which round 16-bit floats at each partial sum, and lose NaNs in max and min.
     """
     check_buffer(buffer)
     check_op(op)
@@ -167,8 +167,8 @@ def communicator(comm: Communicator) -> Any:
 def refusal(comm: Communicator) -> str:
     """Return the reason why NCCL does not support ``comm``, or "". The result is equal on all ranks. Collective.
 
-    NCCL rejects two ranks on one GPU (from 2.30 unless NCCL_MULTI_RANK_GPU_ENABLE=1). But it does so only on some
-    ranks, and the other ranks would hang.
+    NCCL before 2.30 rejects several ranks on one GPU. Later versions accept them with NCCL_MULTI_RANK_GPU_ENABLE=1.
+    NCCL raises its error only on some ranks, and the other ranks would hang.
     """
     reason, bus_id, version = "", "", 0
     try:

@@ -127,8 +127,6 @@ PIECE_BYTES: Final = 32 << 20  # per rank and half; large compared with two barr
 
 @dataclass
 class _Exchange:
-    """Two halves of GPU memory that all ranks can access. ``refusal`` is the reason why no rank has it, or ""."""
-
     own: Array | None
     mappings: list[IpcMapping | None]
     half_bytes: int

@@ -92,7 +92,7 @@ class NodeFlow:
         self.add(rows, local_part)
 
     def add(self, rows: Sequence[Array], local_part: Array) -> None:
-        """Reduce ``rows``, one per rank, into ``local_part``, which is one of the rows. May overwrite row 0. Local."""
+        """Reduce ``rows``, one array per rank, into ``local_part``, this rank's array. May overwrite ``rows[0]``."""
         # Row 0 accumulates, since ``local_part`` is an operand; the last sum goes to ``local_part``. In shared
         # memory row 0 is in the slot of rank 0, in the part that only this rank reads.
         total = rows[0]
@@ -193,7 +193,7 @@ class Counters:
 
 
 class FlowMemory(Counters):
-    """Shared memory for the `SharedFlow` objects of ``intra``, reused by later calls. Collective over ``intra``."""
+    """Memory that the ranks of a node (``intra``) share for all their reductions by `SharedFlow`. Collective."""
 
     def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
         super().__init__(intra, SLOTS * (segment_bytes + part_bytes))
@@ -202,16 +202,16 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return the slot in the memory of ``rank`` for its data of segment ``number``, as bytes.
+        """Return the bytes in which ``rank`` shares its operands of segment ``number`` with the other ranks.
 
-        The other ranks read this data to sum their parts of the segment. Segments are numbered over all calls.
+        The other ranks sum their parts of the segment. Segments are numbered over all reductions.
         """
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return the slot, as bytes, in the memory of ``rank`` for the sums that it owns in segment ``number``."""
+        """Return the bytes in which ``rank`` shares its sums of segment ``number`` (counted over all reductions)."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
@@ -225,8 +225,8 @@ def flow_of(
 ) -> NodeFlow:
     """Return a `SharedFlow`, or a `NodeFlow` if the ranks of ``intra`` cannot share memory. Collective.
 
-    ``part_bytes`` is the largest size of the part of a segment that one rank owns. For segments and the other arguments
-    see `NodeFlow`. Raises CommunicationError if an earlier collective in this memory was aborted.
+    Each rank sums at most ``part_bytes`` bytes of a segment (a range of the buffer). For the other arguments see
+    `NodeFlow`. Raises CommunicationError if an earlier reduction by `SharedFlow` over ``intra`` was aborted.
     """
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)

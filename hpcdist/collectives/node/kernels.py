@@ -217,7 +217,7 @@ def reduce_at(
 
     ``inputs_at`` is the address of an array of ``ranks`` input addresses, and ``outputs_at`` of an array of ``copies``
     output addresses. Both may be the same array. There are ``nbytes`` bytes at each address. ``op`` is SUM, MAX or MIN.
-    ``pointer`` is the address of a scratch buffer of BLOCK elements of the dtype.
+    ``pointer`` is a typed pointer to a scratch buffer of BLOCK elements. Its type sets the dtype of all data.
     """
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize

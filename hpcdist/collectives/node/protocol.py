@@ -100,7 +100,7 @@ def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
 def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
     """Wait until counter ``word`` of every rank reaches ``value``. Return False if a rank takes too long.
 
-    ``flags`` holds the address of each rank's line of counters. For ``spins`` and ``yields`` see `has_reached`.
+    ``flags`` holds the address of each rank's progress counters. For ``spins`` and ``yields`` see `has_reached`.
     """
     for rank in range(flags.size):  # noqa: SIM110 - numba compiles no generators
         if not has_reached(flags[rank] + 8 * word, value, spins, yields):
@@ -120,12 +120,12 @@ def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -
 
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy the data that the other ranks reduce next from this rank's buffer to its staging area.
+    """Copy data from this rank's buffer to its staging area, from which the other ranks reduce it next.
 
-    Each rank reduces one range of the buffer. Piece number ``piece`` of rank q's range is copied to row q of the area;
-    pieces and rows have ``row`` bytes. ``data`` is the address of the buffer, and ``area`` of the staging area.
-    ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``rank`` is this rank. Nothing is
-    copied unless ``mode`` has the bit REDUCE.
+    Each rank reduces one range of the buffer, in pieces of ``row`` bytes. For every other rank q, piece number
+    ``piece`` of rank q's range is copied to row q of the area. ``data`` is the address of the buffer, and ``area`` of
+    the staging area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``rank`` is this
+    rank. Nothing is copied unless ``mode`` has the bit REDUCE.
     """
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
@@ -140,14 +140,16 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce piece number ``piece`` of this rank's range: this rank's data, and the other ranks' staged data.
+    """Process piece number ``piece`` of this rank's range of the buffer, for the operation ``plan[MODE]``.
 
-    ``data`` is the address of this rank's buffer. ``areas`` holds the address of each rank's staging area, in which row
-    q is for the range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range.
-    ``scratch`` has space for ranks + 2 addresses. ``plan`` holds the constants of the call.
+    - reduce-scatter: this rank's data and the other ranks' staged data are reduced, multiplied by ``scale``, and
+      written to the array at address ``target``.
+    - allreduce: the result is also written to this rank's staging area, for the other ranks.
+    - all-gather: the piece is copied from ``target`` to this rank's staging area.
 
-    The result times ``scale`` is written to the array at address ``target``. An allreduce also writes the result to
-    this rank's area, for the other ranks. An all-gather only copies the piece from ``target`` to this area.
+    ``data`` is the address of this rank's buffer, and ``areas`` of each rank's staging area, in which row q is for the
+    range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``scratch`` has
+    space for ranks + 2 addresses. ``plan`` holds the constants of the call.
     """
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
@@ -166,11 +168,12 @@ def reduce_piece(
 
 @jit
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy the pieces that the other ranks have reduced from their staging areas to this rank's buffer.
+    """Copy the other ranks' finished data from their staging areas to this rank's buffer.
 
-    ``piece`` is the number of the piece in each rank's range. ``areas`` holds the address of each rank's staging area.
-    Rank q has written its piece to row q, of ``row`` bytes, of its area. ``bounds``, of shape (2, ranks), holds the
-    first byte and the end of each range. ``data`` is the address of this rank's buffer. ``rank`` is this rank.
+    Each rank finishes one range of the buffer, in pieces. Piece number ``piece`` of every range is copied. Rank q has
+    written it to row q, of ``row`` bytes, of rank q's staging area. ``areas`` holds the address of each rank's staging
+    area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``data`` is the address of
+    this rank's buffer. ``rank`` is this rank.
     """
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
@@ -181,11 +184,11 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 @jit
 def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Continue a call that uses the staging area, from the point in ``state``.
+    """Continue a collective that copies data through the staging areas. Return DONE, or WAITING if a rank is late.
 
-    Return DONE, or WAITING if a rank is late. ``flags`` holds the address of each rank's line of counters. ``staging``,
-    of shape (2, ranks), holds the addresses of the two halves of each rank's staging area. ``data`` is the address of
-    this rank's buffer. For the other arguments see `start_call`.
+    ``state`` records the progress of this rank, and is updated. ``flags`` holds the address of each rank's progress
+    counters. ``staging``, of shape (2, ranks), holds the addresses of the two halves of each rank's staging area.
+    ``data`` is the address of this rank's buffer. For the other arguments see `start_call`.
     """
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
@@ -218,9 +221,10 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 @jit
 def record_call(line: int, parity: int, record: Any) -> None:
-    """Copy ``record``, the description of this rank's call, to this rank's line of counters for the other ranks.
+    """Copy ``record``, the description of this rank's call, to shared memory for the other ranks.
 
-    ``line`` is the address of the line. ``parity``, the number of the call modulo 2, selects one of two slots in it.
+    ``line`` is the address of this rank's progress counters. Two such records follow in memory. ``parity``, the number
+    of the call modulo 2, selects the record to overwrite.
     """
     words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
     for word in range(record.size):
@@ -229,10 +233,10 @@ def record_call(line: int, parity: int, record: Any) -> None:
 
 @jit
 def calls_match(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if all ranks have recorded the same call as ``record``. The addresses of buffers may differ.
+    """Return True if all ranks have published a call that is equal to ``record``, the description of this rank's call.
 
-    ``flags`` holds the address of each rank's line of counters, with two slots for records. ``parity``, the number of
-    the call modulo 2, selects the slot to compare.
+    ``flags`` holds the address of each rank's progress counters, followed in memory by the descriptions of two calls.
+    ``parity``, the number of the call modulo 2, selects the description to compare with ``record``.
     """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
@@ -246,8 +250,8 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
     """Return True if the buffers of all ranks are in one shared region, at equal offsets in the ranks' parts of it.
 
-    ``record`` describes this rank's call and buffer. ``flags`` holds the address of each rank's counters, followed by
-    two slots for such records. ``parity``, the number of the call modulo 2, selects the slot to compare.
+    ``record`` describes this rank's call and buffer. ``flags`` holds addresses: each is the start of a rank's progress
+    counters, and two such records follow in memory. ``parity``, the number of the call modulo 2, selects the record.
     """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
@@ -261,9 +265,9 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
     """Write to ``record`` the number of the shared region that contains this rank's buffer, and the offset in it.
 
-    ``address`` and ``nbytes`` describe the buffer. The number is -1 for private memory. ``regions`` has a row per
-    shared region: first and end address of this rank's part, then the address at which this process maps each rank's
-    part.
+    ``address`` and ``nbytes`` describe the buffer. The number is -1 for private memory. ``regions``, of shape (regions,
+    2 + ranks), has a row per shared region. Columns 0 and 1 are the first and end address of this rank's part of the
+    region. Column 2 + r is the address of rank r's part in this process.
     """
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
@@ -276,7 +280,7 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
     """Reduce this rank's range of all ``buffers``, or gather the other ranks' ranges, in shared memory.
 
     ``buffers`` holds the address of each rank's buffer. ``bounds``, of shape (2, ranks), holds the first byte and the
-    end of each rank's range. ``scratch`` holds at least one integer. ``plan`` holds the constants of the call.
+    end of each rank's range. The integer array ``scratch`` is overwritten. ``plan`` holds the constants of the call.
     ``plan[MODE]`` selects the operation:
 
     - allreduce: this rank's range is reduced, multiplied by ``scale`` and written to all buffers.
@@ -304,11 +308,10 @@ def barrier(
 ) -> int:
     """Poll for a limited time until all ranks have begun this call, and check that their calls are equal.
 
-    A small allreduce is then finished. For all other calls, ``state[STAGE]`` is set to the stage in which `advance`
-    continues. Return DONE, WAITING (call `advance`: a rank is late, or a stage follows), or DIFFERENT if the ranks made
-    different calls.
+    Return DONE if the call is finished, as a small allreduce is. Return WAITING if `advance` must be called to
+    continue. Return DIFFERENT if the ranks made different calls.
 
-    ``flags`` holds the address of each rank's line of counters. ``slots``, of shape (2, ranks), holds the addresses of
+    ``flags`` holds the address of each rank's progress counters. ``slots``, of shape (2, ranks), holds the addresses of
     each rank's two slots for small buffers. ``data`` and ``nbytes`` are address and size of this rank's buffer. For the
     other arguments see `start_call`.
     """

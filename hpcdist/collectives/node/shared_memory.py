@@ -50,7 +50,7 @@ def slot_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Cached constants of a collective call (``words``), and the byte range of each rank in the buffer (``bounds``)."""
+    """Cached parameters of a collective (``words``: mode, sizes, addresses), and ranks' byte ranges (``bounds``)."""
 
     words: np.ndarray
     bounds: np.ndarray
@@ -116,9 +116,10 @@ class NodeMemory:
     ) -> bool:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode`` combines the flags REDUCE, GATHER and ELSEWHERE (all ranks share one result array). ``ranges`` has the
-        range that each rank reduces or contributes; None means balanced ranges. Reduced elements are multiplied by
-        ``scale``. ``target`` is the address of the result array, or 0 for ``buffer``.
+        ``mode`` combines the flags REDUCE, GATHER and ELSEWHERE. ``ranges`` has the range that each rank reduces or
+        contributes; None means balanced ranges. Reduced elements are multiplied by ``scale``. If ``target`` is 0, the
+        result overwrites ``buffer``. Otherwise ``target`` is the address of the result array. ELSEWHERE means that this
+        array is the same shared memory on all ranks.
         """
         if self._given_up is not None:
             raise CommunicationError(
@@ -229,7 +230,8 @@ def allreduce_into(
     """Reduce ``buffer`` into ``result``, an array shared by all ranks. Collective over ``comm``, on one node.
 
     The sum is multiplied by the keyword ``scale``. ``result`` comes from `allocate_common`. For p ranks and n bytes,
-    this moves (p+1) n bytes instead of 2 p n. No rank may still read ``result`` when another rank calls this function.
+    this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes. No rank may still read ``result`` when
+    another rank calls this function.
     """
     check_buffer(buffer)
     check_buffer(result)
@@ -254,11 +256,11 @@ def allreduce_into(
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", result: np.ndarray | None = None
 ) -> None:
-    """Reduce ``buffer`` so that ``buffer[ranges[rank]]`` is the result. Collective over ``comm``, on one node.
+    """Reduce ``buffer``. Each rank gets the part ``ranges[rank]`` of the sum. Collective over ``comm``, on one node.
 
-    ``ranges`` holds one range per rank, without overlaps, and is equal on every rank. If ``result`` is a host array of
-    the size of this rank's range, the sum is written to ``result``, and ``buffer`` is not changed. If ``result`` is
-    None, the rest of ``buffer`` is undefined.
+    ``ranges`` holds one range per rank, without overlaps, and is equal on every rank. If ``result`` is None, the sum is
+    written to ``buffer[ranges[rank]]``, and the rest of ``buffer`` is undefined. Otherwise the sum is written to
+    ``result``, a host array of the size of this rank's range, and ``buffer`` is not changed.
     """
     check_buffer(buffer)
     check_op(op)

@@ -53,7 +53,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return one generator that reduces ``task.buffer`` by MPI_Iallreduce. For its use see `ring_lanes`. Collective."""
+    """Return a list of one generator, which starts MPI_Iallreduce on the buffer of ``task`` and yields its request."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -80,7 +80,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
 
 
 def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators (see `ring_lanes`) for a ring reduce-scatter. ``task.shares`` has each rank's buffer range."""
+    """Return a generator (see `ring_lanes`) per buffer segment, which together reduce-scatter to ``task.shares``."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
     segments = _segments(task.shares, buffer.itemsize)
     return [
@@ -90,7 +90,7 @@ def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, 
 
 
 def ring_all_gather_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators (see `ring_lanes`) for a ring all-gather. ``task.shares`` has each rank's buffer range."""
+    """Return a generator (see `ring_lanes`) per buffer segment, which together all-gather ``task.shares``."""
     segments = _segments(task.shares, task.buffer.itemsize)
     return [_all_gather(comm, task.buffer, chunks, tags()) for chunks in segments]
 

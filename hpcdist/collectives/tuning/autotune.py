@@ -56,8 +56,8 @@ class Tournament:
         """Return the median seconds of each candidate by name, measured in about ``share_s`` seconds in total.
 
         Each candidate's first call does not count. Candidates that cannot run on ``comm`` are left out. Clearly too
-        slow candidates are left out, too, except the candidate named ``protected``. Collective over all ranks that
-        measure at the same time.
+        slow candidates are left out, too, except the candidate named ``protected``. Collective over ``everyone``, the
+        communicator of all groups that run this comparison.
         """
         start_s = self.clock()
         self._drop_refusals()
@@ -96,9 +96,10 @@ class Tournament:
         }
 
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
-        """Time each candidate ``repeats[name]`` times, in random order. Collective.
+        """Time each candidate ``repeats[name]`` times, in a random order with seed ``turn``. Collective.
 
-        Returns (seconds per call by candidate, seconds since the start of the timing), maxima over all ranks.
+        Returns the seconds per call of each candidate, and the seconds since the first round began: maxima over all
+        ranks.
         """
         names = list(self.candidates)
         seconds = np.zeros(len(names) + 1)
@@ -170,10 +171,11 @@ def select(
 ) -> Tuning:
     """Return the fastest algorithms for reductions over ``comm``, the same on all ranks. Collective over ``everyone``.
 
-    ``everyone`` consists of groups of equal size, one of which is ``comm``; all groups measure at the same time.
-    ``library`` is the MPI library's version text. If the keyword ``cached`` is True, a stored result for the same
-    ranks, machines and software is used. It is measured again if the keyword ``renewed`` is True, or if the machine was
-    busy then and is idle now. The keyword ``announce`` is a function to call before a measurement.
+    ``everyone`` joins ``comm`` and other communicators of equal size, which are tuned at the same time. ``request``
+    describes the buffers. ``library`` is the MPI library's version text. If the keyword ``cached`` is True, a stored
+    result for the same ranks, machines and software is used. It is measured again if the keyword ``renewed`` is True,
+    or if the machine was busy then and is idle now. The keyword ``announce`` is a function to call before a
+    measurement.
     """
     start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
@@ -228,12 +230,11 @@ def runs_on(nodes: int, name: str) -> bool:
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and is not equal to another algorithm there. Local."""
+    """Return False if algorithm ``name`` cannot run on ``nodes`` nodes, or equals another algorithm there. Local."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
 def _limits(rows: list[TuningRow], kind: str) -> list[tuple[int, str]]:
-    """Return rows for `AlgorithmTable.of`: (largest bytes, fastest algorithm). The last size is 0: no limit."""
     between = [_halfway(row.nbytes, after.nbytes) for row, after in zip(rows, rows[1:], strict=False)]
     limits = [(limit, row.chosen) for limit, row in zip([*between, 0], rows, strict=True)]
     below = rows[0].nbytes // FACTOR
@@ -325,10 +326,10 @@ class CostModel:
 
 
 class SizeSweep:
-    """Measurements of allreduce algorithms at several sizes of ``buffer``, within ``budget_s`` seconds.
+    """Timings of allreduce algorithms over ``comm`` at several sizes of ``buffer``, within ``budget_s`` seconds.
 
-    For ``comm``, ``everyone``, ``clock`` see `Tournament`. Methods are collective over ``everyone`` unless marked
-    local.
+    ``everyone`` is a communicator of ``comm`` and all other groups that measure at the same time. ``model`` predicts
+    the times. ``clock()`` returns seconds. Methods are collective over ``everyone`` unless marked local.
     """
 
     def __init__(
@@ -347,7 +348,7 @@ class SizeSweep:
             self._compare(size, self._candidates(size), share_s)
 
     def measure_between(self) -> None:
-        """Compare the fastest algorithms of two neighbouring sizes at a size between them, if the algorithms differ."""
+        """If the fastest algorithms at two adjacent sizes differ, time both algorithms at a size between the two."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):

@@ -125,9 +125,10 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return the cached result for the cache key ``query`` or None, and the reason why a file is ignored or "". Local.
+    """Return the cached result for the cache key ``query``, or None and the reason to ignore the file or "". Local.
 
-    ``load_now`` is the current `load_per_processor` of the busiest node.
+    ``load_now`` is the load average per processor of the busiest node. A result from a busy machine is not used if the
+    machine is idle now.
     """
     try:
         path = path_of(query)

@@ -92,12 +92,12 @@ class AllreduceCost:
 
     @property
     def messages(self) -> int:
-        """Number of messages of the busiest rank over all link classes."""
+        """Number of messages of the rank with the most traffic: the sum over all link classes."""
         return sum(part.messages for part in self.parts)
 
     @property
     def nbytes(self) -> float:
-        """Bytes of the messages of the busiest rank over all link classes."""
+        """Number of bytes in the messages of the rank with the most traffic: the sum over all link classes."""
         return sum(part.nbytes for part in self.parts)
 
     def seconds(self, machine: MachineCosts) -> float:
@@ -118,7 +118,7 @@ def ring_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def all_to_all_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of an all-to-all reduce-scatter, followed by an all-gather in a ring."""
+    """Return the cost (messages and bytes) of an allreduce by an all-to-all reduce-scatter and a ring all-gather."""
     p, widest = topology.ranks, max(topology.ranks_per_node)
     chunk = nbytes / p
     inside, outside = widest - 1, p - widest
@@ -193,10 +193,11 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Measure the costs of messages on ``comm`` and of sums, as maxima over ``everyone``. Collective over both.
+    """Measure the latency and bandwidth of messages on ``comm``, and the speed of additions on each rank.
 
-    ``topology`` selects the link classes to measure, and must be equal on all ranks. ``like`` is an array on the device
-    of the buffers to reduce.
+    The results are the slowest values of all ranks of ``everyone``, which includes ``comm``. Collective over
+    ``everyone``. ``topology`` selects the link classes to measure, and must be equal on all ranks. The data is on the
+    device of the array ``like``.
     """
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"
@@ -211,7 +212,7 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the maximum of the times ``*seconds`` over the ranks of ``everyone``. Collective over ``everyone``."""
+    """Return one number, the maximum of all arguments ``*seconds`` of all ranks. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])

@@ -145,7 +145,10 @@ def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[
 def node_facts(
     library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ, numa: Path = NUMA
 ) -> NodeFacts:
-    """Return the facts of this node, for the MPI library version ``library``. ``numa`` is a sysfs directory."""
+    """Return this node's hardware, software versions and environment variables, and the ``volumes`` that the job needs.
+
+    ``library`` is the MPI library's version text. ``numa`` is the sysfs directory of the NUMA domains.
+    """
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}
     settings = {

@@ -51,7 +51,7 @@ class RankTable:
 
     @cached_property
     def nodes(self) -> list[list[RankRow]]:
-        """The rows of all ranks: one list per node, in node order. Each list is sorted by local rank."""
+        """The `RankRow` objects of all ranks: one list per node, in node order. Each list is sorted by local rank."""
         rows_of: dict[int, list[RankRow]] = {}
         for row in self.rows:
             rows_of.setdefault(row.node, []).append(row)

@@ -89,7 +89,7 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
 
 
 def set_rank(rank: int) -> None:
-    """Report failures as rank ``rank`` from now on. This removes the function that `set_agreement` installed. Local."""
+    """Report failures as rank ``rank`` from now on, and undo `set_agreement` (common reports of all ranks). Local."""
     assert _installed is not None, "install comes first"
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
@@ -138,8 +138,8 @@ def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) 
     """Install ``all_agree``, a collective function that checks if all ranks end alike. Local.
 
     ``all_agree(text, seconds)`` returns True if all ranks pass the same ``text`` within ``seconds``. If all ranks raise
-    an equal exception, it is printed only once. Each rank then calls ``withdraw()``, which may finalise MPI, and exits.
-    If only some ranks call `sys.exit`, the job ends.
+    an equal exception, only rank 0 prints it. Each rank then calls ``withdraw()``, which may finalise MPI, and exits.
+    If ranks exit with a non-zero code and do not all agree on this code, the job is aborted.
     """
     assert _installed is not None, "install comes first"
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
@@ -204,7 +204,8 @@ def guarded(main: Callable[[], int | None]) -> int:
     """Call ``main()`` and return its exit code. A non-zero code or any exception ends the whole job. Local.
 
     The entry point of a job calls this, because an excepthook does not receive SystemExit. An exit on which all ranks
-    agreed (see `agreed_exit`) does not abort the job. This function only calls ``main()`` if `install` was not called.
+    agreed (see `agreed_exit`) does not abort the job. If `install` was not called, an error does not end the job: the
+    code is returned, or the exception raised.
     """
     try:
         code = main() or 0
@@ -256,7 +257,6 @@ def _release_frames(error: BaseException) -> None:
 
 
 def _leave_together_or_fail(leaving: Exit) -> None:
-    """Return if this rank may exit with ``leaving``, the SystemExit that no code caught. Otherwise end the job."""
     state, code = _installed, exit_code(leaving)
     if state is None or state.all_agree is None or code in (0, REQUEUE, INTERRUPTED):
         return
@@ -337,8 +337,10 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
     """Report a failure of rank ``rank``: the line ``headline``, then ``text``. Each line is tagged with the rank.
 
-    - Under `hpcdist run`: to a file that it prints at its end, and to stderr. The keyword ``alone`` omits stderr.
-    - Under another launcher: to stderr and to a copy in a file. Waits up to READ_S seconds until stderr is read.
+    - Under `hpcdist run`: to stderr, and to a file that `hpcdist run` prints when the job ends. The keyword ``alone``
+      omits stderr.
+    - Under another launcher: to stderr and to a copy in a file. Waits up to READ_S seconds until the launcher has read
+      stderr.
     - Without a launcher: to stderr.
 
     Returns the path of the copy, or "" if there is no copy.

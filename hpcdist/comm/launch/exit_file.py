@@ -48,7 +48,8 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 def write_exit_code(code: int) -> None:
     """Write the job's exit ``code`` to a file for `hpcdist run`. This is the last action of a rank. Local.
 
-    Every rank should call this, because only the launcher's host has the directory. The first written code counts.
+    Every rank should call this. Only ranks on the host of `hpcdist run` can write the file; other ranks do nothing. The
+    first written code counts.
     """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
@@ -130,11 +131,11 @@ def ignore_signals() -> None:
 
 
 class ImmediateExit:
-    """Exit of this process at the first stop signal while switched on, even if the main thread is blocked. Local.
+    """Exit of this process at the first stop signal, even if the main thread is blocked in MPI. Local.
 
-    A Python signal handler would wait for MPI. So the interpreter's C handler writes a byte to a pipe (set_wakeup_fd),
-    which wakes a thread of this object. If C code holds the GIL, as in MPI_Init, `hpcdist run` ends the process,
-    provided that a marker file shows that there is nothing to save.
+    The method `switch` enables the exit while there is nothing to save. A Python signal handler would wait for MPI. So
+    the interpreter's C handler writes a byte to a pipe (set_wakeup_fd), which wakes a thread of this object. If C code
+    holds the GIL, as in MPI_Init, `hpcdist run` ends the process. A marker file of this object permits this.
     """
 
     def __init__(self) -> None:

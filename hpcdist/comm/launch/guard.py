@@ -30,8 +30,8 @@ class Guard:
     """Forked process that ends the job's processes if the supervisor, which creates this object, is killed.
 
     The supervisor must be single-threaded. The guard finds the job's processes by ``launch_dir`` in their environment.
-    Users may send a signal to the guard by mistake, so it forwards the signals ``passed`` to the supervisor. Block
-    these signals before creating this object.
+    ``passed`` lists signals that users may send to the guard by mistake. The guard sends these signals to the
+    supervisor. Block these signals before creating this object.
     """
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:

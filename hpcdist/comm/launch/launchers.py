@@ -151,7 +151,7 @@ def _suggestion(name: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Starter:
-    """Builder of command lines of launcher ``kind`` for the `LaunchRequest` ``layout``. For mpirun: `MpirunStarter`."""
+    """Builder of the command lines that start a job with ``layout`` (ranks and cores) by the launcher ``kind``."""
 
     kind: LauncherKind
     layout: LaunchRequest
@@ -181,7 +181,7 @@ class Starter:
         return [word.format_map(fields) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return environment variables for the launcher only. The launcher may keep its files in ``folder``."""
+        """Return extra environment variables for the launcher process, which may keep its files in ``folder``."""
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
@@ -256,7 +256,7 @@ class MpirunStarter(Starter):
 def choose_starter(
     kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
 ) -> Starter:
-    """Return the starter of launcher ``kind`` for ``layout`` and the option --survive. Raises if unsupported."""
+    """Return a command line builder for launcher ``kind``, the ranks in ``layout`` and --survive. Raises UsageError."""
     _refuse(kind, layout, survive)
     if kind is MPIRUN:
         return _mpirun(mpirun.find(environment), layout, survive is not None, environment)

@@ -72,10 +72,10 @@ def restrict_to_loopback() -> None:
 
 
 def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Exclude the TCP transports of MPI if all ranks are on this host. Call before MPI starts. Local.
+    """Set ``environment`` to exclude MPI's TCP transports if all ranks are on this host. Call before MPI starts. Local.
 
-    This is for ranks that a plain mpirun started; `hpcdist run` sets the same variables itself. Jobs with fault
-    tolerance keep TCP, because new ranks need it. A transport that the environment selects is not changed.
+    This is for ranks that a plain mpirun started; `hpcdist run` excludes TCP by itself. Jobs with fault tolerance keep
+    TCP, because new ranks need it. A transport that the environment selects is not changed.
     """
     if environment.get(SURVIVE) or _FAULT_TOLERANCE in environment:
         return

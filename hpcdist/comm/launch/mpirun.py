@@ -239,9 +239,10 @@ def transports(
 ) -> dict[str, str]:
     """Return the environment variables that select MPI's transports, unless the user or the site sets them.
 
-    Ranks on one host use shared memory without TCP, because a TCP peer that connects but sends nothing blocks a rank.
-    If ``surviving`` is True, new ranks may replace failed ranks. Open MPI connects to them by TCP, on one host only on
-    the loopback interface. For Open MPI, libfabric is excluded, because it searches for networks at each start.
+    If all ranks are on one host, they use shared memory without TCP, because a TCP peer that connects but sends nothing
+    blocks a rank. If the keyword ``surviving`` is True, new ranks may replace failed ranks, and Open MPI connects to
+    them by TCP. On one host, Open MPI then uses TCP through the loopback interface. For Open MPI, libfabric is
+    excluded, because it searches for networks at each start.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
@@ -271,11 +272,11 @@ def _is_set(name: str, launcher: Launcher, options: Sequence[str], environment: 
 def daemons(
     launcher: Launcher, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return an environment variable with which mpirun's daemons survive a SIGTERM to the steps of a Slurm job.
+    """Return environment variables that let mpirun's daemons survive a SIGTERM to the steps of a Slurm job.
 
     Slurm announces a preemption by SIGTERM, which would end the daemons, and so the job, before the ranks have saved.
-    The daemons start with SIGTERM blocked, and unblock it for the ranks. Returns {} without
-    Open MPI 5 or Slurm, and if the command that starts the daemons is already set.
+    The daemons start with SIGTERM blocked, and unblock it for the ranks. Returns {} without Open MPI 5 or Slurm.
+    Returns {} if the user or the site has set the command that starts the daemons.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
@@ -302,7 +303,7 @@ def _parameters(launcher: Launcher) -> list[str]:
 
 
 def answer_to_signals(launcher: Launcher) -> str:
-    """Return text that explains how a signal to ``launcher`` affects its ranks without `hpcdist run`."""
+    """Return a text about the effect of signals to ``launcher`` on its ranks if it runs without `hpcdist run`."""
     if launcher.vendor == OPEN_MPI:
         return (
             "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "
@@ -317,9 +318,10 @@ def answer_to_signals(launcher: Launcher) -> str:
 
 
 def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
-    """Return mpirun options to place ``ranks`` ranks on each node (None: any number), bound to cores by ``bound``.
+    """Return mpirun options for the number of ranks per node and their binding to cores.
 
-    If ``bound`` has no cores, Open MPI gets an option not to bind, because by default it binds each rank to one core.
+    ``ranks`` is this number, or None for any. If ``bound.cores`` is None, Open MPI gets an option not to bind, because
+    by default it binds each rank to one core.
     """
     if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:

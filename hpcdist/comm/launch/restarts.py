@@ -49,10 +49,11 @@ def repeat(
 ) -> int:
     """Start a job, and restart it after failures up to ``most`` times. Return the last exit code.
 
-    ``start(n)`` runs the n-th start, from 1. ``saved()`` returns {checkpoint name: version}, the most recent first. A
-    new item means progress. ``pause(seconds)`` waits, and returns the stop signal that ended the wait, or None. If too
-    few ``nodes`` are left, the exit code is 75. ``give_up(why)`` gets the reason if no further start follows, except
-    after an exit code in `FINAL_CODES`. ``say`` gets all other messages.
+    ``start(n)`` runs the n-th start, from 1. ``saved()`` returns {checkpoint name: version}, the most recent first.
+    After FRUITLESS starts in a row without a new checkpoint, there is no restart. ``pause(seconds)`` waits, and returns
+    the stop signal that ended the wait, or None. If too few ``nodes`` are left, the exit code is 75. ``give_up(why)``
+    gets the reason if no further start follows, except after an exit code in `FINAL_CODES`. ``say`` gets all other
+    messages.
     """
     fruitless = pauses = 0
     there = saved()

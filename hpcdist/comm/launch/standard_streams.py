@@ -110,9 +110,9 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 class Relay:
     """Forwarder of a child's ``stdout`` and ``stderr`` to this process's streams. It reads on if it cannot write.
 
-    The child has one pipe for both if this process's streams are one file, so that lines keep their order. NUL bytes
-    are removed, except from a separate stdout. Open MPI's notices about the end of a rank are held back until
-    `release`.
+    If both streams of this process are one file, the child has one pipe for both, so that lines keep their order. NUL
+    bytes in the standard error, or in this common pipe, are removed. Open MPI's notices about the end of a rank are
+    held back until `release`.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Relay:
         return not any(thread.is_alive() for thread in self._threads)
 
     def release(self, expected: int | None) -> None:
-        """Print the notices held back until now, except notices about the exit code ``expected`` (None: print all)."""
+        """Print the notices held back until now, except about the exit code ``expected``, which the caller reports."""
         held, self._held = self._held, []
         for number, code, text in held:
             if expected is None or code not in (expected, None):

@@ -72,7 +72,7 @@ class LaunchOutcome:
 
 
 def pause(seconds: float) -> signal.Signals | None:
-    """Wait ``seconds`` inside `signals_held`. Return a stop signal from before or during the wait, or None."""
+    """Wait ``seconds`` or until a stop signal. Return this signal or None. Call it in a `signals_held` block."""
     until = time.monotonic() + seconds
     while True:
         received = signal.sigtimedwait(_watched(), max(0.0, until - time.monotonic()))
@@ -112,9 +112,9 @@ class Supervision:
     kill.
 
     ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
-    ``surviving``: the job continues after a rank failure. The exit code that its ranks write counts.
-    ``telling``: the ranks on this host always write an exit code. If ``surviving`` or ``telling`` is True and no code
-    is written, the job has failed, even if the launcher returns 0.
+    ``surviving``: the job continues after a rank failure. The exit code that the ranks write to ``launch_dir`` counts.
+    ``telling``: the command always writes an exit code to ``launch_dir``, as training does. With ``surviving`` or
+    ``telling``, a job that wrote no exit code has failed, even if the launcher returns 0.
     ``kind``: properties of the launcher, such as the signals that it forwards.
     ``foreign``: the ranks run a program that is not a command of hpcdist. If no rank writes its process id within
     STARTING_S seconds, signals go to the launcher's rank processes on this host.

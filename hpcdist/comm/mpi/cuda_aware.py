@@ -38,9 +38,9 @@ CACHE_SETTINGS: Final = ("MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_",
 
 
 def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """Return the cache key for the device-pointer test, or None if the GPU cannot be determined. Local.
+    """Return the cache key for the test of device pointers, or None if the GPU cannot be determined. Local.
 
-    ``library`` is the MPI library's version string, ``launcher`` the path of the mpirun for the test with two ranks.
+    ``library`` is the version string of the MPI library. ``launcher`` is the path of the mpirun that runs this test.
     """
     if not library:
         return None
@@ -69,7 +69,7 @@ def cache_path(key: Mapping[str, Any]) -> Path:
 
 
 def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
-    """Return the operations that accept device pointers, and the reason, as cached for ``key``, or None. Local."""
+    """Return the device-pointer operations cached for ``key`` and a text about their test, or None. Local."""
     try:
         path = cache_path(key)
         content = json.loads(user_cache.read(path))
@@ -81,7 +81,7 @@ def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
 
 
 def write_cached(key: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
-    """Cache the ``operations`` that accept device pointers, and the ``reason``. Return the error or "". Local."""
+    """Cache the device-pointer ``operations``, and ``reason``, a text on their test. Return the error or "". Local."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "format": CACHE_FORMAT,
@@ -156,9 +156,9 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
 def detect(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> DevicePointerSupport | None:
-    """Return the operations that accept device pointers, or None if another process of this node tests them. Local.
+    """Return the operations that accept device pointers, or None if another rank of this node tests them. Local.
 
-    Call this before MPI starts, because a process should not fork after MPI has registered memory with the network.
+    Call this before MPI starts: the test forks, and a process should not fork after MPI has registered memory.
     """
     answer = requested_answer(environment)
     if answer == "yes":

@@ -54,10 +54,10 @@ class Members:
         return ulfm.is_revoked(self._mpi, self._comm)
 
     def check_alive(self, since: float) -> None:
-        """Let MPI make progress, and raise RankDiedError if a member has died. Local.
+        """Let MPI make progress. Raise RankDiedError if this call and the previous one detect a dead member. Local.
 
-        The first call that detects a failure only returns, because the failed member may already have written the data
-        for which the caller waits. ``since`` is not used: the watchdog enforces the deadline of the operation.
+        The first such call returns, because the failed member may already have written the data for which the caller
+        waits. ``since`` is not used: the watchdog enforces the deadline of the operation.
         """
         self.progress()
         dead = self._dead()
@@ -139,9 +139,9 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
 
 
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
-    """Return private memory of ``sizes[rank]`` bytes for ``rank``, if sharing is impossible. Local.
+    """Return a `MemoryBlock` of ``sizes[rank]`` bytes that ``rank`` shares with no other rank. Local.
 
-    The views of other ranks' memory are empty. ``members`` detects failed ranks.
+    The views of other ranks' memory are empty. ``members``: used to detect dead ranks while waiting.
     """
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)

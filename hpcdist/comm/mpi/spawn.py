@@ -24,10 +24,10 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Properties that each rank sends to all others after new ranks joined. A new rank sends only its ``host``.
+    """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined it.
 
-    New ranks copy ``name``, ``checked`` and ``pointers`` (operations that accept GPU pointers) of the communicator. For
-    ``declared_node`` see `declared_nodes`.
+    A new rank sends only its ``host``, and copies ``name``, ``checked`` (collective calls are compared) and
+    ``pointers`` (operations that accept GPU pointers). ``declared_node``: number of a simulated node, or None.
     """
 
     host: str

@@ -42,7 +42,7 @@ def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 
 def is_revoked(mpi: Any, comm: Any) -> bool:
-    """Return True if ``comm`` was revoked or freed, so that collective calls on ``comm`` could hang. Local."""
+    """Return True if ``comm`` was revoked (by ULFM) or freed, so that no collective call may use ``comm``. Local."""
     return not comm or (is_enabled(mpi) and bool(comm.Is_revoked()))
 
 
@@ -104,7 +104,7 @@ def _least_used_node(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any
 
 
 def join_parent(mpi: Any) -> Any | None:
-    """Return the communicator of `grow`, or None if `grow` did not start this process. Collective over its ranks."""
+    """Return the communicator of the old and new ranks of `grow`, or None if this process is not new. Collective."""
     intercomm = mpi.Comm.Get_parent()
     return None if intercomm == mpi.COMM_NULL else _merge(mpi, intercomm, late=True)
 

@@ -132,8 +132,8 @@ def init(device: str = "cpu") -> World:
     Later calls return the same world. If ``device`` is "gpu", the GPU with this rank's local rank becomes current
     before MPI starts. After the call, an uncaught exception on any rank ends the job. Under `hpcdist run --out`, or if
     HPCDIST_DEADLINE_S is set, operations are recorded for `hpcdist hang` and have a deadline. Raises ConfigurationError
-    if the launcher and the MPI library do not belong together, and UsageError for another device, or in a worker
-    process of a rank.
+    if the launcher and the MPI library do not belong together. Raises UsageError if ``device`` is not "cpu" or "gpu",
+    or in a child process of a rank.
     """
     refuse_worker()
     fail_alike(launched=True)

@@ -27,7 +27,7 @@ from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Create and map a new file of ``size`` bytes. StorageError names its use ``what`` and the remedy ``cure``.
+    """Create and map a new file of ``size`` bytes. Raises StorageError with the texts ``what`` (purpose) and ``cure``.
 
     The whole size is allocated at once. Otherwise a write on a full disk would raise SIGBUS.
     """

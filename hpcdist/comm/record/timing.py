@@ -200,7 +200,7 @@ class OperationTiming(EventSink):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent in messages since the creation of this object, without bytes sent by collectives of a library."""
+        """Bytes sent since the creation of this object, except in the operations that `unknown_calls` counts."""
         return sum(mine.sent_bytes for mine in self._threads.copy())
 
     def moved(self) -> BytesMoved:
@@ -210,5 +210,5 @@ class OperationTiming(EventSink):
 
     @property
     def unknown_calls(self) -> int:
-        """Number of operations since the creation of this object whose sent bytes only the MPI library knows."""
+        """Number of operations since the creation of this object with unknown sent bytes, such as MPI's allreduce."""
         return sum(mine.unknown_calls for mine in self._threads.copy())

@@ -158,9 +158,10 @@ class FailureDetector:
         self.check_deaths(peer, what)
 
     def check_deaths(self, peer: int | None, what: str) -> None:
-        """Raise RankDeath if this rank is dead, and RankDiedError after a revoke or if a needed rank is dead.
+        """Raise RankDiedError if operation ``what`` needs a dead rank, or after a revoke.
 
-        For the needed ranks see `check`.
+        Rank ``peer`` is needed, or all ranks if ``peer`` is ANY or None. Ranks are threads: RankDeath ends this thread
+        if its rank was marked as dead.
         """
         group = self._group
         if not group.dead and not group.revoked:

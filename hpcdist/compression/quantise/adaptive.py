@@ -48,8 +48,8 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
     """Return (edges, centres, initial levels) of the histogram bins for magnitudes.
 
-    The edges are BINS + 1 float64 numbers from 0 to 1. The initial levels are bin indices, evenly spaced in magnitude.
-    ``xp``: numpy or cupy.
+    The edges are BINS + 1 float64 numbers from 0 to 1. The initial levels of the quantiser are indices of bins whose
+    centres are about evenly spaced. ``xp``: numpy or cupy.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)

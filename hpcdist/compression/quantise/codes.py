@@ -34,8 +34,8 @@ def packed_bytes(n: int, bits: int) -> int:
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
     """Pack the first ``count`` of the uint8 array ``codes``, of ``bits`` bits each, into the bytes ``packed``.
 
-    For compiled kernels. ``codes`` has shape (GROUP,). Unused high bits of codes must be 0. Codes from index
-    ``count`` on are overwritten.
+    For compiled kernels. ``codes`` has shape (GROUP,). Unused high bits of codes must be 0. Codes from index ``count``
+    on are padding, and become 0 in ``codes`` too.
     """
     # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
     # vectorisation.
@@ -205,7 +205,7 @@ def scales_arrays(rows: Array, kind: int, width: int) -> Array:
 
 
 def folded_arrays(sums: Array) -> Array:
-    """Return the sum of each row of ``sums`` (float64), by adding row halves. Row sizes must be a power of two."""
+    """Return the sum of each row of ``sums`` (float64), by repeated halving. Row sizes must be a power of two."""
     half = sums.shape[1] // 2
     while half:
         sums = sums[:, :half] + sums[:, half : 2 * half]
@@ -214,7 +214,10 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return the results of `lift_of` and `inverse_of` for each of ``scales``: two float32 arrays, on host or GPU."""
+    """Return two float32 factors for each of the block scales ``scales``. They map values to [-levels, levels].
+
+    The first factor (`lift_of`) prevents overflow of the second (`inverse_of`).
+    """
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)
     reached = xp.where(scales == _ZERO, _ONE, scales * lift)

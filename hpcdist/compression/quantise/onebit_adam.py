@@ -165,8 +165,8 @@ class OneBitAdam:
         """Return the arrays to save in a checkpoint, by name, in addition to ``count`` and ``is_frozen``.
 
         ``server_error`` holds the compression errors of this rank's chunk. In rank order, the ranks' arrays form one
-        array of n elements. ``worker_error`` is averaged over the ranks by the next step. If the number of ranks
-        changes, restore this average on every rank.
+        array of n elements. ``worker_error`` differs between ranks. If the number of ranks changes, the caller must
+        restore the mean of the saved arrays on every rank.
         """
         return {"m": self.m, "v": self.v, "worker_error": self.worker_error, "server_error": self.server_error}
 

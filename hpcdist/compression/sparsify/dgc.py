@@ -82,9 +82,9 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the k largest unsent values to the sparse ``payload``, of 8 k bytes, and set them to 0.
+        """Write the k largest values of the attribute ``unsent`` to ``payload``, and then set them to 0 in ``unsent``.
 
-        If ``masks_velocity`` is True, also set the velocity of these elements to 0.
+        ``payload`` has 8 bytes per value. If ``masks_velocity`` is True, also set the velocity of these elements to 0.
         """
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)

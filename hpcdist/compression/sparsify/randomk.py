@@ -86,7 +86,7 @@ def _name(payload: Array, key: RandomKey) -> None:
 
 
 def indices(payload: Array, n: int) -> Array:  # (k,) of int64
-    """Return the index (0 to n - 1) of each value in ``payload``: ascending from a random first index, modulo ``n``."""
+    """Return the random index (0 to n - 1) of each value in ``payload``. The indices differ, but may not be sorted."""
     k = (payload.size - HEADER_BYTES) // 4
     named = payload[:HEADER_BYTES].view(np.uint32)
     if is_device(payload):

@@ -83,8 +83,8 @@ def select(values: Array, payload: Array) -> None:
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Return (candidates, indices, threshold, ties) to select the k largest magnitudes of ``words``, float32 bits.
 
-    ``candidates`` are ``words[indices]``, or all words if ``indices`` is empty. The k-th largest magnitude is
-    ``threshold``, and ``ties`` elements of this magnitude must be selected.
+    ``candidates``, from which all k can be selected, are ``words[indices]``, or all words if ``indices`` is empty. The
+    k-th largest magnitude is ``threshold``, and ``ties`` elements of this magnitude must be selected.
     """
     n = words.size
     room = 2 * k + 1024

@@ -32,9 +32,9 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return time bounds of n counter updates: a list of pairs of arrays (earliest, latest), in ns, of shape (n,).
 
-    The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``. If
-    several updates lie between these readings, update i is the last of them. ``update_s`` is the expected period in
-    seconds, or NaN. If the number of updates between two readings is ambiguous, each plausible number gives one pair.
+    The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``.
+    ``update_s`` is the expected period of updates in seconds, or NaN. If readings are rare, some updates are not seen.
+    The list has one pair for each plausible guess of their number.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -67,7 +67,6 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
 
 
 def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return narrower bounds of the times of periodic updates, after ``count`` periods, or None if they contradict."""
     apart = count[None, :] - count[:, None]  # (k, j): periods from k to j
     later = apart > 0
     if not later.any():
@@ -115,7 +114,7 @@ class CounterSamples:
 
 @dataclass
 class _SourceSums:
-    """Least squares sums (A^T A, A^T y) of a counter per jackknife fold, and counter samples not added to them yet."""
+    """State of the least squares fit that divides the joules of one energy counter between phases."""
 
     sensor: PowerSensor
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -249,10 +248,10 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add the n intervals between n + 1 updates of a counter to the least squares sums ``sums`` of its phase watts.
+    """Add n intervals between n + 1 counter updates to ``sums``, the least squares fit of each phase's watts.
 
     Each row of ``moments``, of shape (guesses, n + 1), is a guess of the update times in ns. Only the guess with the
-    smallest residual is used. ``mixtures``: seconds of each phase in any interval.
+    smallest residual is used. ``mixtures.between`` computes the seconds of each phase in an interval.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
@@ -282,10 +281,11 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return a dict from phase names to results, for the energy source with the least squares sums ``sums``.
+    """Return the joules of one energy source in each phase: a dict from phase names to results.
 
-    A result is a dict with "joules", "error_j" (the standard error), "seconds", and "reason" (the reason why the joules
-    are unreliable, or None). The joules of all phases add up to the counter's total.
+    ``sums`` is the least squares fit of the source's counter to phase seconds. A result is a dict with "joules",
+    "error_j" (the standard error), "seconds", and "reason" (the reason why the joules are unreliable, or None). The
+    joules of all phases add up to the counter's total.
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):
@@ -312,9 +312,9 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
 
 
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
-    """Return the jackknife error in watts (Quenouille 1956, Tukey 1958) of each of the phase indices ``used``.
+    """Return the jackknife error (Quenouille 1956, Tukey 1958) of the fitted watts of each phase index in ``used``.
 
-    An error is 0 if one fold (a group of intervals left out together) contains most of the phase.
+    It is 0 if unknown, because most seconds of the phase are in one fold (intervals left out together).
     """
     inner = np.ix_(np.arange(FOLDS), used, used)
     grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold
@@ -327,7 +327,7 @@ def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
 
 
 def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
-    """Return, for each phase, the phase indices (its own included) that the fit cannot separate, or [] if separable."""
+    """Return a list for each phase: the phases, itself included, that the fit cannot separate from it, or []."""
     scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
     values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
     parts = (np.abs(vectors[:, values < COLLINEAR * len(gram)]) > MIN_COMPONENT).T

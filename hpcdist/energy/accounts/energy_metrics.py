@@ -254,7 +254,7 @@ class EnergyToTarget:
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
-    """Return the moving average of ``losses`` at each step, over the last 2 % of all steps, but at least five steps."""
+    """Return the moving average of ``losses``. Each window ends at its step. It has 2 % of all steps, at least five."""
     width = max(MIN_LOSSES, round(SMOOTHED_SHARE * len(losses)))
     sums = np.append(0.0, np.cumsum(losses))
     last = np.arange(1, len(losses) + 1)

@@ -27,10 +27,10 @@ class NnlsSolution:
 def solve(
     gram: np.ndarray, right: np.ndarray, square: float, rows: float, penalty: np.ndarray | None = None
 ) -> NnlsSolution:
-    """Return the x >= 0 with the smallest |A x - y|. ``gram``: A^T A, ``right``: A^T y, ``square``: y^T y. Local.
+    """Return the x >= 0 with the smallest |A x - y|, and the covariance of x. Local.
 
-    ``penalty``, a positive semidefinite matrix, is added to ``gram``. ``rows`` is the number of statistically
-    independent rows of A, for the covariance.
+    ``gram``: A^T A, ``right``: A^T y, ``square``: y^T y. ``rows``: number of statistically independent rows of A. With
+    ``penalty``, a positive semidefinite matrix P, x minimises |A x - y|^2 + x^T P x.
     """
     whole = gram if penalty is None else gram + penalty
     # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
@@ -117,9 +117,10 @@ class PowerSensor:
 
 
 def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
-    """Return the `PowerSensor` of a GPU by the name that its driver reports, such as "NVIDIA A100-SXM4-40GB".
+    """Return the `PowerSensor` of the GPU model ``gpu_name``, as its driver names it, such as "NVIDIA A100-SXM4-40GB".
 
-    ``field_name``: "" for the counter and instantaneous power, "average" for the averaged power of newer drivers.
+    ``field_name`` is "average" for the averaged power that newer drivers report. It is "" for the energy counter and
+    for instantaneous power.
     """
     if field_name == "average" and _AVERAGED.search(gpu_name):
         return PowerSensor(0.1, AVERAGE_S, "NVML: POWER_AVERAGE is the mean of the last second")
@@ -130,10 +131,10 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 
 
 class SensorShift:
-    """Delays for the next ``steps`` training steps, so that a sensor with gaps sees all parts of a step equally often.
+    """Delays for the next ``steps`` training steps, so that a power sensor sees all parts of a step equally often.
 
-    The sensor's update period is divided into slots of at most half an averaging window. Equally many steps may start
-    in each slot. A step waits for the next slot that is not full.
+    The sensor measures only in a window of its update period. The period is divided into slots of at most half a
+    window. An equal share of the steps may start in each slot. A step waits for the next slot that is not full.
     """
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:
@@ -142,7 +143,7 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to delay the next step, by which steps shift against the sensor's period. Local.
+        """Return the seconds to delay the next step, so that step starts spread evenly over the sensor's period. Local.
 
         Call once per step, with the present monotonic time ``now_ns``.
         """

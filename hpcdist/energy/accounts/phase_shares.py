@@ -39,7 +39,7 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
 
 
 class RankPhases:
-    """Disjoint phase spans of one rank, and the time until which all its spans are known."""
+    """Disjoint time spans of one rank in training phases. No span is missing between ``since_ns`` and ``until_ns``."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)
@@ -111,7 +111,7 @@ class PhaseShares:
         return np.asarray(low + (rest / self._pitch_ns)[..., None] * (self._table[at + 1] - low))
 
     def between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return the seconds in each of `PHASE_NAMES` (last axis) from the times ``begins`` to ``ends``, in ns."""
+        """Return the seconds in each of `PHASE_NAMES` (last axis) between ``begins`` and ``ends``, times in ns."""
         seconds = np.empty((*begins.shape, len(PHASE_NAMES)))
         seconds[..., :STEP] = self._before(ends) - self._before(begins)
         seconds[..., STEP] = np.maximum((ends - begins) / 1e9 - seconds[..., :STEP].sum(axis=-1), 0.0)
@@ -133,11 +133,12 @@ def job_activities(
     reason: str | None,
     earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a dict of a job's ``joules``, ``error_j``, ``seconds`` and ``reason``, each of them a dict by activity.
+    """Return the energy of each activity of a job, such as communication.
 
-    Unknown values are NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. Only sources with a kind in
-    ``kinds`` count. ``training_j`` are the joules of training in this start, or NaN for the given ``reason``.
-    ``earlier`` is the `activities_state` of earlier starts, or None without earlier starts.
+    The result has the dicts ``joules``, ``error_j``, ``seconds`` and ``reason``, each by activity. Unknown values are
+    NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. Only sources with a kind in ``kinds`` count.
+    ``training_j`` are the joules since the last start or resume, or NaN for the given ``reason``. ``earlier`` is the
+    `activities_state` from before it, or None.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())

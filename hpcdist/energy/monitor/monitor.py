@@ -80,7 +80,7 @@ class EnergyWatch:
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def moment(self) -> WatchInterval:
-        """Return the mean power since the last call, and append the new samples to ``output``."""
+        """Return the mean power since the last call, and append the new sensor samples to the output file, if any."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
@@ -105,7 +105,7 @@ class EnergyWatch:
             self._output, self.lost_output = None, str(error)
 
     def finish(self) -> dict[str, Any]:
-        """Stop, append the last samples, and return the report of `hpcdist.energy.report.merge` plus ``seconds``."""
+        """Stop measuring. Return the report of `hpcdist.energy.report.merge` and ``seconds``, the measured time."""
         self._windows.leave(*_read_edge(self.sampler, self._windows))
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()
@@ -290,7 +290,7 @@ class EnergyMonitor:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the energy of the run for a checkpoint, including earlier starts and open windows. Collective."""
+        """Return the job's energy for a checkpoint, including earlier starts and unfinished phases. Collective."""
         if self._leads and not self._stopped:
             self._windows.edge(*self._look())
         return reports.state(self.report())
@@ -300,10 +300,10 @@ class EnergyMonitor:
         self._earlier = state
 
     def intervals(self) -> list[SourceSamples]:
-        """Return this node's samples of each energy source since the last call of `intervals`. Local.
+        """Return this node's samples of each energy source since the previous call of `intervals`. Local.
 
-        The samples of a source begin with its last sample of the last call. Ranks other than the first of a node get
-        []. Call `intervals` before each `collect`, because `collect` drops samples from before the previous `collect`.
+        The last sample of the previous call comes first. Ranks other than the first of a node get []. Call `intervals`
+        before each `collect`, because `collect` drops old samples.
         """
         return self.sampler.intervals()
 

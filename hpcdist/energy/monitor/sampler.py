@@ -220,7 +220,7 @@ class EnergySampler:
         return now_ns - began_ns < GIVE_UP_NS and not all(track.pace.settled(now_ns) for track in self.tracks)
 
     def drain(self) -> DrainedSamples:
-        """Return the samples since the last call of `drain`. Earlier samples are no longer available to `intervals`."""
+        """Return the samples since the previous `drain`. Only these remain available to the method `intervals`."""
         with self._lock:
             samples, self._samples = self._samples, []
             powers, self._powers = self._powers, []
@@ -238,9 +238,9 @@ class EnergySampler:
         )
 
     def intervals(self) -> list[SourceSamples]:
-        """Return the samples of each source since the last call, preceded by the last sample of that call.
+        """Return the samples of each source since the previous call, and before them the last sample of that call.
 
-        Each call of `drain` drops the samples from before the previous call of `drain`.
+        If the method `drain` was called twice in between, the samples from before its first call are missing.
         """
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps

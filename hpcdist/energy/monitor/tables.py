@@ -83,10 +83,10 @@ class NodeRows:
 
     - ``sources``: (kind, name, `SourceInfo`) of each energy source of the node.
     - ``windows``: phase windows that have ended.
-    - ``busy_s``: processor seconds used to read the sensors, in the ``lasted_s`` seconds of measurement until the time
-      ``now_ns``.
+    - ``busy_s``: processor seconds used to read the sensors.
+    - ``lasted_s``: seconds since the measurement began.
     - ``watts``: mean power of each kind of source, NaN if unknown.
-    - ``lacking``: kinds of energy that the node's ranks use, but that the node cannot measure completely.
+    - ``lacking``: kinds of energy that the node cannot measure completely, except "gpu" if no rank uses a GPU.
     """
 
     node: int

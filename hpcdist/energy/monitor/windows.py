@@ -18,9 +18,10 @@ class PhaseWindow:
 
 
 class PhaseWindows:
-    """Energy and time of the phase windows of one rank. ``total_mj`` is the energy of all windows together, by source.
+    """Energy and time of one rank's windows. A window is a `with` block whose energy counts for a named phase.
 
-    If a source cannot be read between two windows, the energy of each window is unknown, but their sum is known.
+    ``total_mj`` is the energy of all windows together, by source. If a reading between two windows fails, the energy of
+    both is unknown, but ``total_mj`` includes it.
     """
 
     def __init__(self, sources: int) -> None:

@@ -67,7 +67,10 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
-    """On a fatal signal, raise `EndedBySignal` in the block, call ``last()``, and let the signal end this process."""
+    """Context manager for a clean end: a fatal signal raises `EndedBySignal` in its block.
+
+    After the block, ``last()`` is called, and the signal ends this process.
+    """
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
     try:
@@ -123,10 +126,10 @@ class TemporaryLimits:
         self.in_force = tuple(knob.in_force() for knob, _ in self._wanted)
 
     def end(self) -> None:
-        """Restore the changed limits and remove the journal record. A second call does nothing.
+        """Restore the changed limits, and then remove the journal record. After success, a second call does nothing.
 
-        Raises MissingCapabilityError if a limit cannot be restored, after restoring the others. The record keeps this
-        limit.
+        Raises MissingCapabilityError if a limit cannot be restored, after restoring the others. Then the journal record
+        keeps only this limit.
         """
         if os.getpid() != self._owner:
             return  # in a forked child: the limits belong to its parent
@@ -190,7 +193,7 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
 
 
 def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLimit]) -> None:
-    """Raise MissingCapabilityError if another process, by its journal record, has changed a limit of ``changes``."""
+    """Raise MissingCapabilityError if another process's record in ``records`` lists a power limit of ``changes``."""
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]

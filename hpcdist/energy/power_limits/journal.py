@@ -104,7 +104,10 @@ def locked_journal(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = None) -> Path:
-    """Write ``changes`` of this process to a new record or to ``path``, and return the path. Raises StorageError."""
+    """Write a journal record of power limit ``changes``, and return its path. Raises StorageError.
+
+    The record is the file ``path``, or a new file in ``folder`` if ``path`` is None.
+    """
     pid = os.getpid()
     path = path or folder / f"{socket.gethostname()}-{pid}-{os.urandom(4).hex()}.json"
     content = {

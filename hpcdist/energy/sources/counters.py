@@ -97,7 +97,7 @@ class EnergyCounter(Protocol):
 
 
 class NoPowerReading:
-    """Base class of energy counters that lose no energy between readings and report no power."""
+    """Base class of energy counters that report no power. They count all energy, however rarely they are read."""
 
     about = SourceInfo()
     gaps = 0
@@ -116,7 +116,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Add the reading ``value`` of the counter at time ``now_ns``. Do nothing if the interval estimate is final."""
+        """Update the interval estimate by the reading ``value`` at time ``now_ns``, unless `settled` is True."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -249,10 +249,10 @@ class IntegratedPower:
         self._twice_pj = 0  # sum of (a + b) dt of the trapezia, in integers, so that no rounding adds up
 
     def read(self) -> int:
-        """Return the energy in pJ since the first read. Raises SensorReadError.
+        """Return the energy in pJ since the first call, integrated from power readings. Raises SensorReadError.
 
-        If the last read is too long ago to integrate, add no energy and count a gap. The joules of a window with a gap
-        are unknown.
+        If the previous call was too long ago, add no energy for the time since then, and increment the attribute
+        ``gaps``.
         """
         power = self._power_mw()
         now_ns = self._clock_ns()

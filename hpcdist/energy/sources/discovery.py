@@ -28,12 +28,12 @@ class GpuClaim:
 
 @dataclass
 class NodeSources:
-    """Open energy sources of a node. A kind of source is "gpu", "cpu", "dram" or "node".
+    """Energy sources of a node, opened for reading. A kind of source is "gpu", "cpu", "dram" or "node".
 
     - ``counters``: energy counters of the node.
     - ``missing``: for each kind of source that is missing or incomplete, the reason.
-    - ``needed``: kinds without which the job's total energy would be too small.
-    - ``unused``: kinds that no rank of this node uses.
+    - ``needed``: kinds that the job's total energy must include, even if no source measures them.
+    - ``unused``: contains "gpu" if no rank of this node uses a GPU.
     - ``sensors``: readers of the utilisation of the GPUs.
     """
 
@@ -168,7 +168,7 @@ def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[st
     GPU also has ``model`` and ``held``, and a readable GPU has all of these:
 
     - ``model``: name of the GPU model.
-    - ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU. Then even a CPU job measures the GPU.
+    - ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU.
     - ``note``: limitations of the energy readings.
     - ``power``: field and scope of the power readings, as in `SourceInfo`, such as "average of the module".
     - ``sensor``: [seconds between updates, seconds measured per update, source of these numbers], or None if unknown.

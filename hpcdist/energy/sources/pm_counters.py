@@ -26,7 +26,7 @@ PARTS: Final = (("cpu", "cpu_energy", "cpu_power"), ("dram", "memory_energy", "m
 
 
 class PmCounterFiles:
-    """Counter files of a Cray node, read as one snapshot. ``capped``: the power cap has changed since construction."""
+    """Counter files of a Cray node, read as one snapshot. Its ``capped`` is True after a change of the power cap."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._directory, self._clock_ns = directory, clock_ns
@@ -39,7 +39,7 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add ``files`` to the snapshot. All files of a snapshot are read between two updates of the counters."""
+        """Add files by name to the snapshot. All files of a snapshot are read between two updates of the counters."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
@@ -116,7 +116,7 @@ class PmCounter:
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return (readable counters, {}), node total first, or ([], {"node": reason}) if the total is unreadable. Local."""
+    """Return the readable counters, the node's total first, and {}. Without a total: [] and {"node": reason}. Local."""
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}
     try:

@@ -156,7 +156,7 @@ class LocalAttention:
             qkv: Queries, keys and values, of shape (batch, context, 3 width). With ``kv``, only queries: (..., width).
             kv: Keys and values, of shape (batch, context, 2 kv width). Consecutive query heads share a key head.
             part: (index of the first local query head, number of query heads of the layer), if heads are sharded.
-            y: Output array, or None to allocate one. If it is passed, `backward` needs its keyword ``dots``.
+            y: Output array, or None to allocate one. Only an array allocated here is saved for `backward`.
         """
         assert causal or not window, "a sliding window needs causal attention"
         heads = heads_of(qkv, kv, head_size)
@@ -226,10 +226,10 @@ def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
 def begin_backward(
     saved: Saved, *, keep: bool
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
-    """Return (heads, inputs, gradient arrays, visibility, dropout mask) for an attention backward pass.
+    """Return (heads, inputs, gradients, visibility, dropout mask) for an attention backward pass.
 
-    Heads: number and size of heads. Inputs: the saved (qkv, kv, softmax sums). Visibility: (causal, window). Gradient
-    arrays, dqkv or (dq, dkv), are uninitialised, and scratch memory unless the keyword ``keep`` is True.
+    Heads: number and size of heads. Inputs: the saved (qkv, kv, softmax sums). Gradients: uninitialised arrays (dqkv,
+    None) or (dq, dkv), in scratch memory unless the keyword ``keep`` is True. Visibility: (causal, window).
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -263,7 +263,7 @@ class _Memory:
 
 
 class KeyRows:
-    """Keys and values as views of ``qkv`` or ``kv``, without the first ``skipped`` key heads.
+    """Keys and values: views of ``kv`` (if None, ``qkv``) that begin with key head ``skipped``.
 
     ``pieces`` lists the ranges of consecutive tokens: (first row, end row, token position of the first row).
     """
@@ -275,7 +275,7 @@ class KeyRows:
 
 
 class KeyGradients:
-    """Gradients of keys and values, as views of ``dqkv`` or ``dkv``, without the first ``skipped`` key heads."""
+    """Gradients of keys and values: views of ``dkv`` (if None, ``dqkv``) that begin with key head ``skipped``."""
 
     def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
@@ -288,7 +288,8 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 class TiledForward:
     """Attention forward pass in tiles: a tile is the scores of a block of queries with a block of keys. Local.
 
-    ``sums`` receives maximum and sum of exponentials per query. ``most``: most tokens in another rank's keys, or 0.
+    ``sums`` receives maximum and sum of exponentials per query. ``most``: largest number of keys from a rank, or 0
+    without keys from other ranks.
     """
 
     def __init__(
@@ -314,11 +315,11 @@ class TiledForward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Add the attention of the queries in ``rows`` over the visible ``keys`` to the output.
+        """Add the attention of a block of queries over the visible ``keys`` to the output.
 
-        ``chunk``: samples and heads. ``dropped``: dropout mask. Keywords: ``span`` (range of key rows to use),
-        ``causal`` (queries and keys are the same tokens), ``begins`` (first call for these queries). In the first call,
-        each query must see a key.
+        ``chunk``: samples and heads. ``rows``: first row, end row and token position of the queries. ``dropped``:
+        dropout mask. Keywords: ``span`` (range of key rows to use), ``causal`` (hide later keys), ``begins`` (first
+        call for these queries, which must then see a key).
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -357,8 +358,9 @@ class TiledForward:
 class TiledBackward:
     """Attention backward pass in tiles: a tile is a block of keys with a block of queries. Local.
 
-    ``arrays`` are qkv (queries first), the gradient of the output, and the gradient of the queries. ``pieces``: ranges
-    (first row, end row, token position) of queries. ``dots``: sums of dy * y, see `dots_of`.
+    ``arrays`` are qkv (queries first), the gradient of the output, and the gradient of the queries. ``pieces`` lists
+    ranges of consecutive queries: (first row, end row, token position of the first row). ``dots``: sums of dy * y, see
+    `dots_of`.
     """
 
     def __init__(
@@ -397,10 +399,11 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the ``gradients`` of rows ``rows`` of the ``keys`` and their values, and add to the query gradients.
+        """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
 
-        ``chunk``: samples and heads. ``dropped``: dropout mask. Keywords: ``span`` (range of query rows to use),
-        ``causal`` (queries and keys are the same tokens), ``begins`` (overwrite the query gradients).
+        ``chunk``: samples and heads. ``rows``: first row, end row and token position of the keys. ``dropped``: dropout
+        mask. Keywords: ``span`` (range of query rows to use), ``causal`` (hide later keys), ``begins`` (overwrite the
+        query gradients).
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))

@@ -21,13 +21,13 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    """Overwrite a tile of scores s with ``exp(scale (s - top))``, with the maximum ``top`` of each row so far.
+    """Overwrite a tile of attention scores s with ``exp(scale (s - top))``, where ``top`` is the maximum of each row.
 
-    s has the shape (pairs, rows, columns): (sample, query head) pairs, queries, keys. ``tile`` is its position and the
-    range of keys that its queries see. Other elements become 0. The tiles of a row must come in column order.
+    s has the shape (pairs, rows, columns): heads of samples, queries, keys. ``tile`` has the position of s and the
+    range of visible keys. Hidden keys become 0 in s. The tiles of a row must come in column order.
 
-    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row so far, to be
-      updated.
+    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row so far, first
+      updated with s.
     - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)), by which earlier sums must be
       multiplied. The first tile leaves it unchanged.
     """
@@ -40,8 +40,8 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
     """Overwrite a tile of scores s with probabilities p, and overwrite d, the gradient of p, with the gradient of s.
 
-    s and d have the shape (pairs, rows, columns): (sample, query head) pairs, queries, keys. ``tile`` is their
-    position. The gradient of s is ``scale p (d - dots)``.
+    s and d have the shape (pairs, rows, columns): heads of samples, queries, keys. ``tile`` is the position of s in the
+    array of all scores. The gradient of s is ``scale p (d - dots)``.
 
     - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row, from
       `softmax_advance`.
@@ -138,10 +138,10 @@ for _softmax_dtype in SAMPLE_DTYPES:
 
 
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Multiply rows of y by the factors ``shrink``, of shape (pairs, rows), then add the rows of ``part`` to them.
+    """Multiply some elements of the attention output y by the factors ``shrink``, then add ``part`` to them.
 
-    ``part`` has the shape (pairs, rows, head size), y has the shape (batch, context, heads * head size). The row
-    ``part[p, i]`` belongs to head h of token ``first + i`` in sample b of y, where b * heads + h = ``pair + p``.
+    y has the shape (batch, context, heads * head size). Its pair b * heads + h is head h of sample b. ``part``, of
+    shape (pairs, rows, head size), and ``shrink``, of shape (pairs, rows), begin at pair ``pair`` and token ``first``.
     """
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
@@ -150,10 +150,10 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 
 
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide the tokens [first, first + rows) of y by their softmax sums ``total``, of shape (all pairs, context).
+    """Divide some elements of the attention output y by the softmax sums ``total``, of shape (batch * heads, context).
 
-    y has the shape (batch, context, heads * head size). Only heads h of samples b with b * heads + h in
-    [pair, pair + pairs) are divided.
+    y has the shape (batch, context, heads * head size). Pair b * heads + h is head h of sample b. The elements are the
+    tokens [first, first + rows) of the pairs [pair, pair + pairs).
     """
     if is_device(y):
         size = y.shape[2] // heads
@@ -180,8 +180,8 @@ def accumulate(
     """Sum ``part`` over each group of query heads, and write the sums to ``target``, or add them if ``add``.
 
     ``part`` has the shape (pairs * groups, rows, head size): ``groups`` consecutive query heads share a key head.
-    ``target``, of shape (batch, context, columns), has ``heads`` key heads in its columns from ``column`` on. The sum
-    for pair p and row i goes to head h of token ``first + i`` in sample b, where b * heads + h = ``pair + p``.
+    ``target``, of shape (batch, context, columns), has ``heads`` key heads from column ``column`` on. Pair b * heads +
+    h is key head h of sample b. The sums begin at pair ``pair`` and token ``first``.
     """
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)

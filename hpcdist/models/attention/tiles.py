@@ -66,9 +66,8 @@ class Heads:
     ) -> Iterator["HeadChunk"]:
         """Yield `HeadChunk` objects that cover the key heads [first_head, last_head), by default all, of all samples.
 
-        If ``everything``, a single chunk has all heads of all samples. Otherwise the scores of QUERY_BLOCK queries and
-        LONG keys in all heads of a chunk are about TILE numbers. If the keyword ``apart`` is true, a chunk has at most
-        one sample, as packed samples need.
+        If ``everything``, a single chunk has all heads of all samples. Otherwise a chunk has as many heads as fit: a
+        tile of their scores has about TILE numbers. If the keyword ``apart`` is true, a chunk has at most one sample.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -115,11 +114,11 @@ class HeadChunk:
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return the samples and heads of this `HeadChunk` from ``view``, whose first key head is head ``skipped``."""
+        """Return the samples and heads of this `HeadChunk` from ``view``, which begins with key head ``skipped``."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return the range [first, end) of this rank's token rows for each document of this `HeadChunk`.
+        """Return one range [first, end) of this rank's token rows for each document in this `HeadChunk`.
 
         The `HeadChunk` must have one sample. ``documents`` None: the sample is not packed, and one range has all rows.
         ``pieces`` lists this rank's ranges of consecutive tokens.
@@ -127,7 +126,7 @@ class HeadChunk:
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply the dropout mask ``dropped`` to ``tile``, whose first element is at row ``first``, column ``start``."""
+        """Apply the dropout mask of all scores to ``tile``, which begins at query ``first`` and key ``start``."""
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -141,9 +140,9 @@ class HeadChunk:
 
 
 def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
-    """Return the number and size of the heads in ``qkv``, or in queries ``qkv`` and keys and values ``kv``.
+    """Return the number and size of the heads, as a `Heads` object. Raises UsageError for invalid shapes.
 
-    Raises UsageError for invalid shapes.
+    If ``kv`` is None, ``qkv`` has queries, keys and values. Otherwise it has only queries.
     """
     batch, context, columns = qkv.shape
     if kv is None:
@@ -173,11 +172,11 @@ def one_piece(rows: int) -> Pieces:
 def blocks(
     pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield blocks of at most ``long`` rows that together cover the rows [first, last) of an array of tokens.
+    """Yield blocks (start row, end row, token position of the start row) of an array of tokens, in row order.
 
-    A block is (start row, end row, token position of the start row). A block lies within one of the ``pieces``, the
-    ranges of consecutive tokens in the array. Rows with token positions outside the range ``places`` are omitted,
-    except fewer than QUERY_BLOCK rows at each end of a piece.
+    A block has at most ``long`` rows of the range [first, last), and lies within one of the ``pieces``, the ranges of
+    consecutive tokens in the array. Rows with token positions outside the range ``places`` are omitted, but up to
+    QUERY_BLOCK - 1 of them can remain at each end of a piece.
     """
     for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)
@@ -191,8 +190,8 @@ def blocks(
 def band(distance: int, window: int, *, causal: bool) -> Span:
     """Return the range of columns [low, high) that the first row of a tile of attention scores sees.
 
-    Both ends increase by one with each later row. Rows are queries, columns are keys. The first query is ``distance``
-    positions after the first key. ``causal``: later keys are hidden. ``window`` is the number of keys that a query
-    sees, itself included (0: all).
+    Both ends increase by one with each later row, and may lie outside the tile. Rows are queries, columns are keys. The
+    first query is ``distance`` positions after the first key. The keyword ``causal`` hides later keys. ``window`` is
+    the number of keys that a query sees, itself included (0: all).
     """
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

@@ -38,11 +38,11 @@ def count(chosen: Array, runs: Array, counts: Array) -> None:
 
 
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
-    """Write the row of each choice, among the token rows sorted by expert, to ``places``. On a GPU.
+    """Write, on a GPU, the row that each token gets for each of its experts, among all token rows sorted by expert.
 
-    A choice is one token's choice of one expert. ``chosen`` and ``places`` have the shape (tokens, k). ``places`` gets
-    -1 for a dropped choice. ``runs``, of shape (samples, ranges, 2), has token ranges [first, end). ``table``, of shape
-    (samples, ranges, experts, 2), has the first row and the number of rows of each expert in each range.
+    ``chosen``, of shape (tokens, k), has each token's experts. ``places``, of the same shape, receives the rows, or -1
+    for dropped tokens. ``runs``, of shape (samples, ranges, 2), divides each sample's tokens into ranges [first, end).
+    For each range, ``table``, of shape (samples, ranges, experts, 2), has each expert's first row and number of rows.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],

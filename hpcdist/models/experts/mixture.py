@@ -60,21 +60,21 @@ class StayingRows:
         """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
 
         The rows of expert e begin at ``starts[e]``. The returned function returns the received rows sorted by expert,
-        and an array with the first row of each local expert. The keyword ``back`` is true if the rows are gradients.
+        and an array with the first row of each local expert. Call this with ``back=True`` if the rows are gradients.
         """
         if not back:
             saved.keep("experts.received", rows)
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the weights and biases of the experts whose rows this rank received. ``prefix`` is `UP` or `DOWN`."""
+        """Return weights and biases of the experts that this rank computes, of the layer ``prefix``: `UP` or `DOWN`."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the arrays in ``gradients`` for the gradients of the weights and biases that `tensors` returns.
+        """Return the arrays to which the caller must write the gradients of the weights and biases from `tensors`.
 
-        ``prefix`` is `UP` or `DOWN`. Call this for both before you pass gradient rows to `send_out`.
+        ``prefix`` is `UP` or `DOWN`. Call this for `UP` and for `DOWN` before you pass gradient rows to `send_out`.
         """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
@@ -86,9 +86,9 @@ class StayingRows:
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return memory for the experts' results, to be passed to `bring_back`.
+        """Return memory, named ``name`` in ``saved``, for the experts' results, to be passed to `bring_back`.
 
-        ``saved`` stores it under the unique name ``name``. The keyword ``back`` is true if the results are gradients.
+        Call this with ``back=True`` if the results are gradients.
         """
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
@@ -96,7 +96,7 @@ class StayingRows:
         """Send the experts' results ``rows`` back to the ranks of their tokens.
 
         Return the results for this rank's tokens, in the order in which the tokens were sent. ``name`` is the unique
-        name of the returned array in ``saved``. The keyword ``back`` is true if the results are gradients.
+        name of the returned array in ``saved``. Call this with ``back=True`` if the results are gradients.
         """
         return rows
 
@@ -124,7 +124,7 @@ class WholeExperts:
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the partial input gradients ``dx`` over the tensor ranks. Return the sum for this rank's tokens."""
+        """Add up the tensor ranks' partial input gradients ``dx``. Return only the rows for this rank's tokens."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
@@ -143,11 +143,11 @@ class WholeSamples:
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays of choices per expert: before each local token range, and in each whole sample.
+        """Count each expert's choices in a sample: before each range of local tokens, and in total. Return both arrays.
 
         A choice is one token's selection of one expert. ``counts``, of shape (samples, ranges, experts), has the
-        choices in each local range. The first result has the same shape, and counts the earlier tokens of the sample on
-        any rank. The second result has the shape (samples, experts).
+        choices in each range of local tokens. The first result has the same shape. It counts earlier tokens of the
+        sample on any rank. The second result has the shape (samples, experts).
         """
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -314,7 +314,7 @@ class LocalExperts:
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
     """Return ``operations`` with `LocalExperts` if ``config`` has experts, else ``operations`` unchanged.
 
-    ``predictions(tokens)``, the number of targets of a sample of ``tokens`` tokens, scales balance loss and z loss.
+    ``predictions(tokens)``: number of targets in a sample of ``tokens`` tokens, which multiplies balance and z losses.
     """
     if not config.experts:
         return operations
@@ -322,9 +322,10 @@ def with_experts(operations: Operations, config: ModelConfig, predictions: Calla
 
 
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Return the ranges [first, end) of local tokens without padding, as an array of shape (samples, ranges, 2).
+    """Return ranges [first, end) of rows without padding, of shape (samples, ranges, 2), in an array of local tokens.
 
-    Each sample has ``tokens`` local tokens, in the ranges ``pieces``. Sample s has ``sizes[s]`` tokens before padding.
+    Each sample has ``tokens`` rows in the array, and ``sizes[s]`` tokens before padding. ``pieces`` divides these rows
+    into ranges: first row, end row, position of the first token in the sample.
     """
     start, end, place = np.array(pieces).T
     first = tokens * np.arange(len(sizes))[:, None] + start

@@ -72,7 +72,10 @@ class RouterState:
         return row
 
     def take(self) -> np.ndarray:
-        """Return the router statistics since the last call, of shape (layers, experts + EXTRA), and reset them to 0."""
+        """Return the router statistics since the last call, one row per layer, and reset them to 0.
+
+        Columns: choices of each expert; then dropped choices, entropy, balance loss and z loss.
+        """
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
             self._figures_there = None
@@ -116,7 +119,7 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
     """Return the number of choices of each expert in each token range: int32 of shape (samples, ranges, experts).
 
     ``chosen``, of shape (tokens, k), has the experts of each token. ``runs``, of shape (samples, ranges, 2), int64 on
-    the same device, has the token ranges [first, end), without padding. On a GPU the host waits for the counts.
+    the same device, divides each sample's tokens without padding into ranges [first, end). On a GPU the host waits.
     """
     counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
     (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
@@ -126,14 +129,14 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
 def place(
     chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
 ) -> np.ndarray:
-    """Assign a row to each choice of an expert, in rows sorted by expert. Return ``starts``, the first row per expert.
+    """Give each choice (a token's selection of an expert) a row in an array of token rows sorted by expert, or drop it.
 
-    The rows of expert e begin at ``starts[e]`` and are in token order. ``starts[-1]`` is the number of rows.
+    Return ``starts``: expert e's rows begin at ``starts[e]``, in token order. ``starts[-1]`` is the number of rows.
 
-    - ``chosen``, of shape (tokens, k): the chosen experts of each token.
-    - ``runs``, of shape (samples, ranges, 2): token ranges, as in `count`.
+    - ``chosen``, of shape (tokens, k): the experts of each token.
+    - ``runs``, of shape (samples, ranges, 2): ranges [first, end) that divide each sample's tokens without padding.
     - ``counts``, of shape (samples, ranges, experts): the result of `count` for ``runs``.
-    - ``before``, of the same shape: choices of each expert in the earlier ranges of the same sample.
+    - ``before``, of the same shape: choices of each expert by earlier tokens of the sample, on any rank.
     - ``rooms``, per sample: number of choices that each expert accepts. Later choices are dropped.
     - ``places``, of shape (tokens, k): receives the row of each choice, -1 for a dropped choice.
     """
@@ -165,7 +168,7 @@ def gradient_of_logits(
     - ``chosen``, ``gates``, of shape (tokens, k): the experts of each token and their weights, from `choose`.
     - ``dgates``: the gradient of ``gates``.
     - ``kind``: the score function, "softmax" or "sigmoid".
-    - ``runs``, of shape (samples, ranges, 2): ranges of routed tokens, as in `count`.
+    - ``runs``, of shape (samples, ranges, 2): ranges [first, end) that divide each sample's tokens without padding.
     - ``table``, of shape (samples, experts + 2): each expert's share of the choices, then the coefficients of the
       balance loss and the z loss.
     - ``figures``, of shape (3,): sums of entropy, balance loss and z loss.

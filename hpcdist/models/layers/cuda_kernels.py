@@ -113,8 +113,8 @@ def norm_backward(
 ) -> None:
     """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds``.
 
-    Write the gradients of the scale and, if ``statistics`` has two columns, of the bias to ``sums``: pairs (array, True
-    to add to the array).
+    After ``adds``, pass a pair (array, True to add to the array) for the gradient of the scale. After `norm`, also pass
+    a pair for the gradient of the bias.
     """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1

@@ -30,11 +30,11 @@ def fits_counter(rows: int, columns: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Dropout mask of one site (a use of dropout in a layer), and the position of an array in this mask. Local.
+    """Dropout mask of one site (a use of dropout in a layer), and the mask rows to apply to an array. Local.
 
     A sample's mask has ``rows_per_sample`` rows of ``columns`` elements. The array, of shape (samples * groups, rows,
-    columns), has ``groups`` groups of rows per sample, such as one group per attention head. In a sample's mask, the
-    first group starts at row ``first_row``, and each next group ``pitch`` rows later.
+    columns), has ``groups`` blocks of mask rows per sample, such as one block per attention head. In a sample's mask,
+    the first block starts at row ``first_row``. Each next block starts ``pitch`` rows later.
     """
 
     draw: Draw
@@ -48,10 +48,10 @@ class Mask:
     pitch: int = 0
 
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
-        """Apply the mask to ``x[:, first:last, :width]`` in place. x is the contiguous array that `Mask` describes.
+        """Apply the mask to ``x[:, first:last, :width]`` in place. x is contiguous.
 
-        Row 0 of x[g] is ``above`` rows after the start of group g in the mask. Column 0 of x is column ``left`` of the
-        mask, a multiple of 4.
+        x[g] belongs to block g of mask rows, such as an attention head. The element x[g, 0, 0] belongs to row ``above``
+        of this block, and to column ``left`` of the mask, a multiple of 4.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -65,13 +65,13 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Kernel arguments: four fields of this `Mask` for the array's position, and Philox counters per mask row."""
+        """Kernel arguments: attributes that locate the array in the mask, and the number of counters per mask row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
     @property
     def counters(self) -> tuple[int, int, int, int, int, int]:
-        """Kernel arguments: index of the first sample, number of the dropout site, step, two halves of the seed, limit.
+        """Kernel arguments for random numbers: first sample's index in the batch, site, step, two seed words, limit.
 
         A kernel drops an element if its 32-bit random number is below the limit.
         """
@@ -82,7 +82,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """GPU address of the first sample's index and the step, or 0 if kernels take both from `counters`."""
+        """GPU address of the integers (index of the first sample, step), or 0 if kernels get both from `counters`."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property
@@ -94,8 +94,8 @@ class Mask:
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
     """Return the mask of dropout ``site``, such as `ATTENTION`, in the layer of ``saved``, or None without dropout.
 
-    The keywords ``layout`` are fields that `Mask` explains: ``rows_per_sample`` and ``columns``, and for an array that
-    covers only some rows of the mask also ``first_row``, ``groups`` and ``pitch``.
+    Further keyword arguments set fields of `Mask`: ``rows_per_sample`` and ``columns``. If the array covers only some
+    rows of the mask, also set ``first_row``, ``groups`` and ``pitch``.
     """
     if not rate or saved.draw is None:
         return None
@@ -103,7 +103,7 @@ def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
 
 
 class LocalDropout:
-    """Dropout in arrays of shape (samples, columns) or (samples, rows, columns)."""
+    """Dropout without communication, in arrays of shape (samples, columns) or (samples, rows, columns)."""
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         rows_per_sample, columns = (x.shape[1] if x.ndim > 2 else 1), x.shape[-1]

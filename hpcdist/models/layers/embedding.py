@@ -44,7 +44,7 @@ class LocalEmbedding:
 
 
 class LocalPositions:
-    """Learned position embedding: ``PREFIX.weight`` of shape (positions, hidden). Documents start at position 0."""
+    """Learned embedding of token positions. If documents are packed, positions start at 0 in each document."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         if saved.documents is not None:

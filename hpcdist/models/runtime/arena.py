@@ -28,7 +28,7 @@ NOTHING: Final = np.empty(0, np.uint8)
 class BlockUse:
     """Use of the memory blocks of an `Arena`, recorded from `Arena.begin_record` to `Arena.end_record`.
 
-    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: scratch arrays when the recording ended.
+    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: all scratch arrays at the recording's end.
     """
 
     taken: frozenset[int]
@@ -82,7 +82,7 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Take the largest free block of nbytes / MAX_WASTE to nbytes bytes, for growth. Return its index, or None."""
+        """Take the largest free block that is worth enlarging to ``nbytes``. Return its index, or None."""
         for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
             size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:
@@ -107,7 +107,7 @@ class Arena:
         self._recorded, self._uses_before = set(), list(self._uses)
 
     def end_record(self) -> BlockUse:
-        """End the recording that `begin_record` started. Return the blocks that were taken and freed, for `repeat`."""
+        """End the recording that `begin_record` started. Return the changes in block use, as input of `repeat`."""
         assert self._recorded is not None
         before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
         changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
@@ -120,7 +120,7 @@ class Arena:
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Take and free the blocks of ``use``, a result of `end_record`, again. `has_free` must be True before."""
+        """Make the changes in block use again that `end_record` returned as ``use``. `has_free` must be True before."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -167,9 +167,9 @@ class Arena:
 
 @dataclass(frozen=True)
 class SavedState:
-    """State of an `ArenaSaved` for a later `ArenaSaved.restore`: its named arrays and objects.
+    """Names, arrays and objects of an `ArenaSaved`, for a later `ArenaSaved.restore`.
 
-    The contents of the arrays are not copied, and their memory blocks may be released and reused.
+    The contents of the arrays are not copied. The replay of a CUDA graph writes them again, at the same addresses.
     """
 
     values: dict[str, Any]

@@ -81,7 +81,7 @@ class RecomputedStage(WrappedStage):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Take part in the collectives of the repeated forward and of backward, as a rank without samples."""
+        """Take part in the collectives of recomputation and backward, on a rank that has no samples."""
         within, inner = saved.within(), cast(MixedStage, self.inner)
         inner.attend(parameters, operations, within)
         inner.attend_backward(parameters, gradients, operations, within)
@@ -110,9 +110,9 @@ def release_first_pass(saved: Saved) -> None:
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
     """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 
-    Write the gradients, or add them to earlier gradients of this step. ``operations``: the argument of
-    `split_operations`. ``saved``: arrays of the backward pass, which the caller may release afterwards. Only the names
-    in ``parameters`` are used, so the parameters may be freed before.
+    Write the gradients, or add them to earlier gradients of this step. ``operations`` were passed to
+    `split_operations`. ``saved`` has arrays of the backward pass, which the caller may release afterwards. Only the
+    names in ``parameters`` are read, so the memory of the values may already be freed.
 
     If two stages use one tensor, call this for both stages of a micro-batch, the later stage first, before the next
     micro-batch. Any other order changes the gradient of this tensor by rounding.
@@ -175,7 +175,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Attention ``inner`` that keeps its input gradient for `weight_gradients` of the linear layer before it."""
+    """Attention ``inner`` that saves its input gradient, for the deferred weight gradient of the layer before it."""
 
     inner: AttentionOperation
 

@@ -57,9 +57,9 @@ def momentum(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Run a momentum step: ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w.
+    """Run a momentum step on the weights w, with g = scale * gradient + decay * w.
 
-    The weights are w:  w -= rate velocity or, if ``nesterov`` is true, w -= rate (g + momentum velocity).
+    velocity = momentum * velocity + g;  w -= rate * step. step = velocity or, if ``nesterov``, g + momentum * velocity.
     """
     g_share, v_share = kernels.shares_of_step(momentum, nesterov)
     scalars = (scale, momentum, g_share, v_share)
@@ -89,7 +89,7 @@ def sgd(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Run a plain SGD step on the weights w: w -= rate (``scale * gradient`` + decay w)."""
+    """Run a plain SGD step on the weights w: w -= rate * (scale * gradient + decay * w)."""
     if isinstance(decay, TensorOptions):
         kernels.launch_update("plain", weights, gradient, (), working, decay, scale, rate)
         return

@@ -54,9 +54,9 @@ def launch_adam_direction(
 ) -> None:
     """Update Adam's moments m and v on a GPU. Write the direction to ``step``, which may be the gradient array.
 
-    See `adam_direction`. Add the squares of weights and direction to ``partial``; see `partial_sums`. ``tensors`` has
-    the weight decays. After it come the factor of ``gradient``, beta1, 1 - beta1, beta2, 1 - beta2, the bias
-    corrections of m and v, and epsilon.
+    See `adam_direction`. Add the squares of weights and direction to ``partial``, an array from `partial_sums`.
+    ``tensors`` has the weight decays. Further positional arguments are the factor of ``gradient``, beta1, 1 - beta1,
+    beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -72,16 +72,16 @@ def launch_scaled_direction(
 
 
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
-    """Return a zeroed GPU array for partial sums of squares of ``tensors`` tensors, in a vector of ``size`` elements.
+    """Return a zeroed GPU array of shape (rows, 2), for partial sums of squares of weights and of update directions.
 
-    A tensor has one row in this array for each block of `TILE` vector elements that it overlaps. Splitting the vector
-    at block boundaries therefore does not change the bits of a tensor's sum.
+    The sums are for ``tensors`` tensors in a flat vector of ``size`` elements. A tensor has one row for each block of
+    `TILE` elements that it overlaps. So splitting the vector at block boundaries keeps the bits of a tensor's sum.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return the sums of ``partial`` per tensor, for weights and directions: a float64 array of shape (tensors, 2)."""
+    """Return the sums of squares of each tensor's weights and update directions, as float64 of shape (tensors, 2)."""
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
     return sums
@@ -102,7 +102,7 @@ def launch_update(
     arguments after ``tensors`` are the scalars. Expected ``slots`` and scalars for each name:
 
     "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
-    "momentum": slot velocity; scalars scale, momentum, factors of g and of the velocity in the step, rate.
+    "momentum": slot velocity; scalars scale, momentum, a, b, rate, with (a, b) from `shares_of_step`.
     "plain": no slot; scalars scale, rate.
     "descend": no slot, no scalar. The gradient is an update direction, and rate factors are learning rates.
     "descend_with_velocity": slot velocity; scalar momentum. Gradient and rate factors as for "descend".
@@ -224,9 +224,9 @@ def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, cor
 def momentum_direction(
     weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    """Update ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w and weights w.
+    """Update the velocity with g = scale * gradient + decay * weights. Overwrite ``gradient`` with the step.
 
-    Overwrites ``gradient`` with the step: the velocity or, if ``nesterov``, g + momentum velocity.
+    velocity = momentum * velocity + g. The step is the velocity or, if ``nesterov``, g + momentum * velocity.
     """
     g_share, v_share = shares_of_step(momentum, nesterov)
     run = _momentum_ufuncs if is_device(weights) else _momentum_loop
@@ -281,7 +281,7 @@ def _descend_ufuncs(weights, step, rate):  # type: ignore[no-untyped-def]
 def descend_with_velocity(
     weights: Array, gradient: Array, velocity: Array, *, rate: float, momentum: float, decay: float
 ) -> None:
-    """Update ``velocity`` = momentum velocity + rate (gradient + decay w), and subtract it from weights w. CPU only."""
+    """Set velocity = momentum * velocity + rate * (gradient + decay * w), and subtract it from weights w. CPU only."""
     _velocity_loop(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
 
 
@@ -378,7 +378,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return example arguments of a kernel, in float32 and in float64: ``buffers`` arrays, then ``scalars`` numbers."""
+    """Return two tuples of kernel arguments (float32, float64): ``buffers`` arrays, then ``scalars`` numbers."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

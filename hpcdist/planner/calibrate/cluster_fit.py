@@ -149,9 +149,9 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Return a fit per timing series, the link levels, and assumptions about link speeds.
+    """Return the fits of all measured operations, the links (such as between nodes), and remarks on their speeds.
 
-    If messages were not measured, the link levels come from the cluster ``base``. Append a text per fit to ``lines``.
+    If messages were not measured, the result has the links of ``base``. ``lines`` gets a line of text per fit.
     """
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []

@@ -73,11 +73,11 @@ def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
 
 
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
-    """Fit a device's efficiency curve to the measured matrix products ``products``, for one dtype.
+    """Fit the efficiency curve of a device to measured matrix products of one dtype.
 
-    Every third product, in order of size, is left out of the fit to measure its error. The peak is the rate of the
-    fastest product. The logarithm of the curve is linear between sizes about a factor of 2 apart, and minimises the
-    Huber loss. Raises UsageError for fewer than `LEAST_SIZES` sizes.
+    The efficiency is a fraction of the peak rate, which is the rate of the fastest product. The fit minimises the Huber
+    loss of log(efficiency), a piecewise linear function of log(size). Every third product, in order of size, is left
+    out of the fit to measure its error. Raises UsageError for fewer than `LEAST_SIZES` sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
@@ -148,7 +148,7 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """Fitted shares of a device's peak rates, and kernel time. ``errors``: relative time errors at held-out steps."""
+    """Fitted device rates and time between two kernels. ``errors``: relative errors at steps left out of the fit."""
 
     memory_share: float
     attention_share: float

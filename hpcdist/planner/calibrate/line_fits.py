@@ -62,11 +62,11 @@ class FittedPieces:
 
 
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
-    """Return lines fitted to the times ``seconds`` of messages of ``nbytes`` bytes, and the errors of these lines.
+    """Fit a piecewise linear function of the size in bytes to the message times ``seconds``.
 
-    The lines are fitted to every second size, the largest size, and the sizes in ``always``. Errors are measured at the
-    other sizes. If a size has several times, their median is used. Raises UsageError for fewer than `LEAST_SIZES`
-    sizes, or for invalid times.
+    ``nbytes``: size of each message. If a size has several times, their median is used. Every second size is left out
+    of the fit, to measure its error. The largest size and the sizes in ``always`` are never left out. Raises UsageError
+    for fewer than `LEAST_SIZES` sizes, or for invalid times.
     """
     sizes, times = _medians(nbytes, seconds)
     fitted = _fitted(np.isin(sizes, always))
@@ -164,10 +164,6 @@ def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, flo
 
 
 def _least_squares(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> FittedLine:
-    """Return the line time = a + b * size, with a, b >= 0, that has the least weighted squared relative error.
-
-    ``constant``: 1 / time. ``slope``: size / time. The relative error is a * constant + b * slope - 1.
-    """
     aa, ab, bb = (float((weights * x * y).sum()) for x, y in ((constant, constant), (constant, slope), (slope, slope)))
     a1, b1 = float((weights * constant).sum()), float((weights * slope).sum())
     determinant = aa * bb - ab * ab

@@ -169,10 +169,10 @@ class EfficiencyCurve:
 class Device:
     """Computing device: a GPU, a die of a GPU, or a CPU core.
 
-    ``peak_flops`` and ``matmul``: peak FLOP/s and efficiency curve, by data type. ``memory_share``: fraction of the
-    memory bandwidth that elementwise kernels reach. ``attention_share``: fraction of the peak that fused attention
-    reaches. ``kernel_s``: time between two kernels. ``best_mfu``: best published MFU, 0 if unknown; it limits plans
-    until the device is measured.
+    ``peak_flops``: peak FLOP/s by data type. ``matmul``: efficiency curve of matrix products by data type.
+    ``memory_share``: fraction of the memory bandwidth that elementwise kernels reach. ``attention_share``: fraction of
+    the peak FLOP/s that fused attention reaches. ``kernel_s``: time between two kernels. ``best_mfu``: highest
+    published MFU on such devices, 0 if unknown. Plans for a cluster without calibration never predict a higher MFU.
     """
 
     name: str
@@ -252,7 +252,7 @@ class ClusterNode:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRates:
-    """Mean time between failures of a node with its devices, and time to restart without repeating the lost steps."""
+    """Mean time between failures of a node, and time of a restart. The restart time excludes repeated steps."""
 
     node_mtbf_s: Annotated[float, QuantityField("node_mtbf", "time", 3600, 1000 * UNITS["time"]["years"])]
     restart_s: Annotated[float, QuantityField("restart", "time", 1, 86400)]
@@ -289,7 +289,7 @@ class Cluster:
 
     @property
     def most_mfu(self) -> float:
-        """Upper limit of the MFU in plans. It is 0 (no limit) for calibrated clusters or without published MFU."""
+        """Highest MFU that a plan may predict: the highest published one, or 0 (no limit) for calibrated clusters."""
         return 0.0 if self.calibrated else self.device.best_mfu
 
     @property

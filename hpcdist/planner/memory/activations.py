@@ -35,10 +35,11 @@ HALF_BYTES: Final = 2
 
 
 class UnitActivations(NamedTuple):
-    """Activation bytes of one model unit per sample.
+    """Activation bytes of one model unit (such as a transformer block) per sample.
 
-    ``kept``: stored from forward to backward. ``held``: stored between the input gradient and the weight gradient, if
-    backward is split. ``again``: additional bytes during recomputation. ``border``: the input, as a pipeline message.
+    ``kept``: stored from forward to backward. ``held``: stored from the input gradient to the weight gradient, if
+    backward is split. ``again``: additional bytes during recomputation. ``border``: input of the unit, if it is the
+    first of a pipeline chunk.
     """
 
     kept: float
@@ -48,10 +49,11 @@ class UnitActivations(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """Activation bytes of a transformer block.
+    """Activation bytes of a transformer block before they are sharded.
 
-    ``between``: replicated over the tensor ranks. ``cut``: sharded over them. ``scores``: attention scores.
-    ``held_between``, ``held_cut``: stored between the input gradient and the weight gradient, if backward is split.
+    ``between``: activations that tensor ranks replicate. ``cut``: activations that tensor ranks shard. ``scores``:
+    attention scores. If backward is split, ``held_between`` and ``held_cut`` count the replicated and sharded
+    activations that are stored from the input gradient to the weight gradient.
     """
 
     between: float
@@ -195,7 +197,6 @@ def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
 
 
 def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
-    """Return the size of the token rows that ``unit`` receives, as a tuple of one `KeptArray`; () if expert is 1."""
     sizes = [round(p.rows * p.experts * p.share) * p.inner for p in unit.products if p.experts > 1]
     rows = [KeptArray(size, whole=True) for size in sizes]
     return tuple(rows[:1]) if expert > 1 else ()
@@ -213,7 +214,7 @@ def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tu
 
 
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return hpcdist's peak activation bytes per sample for full recomputation without a pipeline. Local."""
+    """Return the peak activation bytes per sample if hpcdist recomputes the whole model, block by block. Local."""
     size = itemsize(layout)
     peak = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
     if layout.context == 1:
@@ -241,8 +242,8 @@ def scratch_of(
 
     ``present``: indices of the device's model units, which share temporary arrays of the same name. The keyword
     ``accumulates``: True if gradients of several micro-batches are summed. A weight gradient is then computed in a
-    temporary array, before it is added to the sum. This array is not counted if kernels compute in float32 for 16-bit
-    parameters, because `hpcdist.planner.memory.model_states.whole_units` counts it.
+    temporary array, before it is added to the sum. The result includes this array, except if kernels compute in float32
+    for 16-bit parameters. In this case, `hpcdist.planner.memory.model_states.whole_units` includes it.
     """
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch

@@ -77,7 +77,6 @@ def in_flight(
 
 
 def _dealt(schedule: str, ranks: int, microbatches: int, chunks: int, total: int) -> list[int]:
-    """Divide the ``total`` live micro-batches of a rank among its chunks."""
     if chunks == 1:
         return [total]
     if schedule != "interleaved":  # chunks are folded: forth and back
@@ -99,7 +98,7 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Model units and numbers of parameters of pipeline rank ``rank``.
+    """Model units (such as blocks) and numbers of parameters of pipeline rank ``rank``.
 
     Model units are given by their index in the model description. Dense parameters are all parameters outside experts.
 
@@ -107,8 +106,9 @@ class PipelinePart(NamedTuple):
     ``cut``: dense parameters that the tensor axis shards, before sharding.
     ``experts``: expert parameters, before sharding.
     ``copied``: tied parameters of this rank that another rank also has.
-    ``longest``, ``longest_experts``: dense and expert parameters of the unit with the most parameters.
-    ``longest_dense``: largest number of dense parameters of any unit.
+    ``longest``: dense parameters of the unit with the most parameters of both types.
+    ``longest_experts``: expert parameters of the same unit.
+    ``longest_dense``: dense parameters of the unit with the most dense parameters.
     ``chunks``: per chunk, (first unit, ((unit, number of identical units in the chunk), ...)).
     ``present``: all units of the rank.
     ``borders``: units whose inputs this rank sends or receives as pipeline messages.
@@ -129,10 +129,10 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return the model units and parameters of the pipeline ranks that may have the highest memory use. Local.
+    """Return the `PipelinePart` of each pipeline rank that can have the highest memory use. Local.
 
-    Ranks with the same model units form a group. The result has the first and the last rank of each group. ``cut``
-    holds the layout fields that determine the split into stages.
+    Of ranks with the same layers, these are only the first and the last. ``cut``: layout fields that determine the
+    split of the model into pipeline stages.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, cut)):
@@ -175,7 +175,6 @@ def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> Pipeline
 
 
 def _borders(firsts: Sequence[tuple[int, int]], rank: int) -> Iterator[int]:
-    """Yield the unit after each border of a chunk of ``rank``. ``firsts``: (rank, first model unit) of each chunk."""
     for number, (owner, place) in enumerate(firsts):
         if number and owner == rank:
             yield place
@@ -202,9 +201,10 @@ Alive = tuple[tuple[int, Count], ...]  # (unit index, count)
 
 
 class StepMemory(NamedTuple):
-    """Memory of a pipeline rank that does not depend on micro-batches, in bytes.
+    """Bytes on a pipeline rank that are the same for any micro-batch size.
 
-    ``messages``: buffers of collectives over the data axis. ``scratch``: temporary copies of the largest model unit.
+    ``messages``: buffers of collectives over the data axis. ``scratch``: temporary copies of the parameters and
+    gradients of the largest layer or block.
     """
 
     parameters: float
@@ -216,10 +216,10 @@ class StepMemory(NamedTuple):
 
 
 class MicrobatchMemory(NamedTuple):
-    """Memory of a pipeline rank that depends on micro-batches, in bytes.
+    """Bytes on a pipeline rank that depend on the size or number of micro-batches.
 
-    ``messages``: buffers of pipeline messages and of token rows for experts. ``added``: additional scratch memory if
-    gradients are accumulated over micro-batches.
+    ``messages``: buffers of pipeline messages and of all-to-all messages to experts. ``added``: additional temporary
+    arrays if gradients are accumulated over micro-batches.
     """
 
     activations: float

@@ -36,7 +36,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Sharded model states on a device: bytes / (parameters of its pipeline stage). ``rule``: formula of their sum."""
+    """Sharded model states, in bytes per parameter of the device's pipeline stage. ``rule``: formula of their total."""
 
     parameter: float
     gradient: float
@@ -129,10 +129,10 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of temporary copies during the computation of a model unit with ``longest`` parameters.
+    """Return the bytes of temporary parameter and gradient copies while a model unit is computed.
 
-    ZeRO gathers the parameters (stage 3) and sums the gradients (stages 2 and 3) of the model unit. In hpcdist,
-    16-bit parameters and gradients of a micro-batch are float32 during this time
+    ``longest``: number of parameters of the unit. ZeRO-3 gathers its parameters. ZeRO-2 and ZeRO-3 sum its gradients.
+    If hpcdist computes in float32 with 16-bit parameters, it needs float32 copies of both
     (`hpcdist.strategies.core.mixed_precision`).
     """
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
@@ -147,9 +147,9 @@ def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_
     """Return the bytes of hpcdist's buffers for collectives over the data axis, on a device.
 
     ``parameters``: number of parameters on the device. ``longest``: parameters of the largest model unit, before tensor
-    parallelism shards it. ``bucket_bytes``: gradient bytes per allreduce. Without compression, an allreduce needs a
-    receive buffer: half of a bucket for recursive halving, 1 / ranks of a bucket for the ring. ZeRO needs the same
-    fraction of the gradients of the largest model unit. Compression needs a sent and a received payload instead.
+    parallelism shards it. ``bucket_bytes``: gradient bytes per allreduce. The receive buffer has half of a bucket for
+    recursive halving, and 1 / ranks of a bucket for the ring. With ZeRO, the gradients of the largest model unit take
+    the place of a bucket. With compression, the buffers have a sent and a received payload instead.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor
@@ -176,7 +176,6 @@ def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes:
 
 
 def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int, bucket_bytes: float) -> float:
-    """Return the bytes of the compressed payloads in memory. ``unit``: parameters of the largest local model unit."""
     size = unsharded(layout).gradient
     is_served = layout.strategy == "parameter_server"
     values = min(bucket_bytes / WIDE, parameters)  # compressed buckets have as many elements as float32 buckets
@@ -188,7 +187,7 @@ def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int
 
 
 def server_bytes(description: ModelDescription, layout: ParallelLayout) -> dict[str, float]:
-    """Return the memory of a dedicated parameter server in bytes, by the terms of `MemoryEstimate`. Local."""
+    """Return a dict of bytes on a parameter server by use ("gradients", ...; the terms of `MemoryEstimate`). Local."""
     size = unsharded(layout)
     part = description.parameters / layout.servers
     longest = max(unit.parameters for unit in description.units) / layout.servers

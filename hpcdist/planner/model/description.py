@@ -57,7 +57,7 @@ class ModelUnit:
     ``moved``: elements that elementwise operations read and write in forward, per sample.
     ``moved_cut``: number of the ``moved`` elements that the tensor axis shards. It shards the other elements only with
     sequence parallelism.
-    ``counted``: FLOPs and arrays of the unit in hpcdist's implementation, or None if they are unknown.
+    ``counted``: FLOPs and array sizes of the unit in hpcdist's implementation, or None if they are unknown.
     """
 
     name: str
@@ -82,9 +82,9 @@ class ModelUnit:
 class TransformerShape:
     """Sizes of a transformer, with the names of `hpcdist.models.config.ModelConfig`.
 
-    ``gated``: the feed-forward has three matrices (SwiGLU). ``experts``: feed-forwards per block.
-    ``experts_per_token``: feed-forwards that process each token, in addition to a shared feed-forward as wide as
-    ``shared_experts`` experts.
+    ``gated``: the feed-forward has three matrices (SwiGLU). ``experts``: number of experts (feed-forwards) per block.
+    ``experts_per_token``: number of experts that process each token. ``shared_experts``: width of an additional
+    feed-forward for all tokens, as a multiple of the width of an expert.
     """
 
     layers: int

@@ -70,7 +70,6 @@ def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
 
 @lru_cache(maxsize=4096)
 def _again(description: ModelDescription, pipeline: int, chunks: int, schedule: str) -> tuple[float, float]:
-    """Return the FLOPs per sample of "full" recomputation, with all query-key pairs and with the visible pairs only."""
     layout = ParallelLayout(
         pipeline=pipeline, chunks=chunks, schedule=schedule, implementation="hpcdist", recompute="full"
     )
@@ -115,7 +114,7 @@ class UnitGroup(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Consecutive model units that pipeline rank ``rank`` computes as a chunk. ``shares``: its model units, grouped."""
+    """Model chunk on pipeline rank ``rank``. ``shares``: its layers or blocks in model order, grouped if identical."""
 
     rank: int
     shares: tuple[UnitGroup, ...]
@@ -145,7 +144,7 @@ class SplitKey(NamedTuple):
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the model units of each pipeline rank. Local. Raises ConfigurationError for fewer units than chunks."""
+    """Return the layers or blocks of each pipeline rank. Local. Raises ConfigurationError if they are too few."""
     return stages_of_split(description, SplitKey.of(layout))
 
 
@@ -279,11 +278,11 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return the model units that each pipeline chunk recomputes, in model order. Local. Raises ConfigurationError.
+    """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
 
-    "full": all model units except the first and the last. Pipelines of hpcdist recompute whole chunks instead, except
-    the last chunk of 1f1b and interleaved. "selective": the model units with attention if ``layout.implementation`` is
-    "megatron", or nothing for "hpcdist".
+    Full recomputation leaves out the first and the last unit of the model. In an hpcdist pipeline, it leaves out only
+    the last chunk, and only with the schedules 1f1b and interleaved. Selective recomputation is for units with
+    attention in Megatron-LM, and for no units in hpcdist. Raises ConfigurationError for fewer units than chunks.
     """
     return _repeated(
         description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute

@@ -75,10 +75,10 @@ def of_config(
 ) -> ModelDescription:
     """Return the description of the model that the recipe section ``config`` selects.
 
-    The keywords give the size of a sample. A transformer needs ``context`` (tokens). An mlp needs ``features`` and
-    ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. ``documents``: for packed
-    samples, as in `describe`. Features and images are assumed to be stored as float32. Raises ConfigurationError for a
-    missing size, or for a model that user code creates.
+    The keywords ``context`` to ``classes`` give the size of a sample. A transformer needs ``context`` (tokens). An mlp
+    needs ``features`` and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. The keyword
+    ``documents``: mean number of query-key pairs per packed sample. Features and images are assumed to be stored as
+    float32. Raises ConfigurationError for a missing size, or for a model that user code creates.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(

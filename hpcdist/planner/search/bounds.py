@@ -83,11 +83,10 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective value of a layout with the pipeline schedule of ``order``. Local.
+    """Return a lower bound of the objective value of the layout ``order``, for any data-axis strategy. Local.
 
-    The bound holds for any data-axis strategy and compression, because it leaves out gradient exchange, optimizer
-    update and reading of samples. ``flow``: times of the micro-batches of ``order``. For energy, the slowest rank is
-    assumed to compute for the same share of time as all ranks together.
+    The bound holds also for any compression. It leaves out gradient exchange, optimizer update and reading of samples.
+    ``flow``: times of the micro-batches of ``order``.
     """
     least_s = sum(flow.terms.values())
     if objective == "time":
@@ -98,15 +97,15 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """Compute and collective times of all units of the model together, equal for all layouts of a family.
+    """Times per micro-batch of the whole model, equal for all layouts of a family.
 
     A family is a set of layouts that differ only in schedule, chunks, data-axis strategy and compression.
 
-    ``seconds``: times per micro-batch, summed over all pipeline ranks. They include recomputation, unless the layouts
-    recompute a chunk before its gradient arrives (`recomputes_ahead`).
-    ``each_s``: lower bound of the time per micro-batch on the slowest pipeline rank.
+    ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. They include recomputation
+    only if a chunk is recomputed after its gradient arrives.
+    ``each_s``: lower bound of the time per micro-batch on the slowest pipeline rank, with recomputation.
     ``full``: micro-batches per replica, where a smaller last micro-batch counts as a fraction.
-    ``computing``: fraction of the time that is computation, not collectives.
+    ``computing``: fraction of a micro-batch's time that is computation. The rest is collectives.
     """
 
     seconds: PlannedSeconds
@@ -118,9 +117,9 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the `FamilyTotals`: the times of a micro-batch that ``family`` shares with similar layouts. Local.
+    """Return the micro-batch times of the layout ``family``, for any schedule and data-axis strategy. Local.
 
-    Similar layouts differ from the layout ``family`` only in schedule, chunks, data-axis strategy and compression.
+    All layouts that differ from it only in schedule, chunks, data-axis strategy and compression have the same result.
     """
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
@@ -152,9 +151,9 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective value of all layouts with the same `family_totals` as ``family``. Local.
+    """Return a lower bound of the objective value of a layout, for any schedule and data-axis strategy. Local.
 
-    ``of_all``: result of `family_totals` for ``family``.
+    ``family``: the layout. ``of_all``: result of `family_totals` for this layout.
     """
     return _floor(of_all, 0.0, 0.0, family, cluster, objective)
 
@@ -167,11 +166,12 @@ def schedule_bound(
     The bound holds for any data-axis strategy and compression. ``of_all``: result of `family_totals` for ``order``.
     ``hop_s``: time of a message between neighbouring pipeline ranks.
 
-    Derivation, with p ranks, v chunks per rank, and X = seconds per micro-batch of the slowest rank:
+    Derivation, with p ranks, v chunks per rank, m micro-batches, and X = seconds per micro-batch of the slowest rank:
 
-    - The idle time of the slowest rank is a function of the mean time of the other ranks (`closed_form`).
-    - This mean is unknown. The larger value (time of all p ranks) / (p - 1) gives a larger idle time I.
-    - The error of I is at most E = X / v, or E = X if backward is split into input and weight gradients.
+    - `closed_form` computes the idle time of the slowest rank from Y, the mean seconds of the other p - 1 ranks.
+    - Y is unknown. Z = Y + X / (p - 1) is known: it is the sum over all p ranks, divided by p - 1.
+    - Z in place of Y gives an idle time I that is too large by at most E.
+    - E = X / v. If backward is split into input and weight gradients, E = X.
     - So m micro-batches take at least m X + I - E.
     - Recomputation before a gradient arrives adds X / (2 v) to E for 1F1B, and X / v for the interleaved schedule.
     """

@@ -52,9 +52,9 @@ class MemoryFilter:
     def fitting(
         self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the ``strategies`` with which the layout ``order``, at its micro-batch size, fits into memory.
+        """Return the ``strategies``, pairs (strategy, compression), with which the layout ``order`` fits into memory.
 
-        ``sizes``: all micro-batch sizes in the search, ascending. A result for one size often decides other sizes.
+        ``order`` has the schedule and the micro-batch size. ``sizes``: all micro-batch sizes in the search, ascending.
         """
         stem: tuple[object, ...] = _STEM(order)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
@@ -71,7 +71,6 @@ class MemoryFilter:
         return tuple(fitting)
 
     def _is_apart(self, order: ParallelLayout, microbatch: int) -> bool:
-        """Return True if the memory use of ``order`` at size ``microbatch`` is no bound for other micro-batch sizes."""
         many = -(-self._global_batch // (order.data * microbatch))
         is_uneven = self._global_batch % (order.data * microbatch) != 0
         return many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline != 0)
@@ -110,10 +109,11 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: a family of layouts, or one schedule of the family with the ``strategies`` to try.
+    """Node of the search tree: a set of similar layouts, given by one of them, ``layout``.
 
-    ``known``: times computed so far. For a family (layouts that differ only in schedule and strategy), `FamilyTotals`.
-    For a schedule, `MicrobatchFlow`, or None until it is computed.
+    In an upper node, the layouts differ only in schedule, chunks, data-axis strategy and compression. In a lower node,
+    they differ only in ``strategies``: pairs (data-axis strategy, compression). ``known``: micro-batch times of the
+    layouts. Upper nodes have `FamilyTotals`. Lower nodes have `MicrobatchFlow`, or None until it is computed.
     """
 
     bound: Bound

@@ -25,13 +25,14 @@ PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpec:
-    """Settings of a search: the objective, and the values to try. An empty tuple means all possible values.
+    """Settings of a search: the objective, the values to try, and the results to return.
 
     ``objective``: quantity per step to minimise. ``memory_bytes``: memory limit of a device. 0 means the device memory
-    minus the fraction ``headroom``. ``fewer``: layouts may also use a divisor of the number of devices.
-    ``compressions``: only the listed ones are tried, because compression changes the training. ``runnable``: only
-    layouts that hpcdist can run. ``first``: number of results. ``simulate``: time the best layouts by the schedule
-    simulator. ``distinct``: only the best layout of each grid.
+    minus the fraction ``headroom``. ``fewer``: layouts may leave devices unused, if the number of used devices divides
+    the number of all devices. ``runnable``: only layouts that hpcdist can run. ``first``: number of results.
+    ``simulate``: time the best layouts by the schedule simulator. ``distinct``: return only the best layout for each
+    combination of parallel degrees. Empty ``tensors``, ``pipelines``, ``contexts``, ``chunks`` or ``microbatches`` mean
+    all possible numbers.
     """
 
     objective: str = "time"
@@ -93,9 +94,10 @@ def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
 
 
 def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield a layout for each combination of parallel degrees on ``devices`` devices. Some are impossible.
+    """Yield a layout for each combination of parallel degrees on ``devices`` devices.
 
-    If ``spec.fewer`` is true, divisors of ``devices`` are also tried.
+    The caller must check that the layouts are possible. If ``spec.fewer`` is true, layouts on fewer devices are also
+    tried, if their number divides ``devices``.
     """
     for tensor in _chosen(divisors(devices), spec.tensors):
         for context in _chosen(divisors(devices // tensor), spec.contexts):
@@ -128,10 +130,11 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes to try: the sizes in ``spec``, or else one per number of micro-batches. Local.
+    """Return the micro-batch sizes to try with the parallel degrees of the layout ``grid``, in ascending order. Local.
 
-    If several sizes give the same number of micro-batches, only the smallest is tried. With a pipeline, and always for
-    Megatron-LM, only sizes that divide the batch into equal micro-batches are tried.
+    The result is ``spec.microbatches``, if set. Otherwise, it has the smallest size for each possible number of
+    micro-batches. With a pipeline, and always for Megatron-LM, only sizes that divide the batch into equal
+    micro-batches are tried.
     """
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
@@ -167,9 +170,10 @@ def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
 
 
 def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return a copy of the layout ``order`` with the (strategy, compression) pair ``variant``.
+    """Return a copy of a layout with another data-axis strategy and compression.
 
-    ``microbatch``: micro-batch size of the copy, or 0 to keep the size of ``order``.
+    ``order``: the layout. ``variant``: pair (strategy, compression). ``microbatch``: micro-batch size of the copy, or 0
+    to keep the size.
     """
     strategy, compression = variant
     # hpcdist overlaps neither compressed exchanges nor exchanges with servers.

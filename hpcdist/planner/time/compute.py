@@ -41,8 +41,8 @@ class UnitSeconds(NamedTuple):
 
     ``forward_s``: forward. ``input_s`` and ``weight_s``: gradients of inputs and of weights. ``again_s``: recomputation
     before backward. ``add_s``: gradient accumulation, in addition to ``weight_s``. ``cover_s``: time in backward that
-    can overlap messages of the tensor axis (`hpcdist.planner.time.stage_load`). ``attention_s``: attention in forward
-    and in backward.
+    can overlap messages of the tensor axis. ``attention_s``: pair of the times of attention in forward and in backward,
+    which the fields above include.
     """
 
     forward_s: float
@@ -72,7 +72,7 @@ timed_fields: Final = attrgetter(
 
 
 def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> UnitSeconds:
-    """Return the times of one model ``unit`` for a micro-batch on one device. Local.
+    """Return the forward, backward and recomputation times of a model ``unit`` for a micro-batch on one device. Local.
 
     Raises ConfigurationError if the device has no efficiency curve for the precision.
     """

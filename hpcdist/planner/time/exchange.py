@@ -43,7 +43,7 @@ TENSORS: Final = 12
 
 
 class BucketChoice(NamedTuple):
-    """Result of `choose_bucket`: cost of the messages of all buckets, overlapped seconds, gradient bytes per bucket."""
+    """Chosen gradient bytes per bucket, cost of sending all buckets, and seconds of it that computation hides."""
 
     cost: MessageCost
     hidden_s: float
@@ -156,7 +156,7 @@ def exchange(
     - ``expert_parameters``: number of the ``parameters`` in experts. Only ranks with the same experts exchange them.
     - ``ends``: parameters of the first and of the last unit, which zero3 gathers less often.
     - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. () assumes square weights.
-    - ``spare_bytes``: free memory for allreduce buckets above the default size (implementation "hpcdist" only).
+    - ``spare_bytes``: memory that hpcdist may use to enlarge allreduce buckets. Megatron-LM ignores it.
     Raises UsageError for an unknown strategy.
     """
     if layout.strategy not in STRATEGIES:

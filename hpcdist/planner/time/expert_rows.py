@@ -21,9 +21,10 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Route (``way``) of token rows to experts. ``each``: ranks per node.
+    """Route on which ranks send tokens to experts of other ranks. ``each``: number of these ranks per node.
 
-    "node memory": shared memory. "hierarchical": a message between two nodes. "pairs": a message between two ranks.
+    ``way``: "node memory" (shared memory), "hierarchical" (one message from each node to each other node), "pairs" (one
+    message between two ranks), or "" without expert parallelism.
     """
 
     way: str = ""
@@ -32,7 +33,7 @@ class RowRoute(NamedTuple):
 
 
 def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
-    """Return the route of token rows to their experts. Without expert parallelism its ``way`` is "". Local."""
+    """Return the route (such as shared memory) on which ``layout`` sends tokens to experts of other ranks. Local."""
     if layout.expert == 1:
         return RowRoute()
     total, node_devices = layout.devices - layout.servers, cluster.node.devices
@@ -81,9 +82,10 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the bytes of shared-memory or forwarding buffers of a device that sends token rows to experts. Local.
+    """Return the bytes of a device's additional buffers for sending tokens to experts. Local.
 
-    ``nbytes``: bytes of the sent token rows. ``route``: result of `row_route`.
+    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`. Messages between pairs of ranks need no
+    additional buffers.
     """
     if route.way == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients

@@ -38,7 +38,7 @@ def gradient_item_bytes(layout: ParallelLayout) -> int:
 
 
 def summed_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes per gradient element in an allreduce on any axis."""
+    """Return the bytes of a gradient element in allreduce messages, for the precisions in ``layout``."""
     working = STORED_ITEM_BYTES[layout.precision]
     is_narrow = layout.implementation == "megatron" and layout.main_gradients == "working"
     return working if is_narrow else max(4, working)
@@ -121,7 +121,7 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """Gradients of one device before compression: number of elements, number of model units, weight shapes."""
+    """Gradients of one device to compress. ``values``: number of elements. ``units``: number of layers or blocks."""
 
     values: float
     units: int
@@ -138,7 +138,7 @@ def compressed_sum(
 ) -> MessageCost:
     """Return the cost of summing compressed gradients over ``axis``, including the time to encode and decode.
 
-    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of equal messages that the gradients fill.
+    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of buckets, all of the same size.
 
     If nodes have several of the ranks, the result is the cost of the faster method: compressed messages everywhere, or
     only between nodes. In the second method, the ranks of a node first reduce-scatter float32 values. Then ranks on
@@ -168,7 +168,6 @@ def compressed_sum(
 
 
 def _inside(whole: GroupSpan, cluster: Cluster) -> int:
-    """Return the number of ranks of the group ``whole`` that are on one node."""
     inside = 1
     for tier in whole.tiers:
         level_devices = cluster.levels[tier.outer].devices

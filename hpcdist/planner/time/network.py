@@ -45,8 +45,8 @@ class LinkTier(NamedTuple):
     ``outer``: index of the level in the cluster, 0 for the fastest level.
     ``fan``: number of joined boxes that contain members of the group.
     ``lanes``: number of members of the group in each of these boxes.
-    ``crowded``: seconds per byte of a device while all devices of the job send over this level.
-    ``single``: seconds per byte of a device in a flat ring, where one group member per box sends over this level.
+    ``crowded``: seconds in which a device sends one byte, if all devices of the job send over this level.
+    ``single``: seconds in which a device sends one byte, if one group member per box sends (flat ring).
     """
 
     outer: int
@@ -93,11 +93,11 @@ class GroupSpan:
 
 
 def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
-    """Return the group of devices on ``axis``, one of `AXES`.
+    """Return the size and the links of the group of devices on ``axis``, one of `AXES`.
 
     "all": all computing devices. "replicas": devices with the same parameters (on the data and context axes).
-    "expert_replicas": devices with the same experts, assumed to be equally spaced. Raises UsageError for an unknown
-    axis, or if no link level joins all devices.
+    "expert_replicas": devices with the same experts, assumed to have equally spaced ranks. Raises UsageError for an
+    unknown axis, or if no link level joins all devices.
     """
     inner = layout.tensor * layout.context
     total = inner * layout.data * layout.pipeline
@@ -157,15 +157,14 @@ def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], cha
 
 @lru_cache(maxsize=1 << 14)
 def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, flags: tuple[str, ...]) -> GroupSpan:
-    """Return a cached `GroupSpan`: equal groups are one object and share cached costs."""
     return GroupSpan(size, stride, tiers, channels, flags)
 
 
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
     """Return the number of group members among ``box`` consecutive devices, such as the devices of a node.
 
-    The group has ``size`` devices, ``stride`` apart. ``below``: number of group members that the next faster link level
-    joins, or 1 if there is no faster level. The result is a multiple of ``below`` and divides ``size``.
+    The group has ``size`` devices, ``stride`` apart. ``below``: number of group members in each smaller box, such as a
+    socket of the node, or 1 without smaller boxes. The result is a multiple of ``below`` and divides ``size``.
     """
     # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
     room = max(1, box // stride)

@@ -58,7 +58,8 @@ class PlannedSeconds(NamedTuple):
 class PipelineTime(NamedTuple):
     """Time of a step on the slowest pipeline rank: seconds of computation, of waits for messages, and idle seconds.
 
-    ``bubble``: fraction of the time in which a rank does not compute, from its first pass to its last pass.
+    ``bubble``: fraction of this rank's time without computation, from the start of its first forward to the end of its
+    last backward.
     """
 
     busy_s: float
@@ -186,10 +187,11 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 
 
 class StageTime(NamedTuple):
-    """Work (``load``) and times of a pipeline rank or chunk per micro-batch.
+    """Times of a micro-batch on a pipeline rank, or in one of its chunks.
 
-    ``sent``: times in which the rank waits for collectives. ``seconds``: times of the passes, including the times in
-    ``sent``. ``ahead_s``: seconds of recomputation before the gradient arrives, not included in ``seconds``.
+    ``load``: computation and collectives of the micro-batch. ``sent``: seconds in which the rank waits for collectives.
+    ``seconds``: forward and backward times, including these waits. ``ahead_s``: seconds of recomputation before the
+    gradient arrives, not included in ``seconds``.
     """
 
     load: StageLoad
@@ -210,9 +212,10 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the times of a pipeline rank or chunk with the work ``load`` per micro-batch. Local.
+    """Return the forward and backward times of a micro-batch on a pipeline rank or in one of its chunks. Local.
 
-    ``microbatches``: number per step. ``costs``: optional cache of collective costs, keyed by (axis, operation, bytes).
+    ``load``: computation and collectives of the micro-batch. ``microbatches``: number per step. ``costs``: optional
+    cache of collective costs, keyed by (axis, operation, bytes).
     """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
@@ -239,7 +242,7 @@ def ranks_of(
 def chunks_seconds(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[PlannedSeconds]:
-    """Return the times of a micro-batch in each pipeline chunk, in model order. ``microbatches``: per step. Local."""
+    """Return the forward and backward seconds of a micro-batch in each pipeline chunk, in model order. Local."""
     costs: dict[tuple[str, str, float], MessageCost] = {}
     of_chunks = chunk_loads(description, layout, cluster)
     return [stage_of(load, layout, cluster, microbatches, costs).seconds for load in of_chunks]
@@ -273,7 +276,7 @@ def messages_block(layout: ParallelLayout) -> bool:
 
 
 def steps_overlap(layout: ParallelLayout) -> bool:
-    """Return True if a pipeline rank may start the next step before other ranks end this step. False for hpcdist."""
+    """Return True if a rank may start its next step before others end theirs (Megatron-LM with split backward)."""
     return layout.implementation == "megatron" and layout.schedule in SPLIT
 
 
@@ -321,10 +324,10 @@ def closed_form(
 def simulated_pipe(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, m: int, slowest: StageTime, hop_s: float
 ) -> PipelineTime:
-    """Return the step time of a pipeline by simulation. Local.
+    """Return the step time of a pipeline, from simulations of its schedule with and without messages. Local.
 
-    A simulation without messages gives the idle time. Another with messages gives the waits for messages. ``m``,
-    ``slowest`` and ``hop_s``: see `closed_pipe`.
+    The difference of the simulations is the wait for messages. ``m``: micro-batches per step. ``slowest``: times of the
+    slowest rank. ``hop_s``: seconds of a message between neighbouring ranks.
     """
     chunks = chunks_seconds(description, layout, cluster, m)
     # Without messages the simulation gives the idle time of the schedule; the additional time is waiting for messages.

@@ -36,11 +36,11 @@ LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 class AxisCollective(NamedTuple):
     """Collective that a rank runs once per micro-batch for one unit of the model.
 
-    ``when``: phase, one of `FORWARD`, `BACKWARD`, `OVERLAPPED` and `RECOMPUTE`.
-    ``operation``: name of the collective; on the expert axis "counts", "rows", "gradients" or "results".
+    ``when``: `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`.
+    ``operation``: name of the collective. An all-to-all of tokens with experts has the name of the sent data.
     ``nbytes``: size of the whole buffer.
-    ``tiles_s``: for ring attention, the seconds of attention that overlap the messages, else None.
-    ``passes``: for ring attention, the number of blocks that a rank receives.
+    ``tiles_s``: for ring attention, all seconds of attention that overlap the messages, else None.
+    ``passes``: for ring attention, the number of blocks that a rank receives in total.
     """
 
     when: int
@@ -74,9 +74,10 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Seconds per micro-batch in which a rank waits for collectives, by axis, in forward, backward and recomputation.
+    """Waits of a rank for the collectives of a micro-batch.
 
-    ``nbytes``: bytes sent, by axis. ``hidden_s``: seconds of ring attention messages that computation hides.
+    The seconds ``forward_s``, ``back_s`` and ``again_s`` (recomputation) are dicts by axis. ``nbytes``: bytes sent, by
+    axis. ``hidden_s``: further seconds of ring attention messages, which computation hides.
     """
 
     forward_s: dict[str, float]

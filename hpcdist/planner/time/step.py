@@ -233,9 +233,10 @@ def _full(layout: ParallelLayout, global_batch: int) -> float:
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of the allreduce that sums gradients of replicated parameters over the tensor axis. Local.
+    """Return the cost of summing gradients of parameters that all tensor ranks replicate, such as norm weights. Local.
 
-    The cost is 0 without sequence parallelism. ``load``: load of the pipeline rank.
+    Without sequence parallelism, no sum is needed and the cost is 0. ``load``: has the number of these parameters on
+    the pipeline rank.
     """
     if layout.tensor == 1 or not layout.sequence_parallel:
         return NO_COST

@@ -73,7 +73,7 @@ class CompressionDecision:
         return f"communication.compression = auto: {self.name}: {why}; {format_bytes(self.bucket_bytes)}: {shown}"
 
     def numbers(self) -> dict[str, Any]:
-        """Return the chosen compressor and the measured times as a JSON object. Local."""
+        """Return the chosen compressor and the measured time of each tried compressor as a JSON object. Local."""
         rows = [vars(row) for row in self.rows]
         return {"name": self.name, "source": self.source, "bucket_bytes": self.bucket_bytes, "measured": rows}
 
@@ -155,7 +155,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Prepare ``values`` for the next timed sum. Here nothing is needed, as the values do not affect the time."""
+        """Prepare the gradients for the next timed sum. Uncompressed sums need no preparation."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         return 0.0

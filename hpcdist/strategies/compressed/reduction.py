@@ -203,7 +203,10 @@ class QuantisedReduction(CompressedReduction):
         return sent
 
     def all_gather(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """All-gather ``shares``, the ranks' compressed shards of ``values``: the gradients of ``part``. Collective."""
+        """All-gather the gradients ``values``: each rank sends its range of ``shares``, compressed. Collective.
+
+        ``part``: range of ``values`` among all gradients. Received ranges are decoded into ``values``.
+        """
         comm = self.comm
         _compare(comm, "all_gather", self.coder, part, shares)
         rows = _rows("compressed.arrived", [self.coder.message(share).nbytes for share in shares], values)
@@ -269,7 +272,7 @@ def _within(values: Array, part: Range, share: Range) -> Array:
 
 
 def _rows(name: str, sizes: Sequence[int], like: Array) -> list[Array]:
-    """Return aligned byte buffers of ``sizes``. Calls with the same ``name`` share memory."""
+    """Return a byte buffer for each of ``sizes``, on the device of ``like``. Calls with equal ``name`` share memory."""
     starts = list(accumulate(map(align, sizes), initial=0))
     memory = scratch(name, starts[-1], _BYTES, like)
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -282,9 +285,9 @@ def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, s
 
 
 def inter_node(data: Communicator) -> Communicator:
-    """Return the communicator of the ranks that have this rank's local rank on each node. Collective over ``data``.
+    """Return the communicator of the ranks with the same local rank as this rank, one on each node. Collective.
 
-    Raises ConfigurationError if nodes have different numbers of ranks.
+    ``data``: data-parallel communicator. Raises ConfigurationError if nodes have different numbers of ranks.
     """
     nodes = data.nodes()
     if not nodes.uniform:

@@ -90,11 +90,12 @@ def reduction_of(
     algorithm: str,
     on: str = "cpu",
 ) -> BucketReduction:
-    """Return the gradient reduction of ``buckets`` with the compressor ``name``. Collective over ``data``.
+    """Return an object that sums gradients with the compressor ``name``, bucket by bucket. Collective over ``data``.
 
-    ``layout``: tensors in the flat parameter vector. ``seed``: seed of compressors that use random numbers.
-    ``algorithm``: allreduce algorithm of compressors whose payloads are summed. ``on``: device, "cpu" or "gpu". Raises
-    ConfigurationError if ``config.across_nodes`` is set and nodes have different numbers of ranks.
+    ``data``: data-parallel communicator. ``layout``: tensors in the flat parameter vector. ``seed``: seed of
+    compressors that use random numbers. ``algorithm``: allreduce algorithm of compressors whose payloads are summed.
+    ``on``: "cpu" or "gpu". Raises ConfigurationError if ``config.across_nodes`` is set and nodes have different numbers
+    of ranks.
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction

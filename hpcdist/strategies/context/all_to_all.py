@@ -127,8 +127,8 @@ class AllToAllAttention:
     ) -> tuple[Array, Array]:
         """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
 
-        The receive buffer is in ``arrives`` if that is large enough. Otherwise, it is after the first ``after``
-        elements of the scratch buffer in ``saved``, so that the caller can copy received data to these elements.
+        The receive buffer is in the array ``arrives`` if it is large enough. Otherwise, both are in scratch memory of
+        ``saved``, and the receive buffer does not overlap the first ``after`` elements of this memory.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
@@ -168,11 +168,11 @@ class AllToAllAttention:
     def _exchange_back(
         self, wholes: list[Array], targets: list[list[Target]], saved: Saved, arrives: Array | None = None
     ) -> None:
-        """Exchange the local heads of all tokens for all heads of the local tokens. Collective over the axis.
+        """Send the local heads of all tokens to the ranks of these tokens. Collective over the axis.
 
-        ``wholes``: the local heads of all tokens. ``targets``: a list for the output, or three lists for queries, keys
-        and values. Each list has one `Target` (array, whether to add to it) per sending rank. ``arrives``: optional
-        receive memory, which may overlap ``wholes``.
+        ``wholes``: arrays with these heads: outputs, or in backward gradients of queries, keys and values. ``targets``:
+        arrays to fill, in one list for outputs, or three lists for gradients. A list has a pair (array, True to add to
+        it) per sending rank. ``arrives``: optional receive memory, which may overlap ``wholes``.
         """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)

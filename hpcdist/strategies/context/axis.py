@@ -129,11 +129,11 @@ class ContextAxis:
 
 
 class Ring:
-    """Ring on which each rank's block of keys and values is passed to every rank whose queries see the block.
+    """Ring of ranks that passes each rank's block of keys and values to all ranks whose queries see the block.
 
-    A block has shape (batch, tokens of its owner, ``columns``), with the batch size and dtype of ``like``. Its columns
-    are the keys and values of some heads. The buffers named in `operations.MEMORY` are scratch memory in ``saved``.
-    Several rings share them, so they have room for ``most`` columns. ``window``: sliding window in tokens, or 0.
+    The block of a rank has shape (batch, tokens of the rank, ``columns``), with the batch size and dtype of the array
+    ``like``. Received blocks are in scratch memory of ``saved``. Several rings may share this memory, which has room
+    for ``most`` columns. ``window``: sliding window in tokens, or 0.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:
@@ -141,7 +141,7 @@ class Ring:
         self._messages = cast(tuple[tuple[RingOperation, ...], ...], axis.messages(window))
 
     def block(self, memory: str, source: int) -> Array:
-        """Return the buffer named ``memory`` in `operations.MEMORY`, with the shape of the block of rank ``source``."""
+        """Return a scratch buffer, shaped as the block of rank ``source``. ``memory``: name in `operations.MEMORY`."""
         batch, most = self._like.shape[0], self._axis.most_tokens
         flat = self._saved.scratch(f"context.{memory}", (batch * most * self._most,), self._like.dtype)
         shape = batch, tokens(self._axis.pieces[source]), self._columns
@@ -150,12 +150,13 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Run this rank's ring operations; yield (rank, block, gradients, poll) for each block to compute with.
+        """Pass blocks of keys and values around the ring; yield each block that local queries see. Collective.
 
-        ``rank`` owns the block. The first block is ``local_block``, with this rank's keys and values. ``gradients`` is
-        memory to which the caller must write the gradients of another rank's block, or None. ``poll()`` advances the
-        messages in flight. If the keyword ``back`` is true, run the backward pass. Afterwards, the scratch buffer named
-        `operations.HOME` has the sum of the other ranks' gradients of ``local_block``. Collective over the axis.
+        Each item is (rank, block, gradients, poll). The block has the keys and values of ``rank``. The first block is
+        ``local_block``, of this rank. The call ``poll()`` advances the messages in flight. In the forward pass,
+        ``gradients`` is None. The keyword ``back`` selects the backward pass: the caller must write the gradients of
+        another rank's block to the array ``gradients``. At the end, the scratch buffer named `operations.HOME` has the
+        sum of the other ranks' gradients of ``local_block``.
         """
         axis, blocks = self._axis, {"keys0": local_block}
         in_flight: dict[str, tuple[Request, RingOperation]] = {}  # by memory

@@ -36,14 +36,15 @@ class AttentionShare:
 
     @property
     def exchanged_columns(self) -> int:
-        """Number of columns of queries, keys and values that a rank receives in the all-to-all from tokens to heads."""
+        """Number of query, key and value elements per token on a rank after the all-to-all from tokens to heads."""
         return (self.heads // self.ranks + 2 * max(1, self.shared // self.ranks)) * self.size
 
 
 def head_parts(share: AttentionShare) -> int:
     """Return the number of groups into which ring attention on CPUs divides the key heads.
 
-    CPUs pass one group after the other round the ring. ``share``: numbers of ranks, tokens and heads.
+    CPUs pass one group after the other round the ring. ``share``: total numbers of ranks, tokens and heads
+    (`AttentionShare`).
     """
     nbytes = share.samples * share.most_tokens * 2 * share.shared * share.size * share.itemsize
     return min(share.shared, -(-nbytes // PART_BYTES))
@@ -52,7 +53,7 @@ def head_parts(share: AttentionShare) -> int:
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
     """Return a pair (forward, backward): the mean bytes that a rank sends in one attention.
 
-    ``share``: numbers of ranks, tokens and heads. ``method``: "ring" or "all_to_all".
+    ``share``: total numbers of ranks, tokens and heads (`AttentionShare`). ``method``: "ring" or "all_to_all".
     """
     if method == "all_to_all":
         forward, back = exchanged_bytes(share)
@@ -67,10 +68,10 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return a pair of tuples (forward, backward): the mean bytes that a rank sends in each all-to-all.
+    """Return the mean bytes that a rank sends in each all-to-all, as a pair of tuples (forward, backward).
 
-    ``share``: numbers of ranks, tokens and heads. The forward pass exchanges inputs and output. The backward pass
-    exchanges the dot products of each head's output with its gradient, the output gradient, and the input gradients.
+    ``share``: total numbers of ranks, tokens and heads (`AttentionShare`). The forward all-to-alls exchange inputs,
+    then output. The backward all-to-alls exchange dot products per head, then output gradients, then input gradients.
     """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
@@ -81,7 +82,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the largest number of other ranks' key blocks that a rank's queries see, for the sizes ``share``."""
+    """Return the largest number of key blocks that any rank receives from other ranks, for an `AttentionShare`."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -91,9 +92,9 @@ def ring_passes(share: AttentionShare) -> int:
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
     """Return the communication time of one ring attention that computation does not hide, in seconds.
 
-    ``tile_s``: seconds of computation with one key block. ``pass_s``: seconds of one transfer of a block. The next
-    block is in flight during the computation with a block. From the third block on in the backward pass (the keyword
-    ``back``), so are the gradients of the block before. The transfer of the last gradients overlaps no computation.
+    ``tile_s``: computing time for one key block. ``pass_s``: transfer time of one key block or of its gradients. A rank
+    computes with a key block while the next key block arrives. In the backward pass (the keyword ``back`` is true),
+    ranks also pass on the gradients of key blocks.
     """
     if ranks == 1:
         return 0.0
@@ -113,7 +114,7 @@ def counts_bytes(ranks: int, samples: int, experts: int) -> int:
 def kept_elements(share: AttentionShare, method: str) -> int:
     """Return the number of extra elements per layer that a rank keeps for backward because of the context axis.
 
-    ``share``: numbers of ranks, tokens and heads of the attention. ``method``: "ring" or "all_to_all".
+    ``share``: total numbers of ranks, tokens and heads (`AttentionShare`). ``method``: "ring" or "all_to_all".
     """
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks
@@ -123,7 +124,7 @@ def kept_elements(share: AttentionShare, method: str) -> int:
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
     """Return the number of extra scratch elements that attention needs because of the context axis, by buffer name.
 
-    ``share``: sizes of the attention. ``method``: as in `kept_elements`.
+    ``share``: total numbers of ranks, tokens and heads (`AttentionShare`). ``method``: "ring" or "all_to_all".
     """
     local_tokens = share.samples * share.most_tokens
     if method == "ring":

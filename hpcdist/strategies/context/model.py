@@ -94,7 +94,7 @@ class PieceDropout(LocalDropout):
 
 
 class PieceSamples(WholeSamples):
-    """Routing of this rank's tokens to experts, with capacities and losses as on one rank with whole samples."""
+    """Layout of samples whose tokens are divided over the context ranks. Routers of tokens to experts use it."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
@@ -104,10 +104,11 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: tokens per expert before each local piece of a sample, and in each sample. Collective.
+        """Sum the numbers of tokens per expert over the context ranks. Collective.
 
-        ``counts``, of shape (samples, local pieces, experts): number of tokens in each piece that chose each expert. If
-        it has no samples, the call is local.
+        ``counts``, of shape (samples, local pieces, experts): this rank's numbers. A piece is a token range of a
+        sample. Return two arrays: the numbers before each local piece, of the shape of ``counts``, and the numbers in
+        each sample, of shape (samples, experts). Without samples, the call is local.
         """
         if not len(counts):
             return super().join(counts)
@@ -126,11 +127,11 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 
 
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
-    """Return a copy of ``model`` that computes this rank's tokens, or ``model`` itself if ``axis`` is None. Local.
+    """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local.
 
-    Passes of the returned model are collective over the axis, and take the local samples that `ContextAxis.cut`
-    returns. A PyTorch module must use `hpcdist.adapters.torch.attention`. Raises ConfigurationError for unsupported
-    models.
+    If ``axis`` is None, return ``model`` itself. Passes of the copy are collective over the axis, and take the results
+    of `ContextAxis.cut` as inputs. A PyTorch module must use `hpcdist.adapters.torch.attention`. Raises
+    ConfigurationError for unsupported models.
     """
     if axis is None:
         return model

@@ -49,7 +49,7 @@ class RingOperation:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """One all-to-all on the axis: for each rank r, the numbers of tokens per sample sent to r and received from r."""
+    """Token counts of one all-to-all over the context ranks: tokens per sample sent to and received from each rank."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
@@ -59,8 +59,8 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
     """Return the ring operations of ``rank`` in one attention, in the order in which the rank executes them.
 
     ``visited[r]``: ranks that the key block of rank r visits, in ring order, starting with r. A rank sends a key block
-    to the next rank while it computes with the block. In the backward pass (the keyword ``back``), the gradients of the
-    block follow during the next computation. The last visited rank sends them to the owner.
+    to the next rank while it computes with the block. If the keyword ``back`` is true, the attention is a backward
+    pass. The gradients of a key block then also travel round the ring, to rank r in the end.
     """
     steps: list[RingOperation] = []
     count = len(visited)
@@ -104,7 +104,7 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
     """Return the all-to-alls of ``rank`` in one attention: from local tokens to local heads, and back to tokens.
 
-    ``placed``: each rank's pieces of a sample. The backward pass (the keyword ``back`` is true) begins with an
+    ``placed``: token ranges of a sample on each rank. The backward pass (the keyword ``back`` is true) begins with an
     additional all-to-all, for the dot products of output rows and gradient rows.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))

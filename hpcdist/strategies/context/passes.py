@@ -15,10 +15,10 @@ assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a dropout mask begin at 
 
 @dataclass(frozen=True)
 class Visit:
-    """Visit of the key block of rank ``source`` (keys and values of its tokens) to another rank of the ring.
+    """Key block (keys and values) of rank ``source`` that arrives at another rank in ring attention.
 
-    The visited rank's queries from local row ``from_row`` on see the pieces ``keys`` of the key block. A sliding
-    window, which hides some of these keys, is ignored.
+    The receiving rank's query rows from ``from_row`` on use the tokens of the block in the ranges ``keys``. Sliding
+    windows, which exclude more keys, are ignored.
     """
 
     source: int
@@ -50,9 +50,8 @@ def tokens(rank_pieces: Pieces) -> int:
 def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
     """Return a `Visit` for each other rank's key block, in the order in which the blocks arrive at ``rank``.
 
-    ``placed``: each rank's pieces of a sample, an early one (head) and a late one (tail). In causal attention (the
-    keyword ``causal``), all local queries see the head of an earlier rank. Only queries in the local tail see keys of a
-    later rank, in its head and its tail.
+    ``placed``: an early and a late token range of a sample for each rank. A rank's key block has the keys and values of
+    both ranges. If the keyword ``causal`` is true, queries see only earlier tokens.
     """
     ranks, visited = len(placed), []
     for step in range(1, ranks):
@@ -69,10 +68,10 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 
 @lru_cache(maxsize=256)
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return, for each rank, the ranks that its keys and values visit, in ring order, starting with itself.
+    """Return the path of each rank's keys and values: the ranks that use them, in ring order, from the rank itself on.
 
-    ``placed``: each rank's pieces of a sample. With a sliding ``window``, only ranks whose queries may see the keys are
-    visited. All queries are assumed to see equally many earlier pieces, to avoid cyclic waits.
+    ``placed``: token ranges of a sample on each rank. ``window``: sliding window in tokens, or 0. Ranks that cannot see
+    the keys because of the window are not on the path.
     """
     ranks = len(placed)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
@@ -86,14 +85,14 @@ def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...],
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return the largest number of pieces in ``placed`` before a query's piece that its sliding ``window`` reaches."""
+    """Return the largest distance in token ranges of ``placed`` from a query back to a key within ``window`` tokens."""
     every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
     starts = [first for start, end, first in every if end > start]
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))
 
 
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of query-key pairs of a sample that ``rank`` computes. ``placed``: pieces of each rank."""
+    """Return the number of query-key pairs of a sample on ``rank``. ``placed``: each rank's token ranges."""
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))
     # For each piece: the pairs of the sequence up to its end minus the pairs of the sequence up to its start.

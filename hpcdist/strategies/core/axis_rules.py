@@ -113,7 +113,7 @@ def of_context() -> Iterator[Rule]:
 
 
 def of_packed() -> Iterator[Rule]:
-    """Yield a `Rule` for each unsupported use of packed documents in a recipe."""
+    """Yield the `Rule` objects that reject packed documents together with unsupported other settings."""
     yield rule(
         f"data.packed with model.kind!={'|'.join(TRANSFORMERS)}",
         UNBUILT,
@@ -126,7 +126,7 @@ def of_packed() -> Iterator[Rule]:
 
 
 def of_experts() -> Iterator[Rule]:
-    """Yield a `Rule` for each unsupported use of mixtures of experts and of expert parallelism in a recipe."""
+    """Yield the `Rule` objects that reject unsupported settings of mixtures of experts and expert parallelism."""
     yield rule("model.balance_rate with own steps", "router biases follow the loads of the whole batch", LOCK_STEP)
     shared = "parallel.expert>1"
     yield rule(

@@ -60,9 +60,9 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 class LogicalShards:
     """Division of the global batch of each step into ``count`` logical shards.
 
-    ``own`` is the range of shards that this rank computes; it is empty on a server. ``arithmetic`` is a hash of
-    floating-point results (`fp_fingerprint`). Construction is collective over the world, and raises ConfigurationError
-    on all ranks if the hashes of the ranks differ.
+    The attribute ``own`` is the range of shards that this rank computes; it is empty on a server. Construction is
+    collective over the world. It raises ConfigurationError on all ranks if the same test computations give different
+    bits on different ranks.
     """
 
     def __init__(self, context: RankContext, count: int) -> None:
@@ -87,10 +87,10 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return the sum of all ranks' ``losses``, in the order of `tree_sum`, and the sum of all ranks' ``values``.
+        """Return the sum of all ranks' ``losses`` and the sum of all ranks' ``values``.
 
-        ``losses`` has one loss per logical shard of this rank. ``agree`` sums an array over ranks; one call sums both
-        losses and values. Collective over these ranks.
+        ``losses``: one loss per logical shard of this rank. Their sum has the same bits on any number of ranks.
+        ``agree``: function that sums an array over ranks. Collective over these ranks.
         """
         shard_losses = np.zeros(self.count)
         # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.
@@ -99,11 +99,11 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return the hash of floating-point results (`fp_fingerprint`), to be stored in a checkpoint. Local."""
+        """Return a dict with a hash of the results of test computations (`fp_fingerprint`), for a checkpoint. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if ``state`` has another hash of floating-point results than this run. Local."""
+        """Raise ConfigurationError if test computations give other results than when ``state`` was saved. Local."""
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(

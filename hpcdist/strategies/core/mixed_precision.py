@@ -190,7 +190,7 @@ class MixedPrecisionViews(ParameterViews):
         self._has_copies = False
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the float32 parameters that stage ``unit`` uses. All other float32 parameters are freed."""
+        """Return the float32 parameters that model stage number ``unit`` uses. Free all other float32 parameters."""
         if unit not in self._parameters:
             self._keep(self._needs[unit])
             for used in self._needs[unit] - self._widened:
@@ -217,7 +217,7 @@ class MixedPrecisionViews(ParameterViews):
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Round the float32 gradients of stage ``unit`` to 16 bits and add them to earlier micro-batches' gradients."""
+        """Add the float32 gradients of model stage number ``unit`` to its 16-bit gradients of earlier micro-batches."""
         bound, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
         bound.finish()
         wide = self._wide_gradients.at(layer).range(part)

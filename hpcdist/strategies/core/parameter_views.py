@@ -34,7 +34,7 @@ class ParameterViews:
             self._gradients.clear()
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the parameters that stage ``unit`` uses, including tied tensors of other stages."""
+        """Return the parameters that model stage number ``unit`` uses, including tied tensors of other stages."""
         if unit not in self._parameters:
             self._parameters[unit] = self._model.bind_stage(unit, self._parameters_at)
         return self._parameters[unit]
@@ -49,11 +49,11 @@ class ParameterViews:
         """Record that the backward pass of the model's stage number ``unit`` is complete for one micro-batch."""
 
     def no_backward(self, unit: int) -> None:
-        """Allocate the gradients of stage ``unit`` for a micro-batch that has no samples on this rank."""
+        """Allocate gradients of model stage number ``unit`` for a micro-batch that has no samples on this rank."""
         self.gradients(unit)
 
     def complete(self, unit: int) -> None:
-        """Zero the gradients of stage ``unit`` that no micro-batch has written. Called after the last backward pass."""
+        """After the last backward pass, zero the gradients of model stage ``unit`` that no micro-batch has written."""
         if unit not in self._complete:
             self.gradients(unit).finish()  # or the gradients would be those from the last step
             self._complete.add(unit)
@@ -69,7 +69,7 @@ class ParameterViews:
         self._complete.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Record that the parameters of stage ``unit`` have moved to another address; None means all stages."""
+        """Record that the parameters of model stage number ``unit`` have a new address; None means all stages."""
         for user in [user for user in self._parameters if unit is None or unit in self._model.needs[user]]:
             del self._parameters[user]
 
@@ -84,8 +84,8 @@ class TransientLayers:
     """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision).
 
     Layers used by only one stage share blocks of equal size. A layer that several stages use has a separate block.
-    ``units``: stages that use the pool. ``over``: communicator whose collectives use the blocks, or None. ``category``:
-    name of the memory in memory reports.
+    ``units``: indices of the stages that use the pool. ``over``: communicator of the ranks that allocate shared memory
+    together, by default the data axis. ``category``: name of the memory in memory reports.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class RankContext:
     ``pipeline``: communicator of the stages of this replica.
     ``tensor``: communicator of the ranks that hold shards of the same tensors.
     ``context``: `ContextAxis` of the replicas that divide the tokens of a sample, or None if samples are not divided.
-    ``batch``: communicator of the replicas with different samples, or None if all replicas have different samples.
+    ``batch``: communicator of the ranks of ``data`` with different samples; None if all ranks have different samples.
     ``experts``: communicator of the replicas that divide the experts of this rank's stages.
     ``on``: device of the arrays, "cpu" or "gpu".
     ``computes``: False on a dedicated server.
@@ -74,7 +74,7 @@ class RankContext:
 
     @property
     def speaks(self) -> bool:
-        """True on tensor and context rank 0, which counts the samples for all ranks that have the same samples."""
+        """True on the rank that counts the samples, among the ranks that have the same samples."""
         return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
@@ -89,12 +89,12 @@ class RankContext:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Indices of this rank's stages with tensors that the strategy handles (see ``portion``), in model order."""
+        """Indices of this rank's model stages with tensors that the attribute ``portion`` selects, in model order."""
         return tuple(unit for chunk in self.chunks for unit in chunk if self._range(unit))
 
     @property
     def members(self) -> Communicator:
-        """Communicator of the ranks that compute this rank's stages, including dedicated parameter servers."""
+        """Communicator of the replicas of this rank's stages, and of dedicated parameter servers if there are any."""
         return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
 
     @property
@@ -146,8 +146,8 @@ class RankContext:
     def agree_algorithm(self) -> str:
         """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
 
-        It is the recipe's allreduce algorithm for small messages if this is "native", or if it is "node_shared" and the
-        data axis has all ranks. Otherwise it is "recursive_doubling", with log2(p) messages for p ranks.
+        The recipe's algorithm for small messages is used if it is "native". The recipe's algorithm "node_shared" is
+        used only if ``data`` has all ranks of ``world``. Otherwise, the name is "recursive_doubling".
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
@@ -158,7 +158,7 @@ class RankContext:
     ) -> FlatStore:
         """Return a store of zeros for the ranges ``parts`` of the flat parameter vector. Local.
 
-        ``category``: name of the memory in the memory ledger. ``parts``: ranges; None means all stages of this rank.
+        ``category``: name of the memory in memory reports. ``parts``: ranges; None means all stages of this rank.
         ``allocate``: function (elements, dtype) that provides the memory; None means private memory of this rank.
         """
         return FlatStore(
@@ -172,10 +172,10 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return a function that allocates memory shared by replicas on a node, or None if private memory suffices.
+        """Return a function that allocates memory shared by the replicas on a node, or None for private memory. Local.
 
-        Local. ``category``: name of the memory in the memory ledger. The method `store` takes the function as
-        ``allocate``. Calling it is collective over ``over``, by default ``data``.
+        The result is None if the allreduce algorithm uses no shared memory. ``category``: name of the memory in memory
+        reports. Calls of the returned function are collective over ``over``, by default over the attribute ``data``.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:

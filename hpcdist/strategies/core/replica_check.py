@@ -49,9 +49,10 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
 
 
 def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on all ranks of the tensor axis ``comm`` if their unsharded tensors differ. Collective.
+    """Raise DivergenceError if tensors that the tensor axis does not shard differ between its ranks. Collective.
 
-    ``store`` must hold the same range of the flat parameter vector on every rank.
+    ``comm``: communicator of the tensor axis; all its ranks raise the error. ``store``: `FlatStore` that contains these
+    tensors. It must hold the same range of the flat parameter vector on every rank.
     """
     whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]

@@ -213,8 +213,8 @@ class NeighbourMixing:
     def combine(self, number: int) -> None:
         """Replace the parameters by the weighted mean of mixing round ``number``. Local; call `wait` first.
 
-        For parameters x this is x + sum_j w_j (x_j - x), over the neighbours j in rank order with weights w_j. The
-        result is exact if all x_j are equal.
+        For parameters x this is x + sum_j w_j (x_j - x), over the neighbours j in rank order with weights w_j. If every
+        x_j equals x, no bit of x changes.
         """
         sources, _ = self._rounds[number % len(self._rounds)]
         xp = namespace(self._parameters.array)

@@ -29,11 +29,11 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class Replicas(ShardedUpdateExchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    The backward pass gives a rank's contribution to the mean gradient of all samples. Subclasses set ``factor``, which
-    scales this contribution to the gradient with which the rank updates. Subclasses also average the replicas.
+    The backward pass gives a rank's contribution to the mean gradient of all samples. The rank updates with ``factor``
+    times this contribution. Subclasses set the attribute ``factor``, and average the replicas.
 
-    ``distances`` maps step numbers to consensus distances (relative differences of the replicas from their mean), until
-    `new_consensus_distances` returns them. All ranks have the same distances.
+    The attribute ``distances`` maps step numbers to consensus distances (relative differences of the replicas from
+    their mean), until `new_consensus_distances` returns them. All ranks have the same distances.
     """
 
     replicas_identical = False
@@ -76,11 +76,11 @@ class Replicas(ShardedUpdateExchange):
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Compute the mean of ``store`` over the data axis; return the sums of squares of (value - mean) and of mean.
+        """Average ``store`` over the data axis; return its squared distance from the mean, and the mean's squared norm.
 
-        The sums are over this rank's elements. ``weight``: this rank's weight in the mean. ``total``: sum of all ranks'
-        weights (0: all weights are 1). If the keyword ``replace`` is true, ``store`` is set to the mean. Collective;
-        waits for a GPU.
+        Both are sums over the elements on this rank, in one array. ``weight``: this rank's weight in the mean.
+        ``total``: sum of all ranks' weights. By default, all ranks have weight 1. If the keyword ``replace`` is true,
+        ``store`` is set to the mean. Collective; waits for a GPU.
         """
         squares = np.zeros(2)
         for part in self.ranges:
@@ -101,7 +101,7 @@ class Replicas(ShardedUpdateExchange):
         return squares
 
     def note(self, squares: np.ndarray) -> None:
-        """Compute and record this step's consensus distance from ``squares``, the result of `average`. Collective."""
+        """Record this step's consensus distance. ``squares``: the two squared norms from `average`. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 

@@ -24,7 +24,7 @@ NODE_SHARED: Final = "node_shared"  # without messages: see `hpcdist.strategies.
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
     """Return the communicator of the ranks of ``replicas`` that hold the same experts as this rank. Collective.
 
-    ``degree``: number of consecutive replicas that divide the experts.
+    Every ``degree`` consecutive ranks of ``replicas`` hold all experts together; each rank holds different ones.
     """
     same_experts = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
     assert same_experts is not None
@@ -71,7 +71,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have published ``memory``; log an all-to-all with the size and dtype of ``like``."""
+        """Wait until all ranks have published ``memory``; log the wait as an all-to-all of the array ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -91,12 +91,12 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 
 
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return the name of the all-to-all algorithm over ``comm``. Collective.
+    """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
 
-    ``chosen``: allreduce algorithm. If the keyword ``settled`` is true, the user set ``chosen`` in the recipe. The
-    result is then the all-to-all of the same name, or "pairwise" if no such algorithm exists. Otherwise, it is
-    "hierarchical" on several nodes, "node_shared" on the CPUs of one node, and "native" on the GPUs of one node. The
-    keyword ``on``: device, "cpu" or "gpu".
+    If the keyword ``settled`` is true, the user set the allreduce algorithm ``chosen`` in the recipe. The result is
+    then the all-to-all of the same name, or "pairwise" if no such algorithm exists. If ``settled`` is false, ``chosen``
+    is ignored. The result is then "hierarchical" on several nodes, "node_shared" on the CPUs of one node, and "native"
+    on the GPUs of one node. The keyword ``on``: device, "cpu" or "gpu".
     """
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):

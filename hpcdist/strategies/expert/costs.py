@@ -26,15 +26,18 @@ def counts_bytes(experts: int) -> int:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of a rank's shared memory for ``nbytes`` of token rows and for results of the same size."""
+    """Return the bytes of shared memory that a rank needs for ``nbytes`` of token rows and as many bytes of results."""
     return 2 * part_bytes(nbytes)
 
 
 class NodeTraffic(NamedTuple):
-    """Traffic of a rank in `hpcdist.collectives.algorithms.hierarchical_all_to_all` between several nodes.
+    """Traffic of one `hpcdist.collectives.algorithms.hierarchical_all_to_all` between several nodes.
 
-    ``between`` and ``inside`` are the bytes sent to other nodes and within the node, as means over the ranks. The
-    busiest rank sends ``messages`` messages to other nodes, of ``most`` bytes in total, and needs ``workspace`` bytes.
+    ``between``: bytes that a rank sends to other nodes, as a mean over the ranks.
+    ``inside``: bytes that a rank sends within its node, as a mean over the ranks.
+    ``messages``: number of messages from the busiest rank to other nodes.
+    ``most``: total bytes of these messages.
+    ``workspace``: bytes of scratch memory on the busiest rank.
     """
 
     between: float
@@ -45,7 +48,7 @@ class NodeTraffic(NamedTuple):
 
 
 def node_traffic(nbytes: float, nodes: int, ranks_per_node: int) -> NodeTraffic:
-    """Return the traffic of a rank in one all-to-all between nodes. ``nbytes``: size of the whole send buffer."""
+    """Return the `NodeTraffic` of one all-to-all over several nodes. ``nbytes``: size of a rank's whole send buffer."""
     messages = -(-(nodes - 1) // ranks_per_node)  # number of nodes for which the busiest rank acts
     away, most = (nodes - 1) / nodes * nbytes, messages * ranks_per_node * nbytes / nodes
     inside = (ranks_per_node - 1) / ranks_per_node * (nbytes / nodes + 2 * away)

@@ -27,8 +27,8 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Strategy of a mixture of experts: one exchange for dense tensors and one for experts. Collective.
 
-    ``make(context)`` builds one exchange. ``replicas``: communicator of the ranks that hold the same experts as this
-    rank; `close` frees it.
+    Construction calls ``make`` twice: with a context for dense tensors, and with a context for experts. ``replicas``:
+    communicator of the ranks that hold the same experts as this rank. The method `close` frees ``replicas``.
     """
 
     lock_step = True
@@ -180,7 +180,7 @@ class JoinedStore:
         return self._experts if part.start >= self._border else self._dense
 
     def range(self, part: Range) -> Array:
-        """Return a 1-D view of the flat range ``part``, which must contain only dense tensors or only experts."""
+        """Return a 1-D view of the stored elements of the flat range ``part``: dense tensors or experts, not both."""
         return self._of(part).range(part)
 
     def view(self, key: str) -> Array:

@@ -68,9 +68,9 @@ class TravellingRows(StayingRows):
 
 
 class _Blocks:
-    """Moves blocks of token rows, one per rank and local expert, between rank order and expert order. Local.
+    """Reorders received token rows: from sorted by sender rank to sorted by expert, and back. Local.
 
-    ``received``, of shape (ranks, local experts): rows of each block. Blocks are moved on the device of ``like``.
+    ``received[r, e]``: number of rows that rank r sent for local expert e. ``like``: array on the device of the rows.
     """
 
     def __init__(self, received: np.ndarray, like: Array) -> None:

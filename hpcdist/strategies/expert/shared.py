@@ -21,10 +21,11 @@ TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in (
 
 
 def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
-    """Return the rank that computes each expert, given ``loads``, the number of token rows of each expert.
+    """Return the rank that computes each expert. ``loads``: number of token rows of each expert.
 
-    Rank r owns the r-th of ``ranks`` equal groups of experts. Busy ranks lend experts to idle ranks, or swap experts
-    with them, while this saves the busier of both ranks at least ``worth`` rows per moved expert.
+    At first, each of the ``ranks`` ranks has an equal number of consecutive experts. Then busy ranks give experts to
+    idle ranks, or swap experts with them. This continues while it lowers the larger load of both ranks by more than
+    ``worth`` rows per expert that moves.
     """
     at: np.ndarray = np.arange(loads.size) * ranks // loads.size
     for _ in range(2 * ranks):
@@ -106,6 +107,7 @@ class SharedRows(StayingRows):
         """Exchange the row counts of all ranks; return shared memory for the token rows that this rank sends.
 
         The rows for expert e begin at row ``starts[e]``. They have the width and dtype of the array ``like``.
+        ``parameters``: tensors of the layer. The assignment of experts to ranks is stored in ``saved``.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -159,9 +161,10 @@ class SharedRows(StayingRows):
         return arrival
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the weights and biases, with names ``prefix`` (`UP` or `DOWN`), of the experts this rank computes.
+        """Return the weights and biases of the experts that this rank computes.
 
-        If another rank lends an expert to this rank, its tensors are in the shared memory of the lender.
+        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: results of `send_buffer`. Tensors of
+        another rank's expert are in the shared memory of that rank.
         """
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
@@ -177,9 +180,10 @@ class SharedRows(StayingRows):
         return ExpertTensors(each("weight", base.weights), None if base.biases is None else each("bias", base.biases))
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the arrays for the gradients of the weights and biases that `tensors` returns for ``prefix``.
+        """Return arrays for the gradients of the weights and biases of the experts that this rank computes.
 
-        The arrays belong to ``gradients`` or, for an expert that its owner lends to this rank, to local shared memory.
+        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: results of `send_buffer`. The arrays
+        are in ``gradients`` or, for another rank's expert, in shared memory.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

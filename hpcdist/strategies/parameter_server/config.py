@@ -76,7 +76,7 @@ class ParameterServerConfig:
 
     @property
     def own_steps(self) -> str:
-        """Recipe line by which workers step independently, or "" if all workers make every step together."""
+        """Setting that lets workers step independently, such as "parameter_server.consistency = 'asp'", or ""."""
         return own_steps(self.consistency, self.staleness, self.backup_workers)
 
     @property
@@ -97,7 +97,7 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the recipe line that lets workers step independently, or "" if they step in lock-step. Local."""
+    """Return the setting that lets workers step independently, as recipe text, or "" for lock-step. Local."""
     if backup_workers:
         return f"parameter_server.backup_workers = {backup_workers}"
     ahead = consistency == "asp" or (consistency == "ssp" and staleness > 0)

@@ -152,7 +152,7 @@ class MessageTransport(Transport):
                 yield from (self._arrivals.take() for _ in range(self.topology.brings(worker)))
 
     def expect(self) -> None:
-        """Post the receives of new parameters from other servers, except receives that need staging memory."""
+        """Post the receives of new parameters, unless messages for a GPU must pass through host memory."""
         staged = self.topology.context.on == "gpu" and not self.comm.supports("device_pointers")
         if self.speaks and not staged:  # each staged receive holds pinned memory until its message arrives
             for part, server in self.topology.messages:

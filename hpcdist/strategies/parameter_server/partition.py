@@ -86,13 +86,14 @@ class KeyPartition:
         return max(held) * self.servers / sum(held)
 
     def parts(self, server: int) -> list[Range]:
-        """Return the ranges that ``server`` owns, in ascending order; adjacent ranges are joined."""
+        """Return the flat parameter ranges that ``server`` owns, in ascending order, with adjacent ranges joined."""
         return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
 
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
-        """Return ``(range, server)`` for each message; a message joins one server's adjacent ranges in one layer.
+        """Return (range, server) for each gradient message, in the order in which backward completes the gradients.
 
-        ``units``: range of each layer. The order is the order in which the backward pass completes gradients.
+        ``units``: range of each layer in the flat parameter vector. One message covers adjacent ranges of a server, if
+        they are in the same layer.
         """
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):

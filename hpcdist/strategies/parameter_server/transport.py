@@ -34,11 +34,10 @@ class ShardTree:
         self._brought = {node for nodes in self.nodes for node in nodes}
 
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
-        """Write the sum of ``addends``, added in the order of this tree, to ``target``. Local.
+        """Write the sum of ``addends`` to ``target``, with additions in a fixed order. Local.
 
-        ``addends`` yields the arrays that the workers pushed, one per tree node, in rank order; ``target`` may be one
-        of them. If the keyword ``lasting`` is true, all arrays stay valid. Otherwise, only the last two arrays yielded
-        are valid.
+        ``addends`` yields the arrays that the workers pushed, in rank order; ``target`` may be one of them. If the
+        keyword ``lasting`` is true, all arrays stay valid. Otherwise, only the last two arrays yielded are valid.
         """
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -72,11 +71,10 @@ class ShardTree:
 
 
 class PartialSums:
-    """Partial sums that worker ``index`` pushes: one for each tree node in ``tree.nodes[index]``. Local.
+    """Sums of a worker's gradients over several of its micro-batches (logical shards), to be pushed. Local.
 
-    A partial sum adds the gradients of the logical shards (micro-batches) in its node. ``slot(n)`` returns the n-th
-    buffer for partial sums, a new store with the ranges of ``gradients``. A partial sum of only the last micro-batch
-    may stay in ``gradients``, without a buffer.
+    There is one sum for each node in ``tree.nodes[index]``, for worker number ``index``. ``gradients``: store of the
+    current micro-batch's gradients. ``slot(n)`` allocates the n-th buffer for sums, with the ranges of ``gradients``.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
@@ -87,9 +85,9 @@ class PartialSums:
         self._slots = slots
 
     def add(self, shard: int, part: Range) -> None:
-        """Add the gradients of local ``shard`` (0, 1, ...) in the flat range ``part`` to the partial sums.
+        """Add the gradients of local micro-batch number ``shard`` in the flat range ``part`` to the partial sums.
 
-        The gradients of the last shard must not change before the push.
+        After the last micro-batch, the gradients must not change before the push, because they may not be copied.
         """
         if shard >= len(self._steps):
             return
@@ -103,7 +101,7 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return one array per partial sum: its values in the flat range ``part``. Call it after the last `add`."""
+        """Return the values of this worker's partial sums in the flat range ``part``. Call it after the last `add`."""
         return [store.range(part) for store in self._lies]
 
 
@@ -114,11 +112,11 @@ def slots_of(tree: ShardTree, index: int) -> int:
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return a stack operation for each micro-batch of worker ``index``, and the buffer of each partial sum to send.
+    """Return one stack operation per micro-batch of worker ``index``, and the buffer number of each sum to push.
 
-    An operation (depth, joins, stays) starts with ``depth`` partial sums on a stack, one buffer each. It merges the
-    gradient of the micro-batch with the top ``joins`` partial sums. If ``joins`` is 0, the gradient is a new partial
-    sum: in a buffer or, if ``stays`` is true, in the gradient store. Buffer None stands for the gradient store.
+    An operation (depth, joins, stays) starts with ``depth`` partial sums on a stack, one buffer each. The gradient is
+    added to the top sum, that sum to the sum below, and so on, ``joins`` times. If ``joins`` is 0, the gradient becomes
+    a new sum on top. If ``stays`` is true, this sum stays in the gradient store, with None as buffer number.
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -148,8 +146,8 @@ PARAMETER: Final = 1
 class ServerTopology:
     """Workers and servers of the world, and the parameter ranges that each server owns.
 
-    Gradients are summed over ``shards`` logical shards (micro-batches of all workers) or, if this is 0, over the
-    workers. ``comm`` carries only gradients and parameters.
+    ``shards``: number of logical shards (micro-batches of all workers) to sum in a fixed order, or 0 to sum one
+    gradient per worker. ``comm`` carries only gradients and parameters.
     """
 
     context: RankContext
@@ -190,7 +188,7 @@ class ServerTopology:
 
     @cached_property
     def own(self) -> list[Range]:
-        """Ranges of the messages that this rank receives as a server."""
+        """Parameter ranges of the gradient messages that this rank receives as a server."""
         return [part for part, server in self.messages if server == self.rank]
 
     def parts(self, server: int) -> list[Range]:
@@ -203,9 +201,9 @@ class ServerTopology:
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
-        """Return the number of arrays that ``worker`` pushes per parameter range.
+        """Return the number of arrays that ``worker`` pushes for each parameter range.
 
-        This is the number of the worker's `PartialSums` or, if ``shards`` is 0, 1 for its gradient.
+        With logical shards, this is the number of the worker's partial sums. Otherwise, it is 1.
         """
         return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
 
@@ -216,15 +214,15 @@ class ServerTopology:
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return this rank's `PartialSums` in private memory, or None if ``shards`` is 0 or the rank only serves."""
+        """Return the `PartialSums` of this worker's ``gradients``; None on other ranks, or without logical shards."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return the `PartialSums` of rank ``worker``, or None if ``shards`` is 0.
+        """Return the `PartialSums` of the ``gradients`` of rank ``worker``, or None without logical shards.
 
-        ``gradients`` is the worker's gradient store. ``slot(n)`` allocates buffer n for its partial sums.
+        ``slot(n)`` allocates the n-th buffer for partial sums.
         """
         if self.tree is None:
             return None
@@ -278,7 +276,7 @@ class Transport(Protocol):
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays that a worker pushes for range ``part``: its ``partials`` or, if None, its ``gradients``."""
+    """Return the arrays of range ``part`` that a worker pushes: from ``partials`` or, if None, from ``gradients``."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

@@ -191,11 +191,11 @@ class TensorSplit:
     by_tokens: bool = False
 
     def of(self, elements: int) -> int:
-        """Return the largest number of elements on any tensor rank if ``elements`` elements are split over all."""
+        """Return the largest number of elements on a tensor rank if ``elements`` elements are split over all."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the largest number of elements on any tensor rank if ``elements`` are split only with `by_tokens`."""
+        """Return the elements per tensor rank of an activation of size ``elements`` between tensor-parallel layers."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
@@ -203,13 +203,13 @@ class TensorSplit:
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:
-        """Return the largest size of the scratch ``buffer`` on any tensor rank, in elements for ``samples`` samples."""
+        """Return the elements per tensor rank of a scratch array, described by ``buffer``, for ``samples`` samples."""
         if buffer.most:  # bounded by a tile or a cache
             return buffer.of(samples)
         return samples * self.elements(KeptArray(buffer.each, buffer.cut, buffer.whole))
 
     def size(self, spec: TensorSpec) -> int:
-        """Return the largest number of elements on any tensor rank of the parameter tensor ``spec``."""
+        """Return the largest number of elements of the parameter tensor ``spec`` on a tensor-parallel rank."""
         if spec.cut is None:
             return spec.padded
         return spec.padded if self.ranks == 1 else spec.size // spec.shape[spec.cut] * self.of(spec.shape[spec.cut])
@@ -244,9 +244,10 @@ class SampleCounts:
     ``unit``: counts of the stage, without the FLOPs of attention products.
     ``held``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
     ``products``: forward FLOPs of attention products, masked scores included.
-    ``additions``: forward FLOPs of an embedding.
-    ``joint``: True if the backward pass cannot be split; its input-gradient pass computes all weight gradients too.
-    ``joint_linear``: forward FLOPs of the linear layers that cannot be split, if the others can; 0 with ``joint``.
+    ``additions``: forward FLOPs of an embedding, which only adds vectors.
+    ``joint``: True if the input-gradient pass of a split backward pass computes all weight gradients too.
+    ``joint_linear``: forward FLOPs of the linear layers whose weight gradients the input-gradient pass computes.
+    It is 0 if ``joint`` is true.
     """
 
     unit: UnitCounts

@@ -43,11 +43,13 @@ Moment = tuple[LiveMicroBatches, ...]  # by local chunk
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes per parameter that a rank keeps for the parameter, its gradient and its optimizer state.
+    """Bytes that a rank keeps for parameters, gradients and optimizer state.
 
-    With sharding, ``gathered`` is the number of model units that have unsharded parameters at the same time.
-    ``reduced`` is the number of model units that have unsharded gradients. Both have ``itemsize`` bytes per element.
-    ``widened``: extra bytes per element of the model unit that is computing, in mixed precision.
+    ``per_parameter``: permanent bytes per parameter.
+    ``itemsize``: bytes per element of parameters and gradients.
+    ``gathered``: number of stages with temporary unsharded parameters at the same time.
+    ``reduced``: number of stages with temporary unsharded gradients at the same time.
+    ``widened``: bytes per element of temporary float32 copies in mixed precision, or 0.
     """
 
     per_parameter: float
@@ -75,7 +77,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the temporary bytes while a unit of ``parameters`` elements computes: gathered, reduced, widened."""
+        """Return the bytes of temporary arrays while a stage of ``parameters`` elements computes, by type of array."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -85,7 +87,10 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return each chunk's numbers of live micro-batches at the memory peaks of a rank's operation list ``steps``."""
+    """Return the `LiveMicroBatches` of each pipeline chunk at every moment when the rank may need the most memory.
+
+    ``steps``: the rank's operations, in order. ``chunks``: stages of each of the rank's chunks.
+    """
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
     now = np.zeros((len(chunks), 3), np.int64)
@@ -117,10 +122,10 @@ _CHANGES: Final = {
 
 
 class StageMemory:
-    """Memory model of pipeline ranks: computes a rank's bytes from the model units in its pipeline chunks. Local.
+    """Memory model of pipeline ranks. Local.
 
-    ``live``: each rank's numbers of live micro-batches at its memory peaks. ``copies``: bytes of the copies of tied
-    parameters and gradients, by model unit.
+    ``units``: costs of each model stage. ``live``: for each rank, the `LiveMicroBatches` of its chunks when it may need
+    the most memory. ``copies``: bytes for copies of tensors that are tied to other stages, by stage.
     """
 
     def __init__(

@@ -100,9 +100,9 @@ def plan(
 ) -> PartitionPlan:
     """Return the partition of the units of ``model`` over the pipeline, for micro-batches of ``samples`` samples.
 
-    ``states`` has the bytes per parameter. A "measured" partition needs ``seconds``, the measured times of each unit.
-    ``earlier_units``: units per chunk of an earlier start of this run. Raises ConfigurationError if the model has fewer
-    units than chunks, or if a rank exceeds its memory limit.
+    ``states``: bytes per parameter of weights, gradients and optimizer state. The keyword ``seconds``: measured times
+    of each unit. The keyword ``earlier_units``: units per chunk before the run was resumed, to be kept. Raises
+    ConfigurationError if the model has fewer units than chunks, or if a rank exceeds its memory limit.
     """
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)
@@ -185,7 +185,6 @@ def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[r
 def _too_large(
     weights: Sequence[float], empty: StagePlacement, devices: StageDevices, memory: StageMemory
 ) -> tuple[range, ...]:
-    """Return the partition to show in the error that no partition fits into memory."""
     if len(empty.chunks) == empty.stages:
         return least_memory(len(weights), empty.ranks, devices, memory)
     result = partition(weights, empty.ranks, StageDevices(devices.speeds, (0,) * empty.stages), memory)

@@ -83,7 +83,7 @@ class TiedCopies:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Send copies' gradients to owners. Collective over the ranks that own or copy tied tensors of ``op.unit``."""
+        """Send gradients of copies of ``op.unit``'s tied tensors to the owner ranks. Collective over these ranks."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
@@ -95,7 +95,7 @@ class TiedCopies:
         wait_all(requests)
 
     def value(self, op: Operation) -> None:
-        """Send the owners' values to copies. Collective over the ranks that own or copy tied tensors of ``op.unit``."""
+        """Send the tied tensors of ``op.unit`` from owner ranks to ranks with copies. Collective over these ranks."""
         requests: list[Request] = []
         for tie in self._owned:
             if tie.unit == op.unit:
@@ -107,7 +107,7 @@ class TiedCopies:
         wait_all(requests)
 
     def refresh(self) -> None:
-        """Send the owners' values to all copies, at the start of a run. Collective over the pipeline."""
+        """Send all tied tensors from owner ranks to ranks with copies, to start a run. Collective over the pipeline."""
         for op in self.after_update():
             self.value(op)
 

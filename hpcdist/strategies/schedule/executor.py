@@ -98,8 +98,8 @@ class Executor:
 
         ``batches`` are this replica's micro-batches. They start at sample ``first_sample`` of the global batch, which
         has ``samples`` samples. The summed loss is divided by ``targets``, by default the samples times the model's
-        tokens per sample. ``stop_requests`` are summed over the ranks. Raises NonFiniteError on every rank, before any
-        parameter changes, if loss or gradient is not finite and `loss_scale` does not skip the step.
+        tokens per sample. The result has the sum of ``stop_requests`` over the ranks. Raises NonFiniteError on every
+        rank, before any parameter changes, if loss or gradient is not finite and `loss_scale` does not skip the step.
         """
         sizes = [len(inputs) for inputs, _ in batches]
         try:

@@ -33,11 +33,11 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Start an operation list, and return the `Draw` (values that select dropout masks) of each micro-batch.
+        """Prepare for an operation list. Return ``draws``, the values that select each micro-batch's dropout masks.
 
-        ``draws``: these values; a subclass may add copies on the GPU. ``sizes``: number of samples of each micro-batch.
-        ``scale``: factor of the loss gradient. The keyword ``steady`` is True in a normal training step, and False in
-        an evaluation or a search for NaN.
+        A subclass may add copies of the values on the GPU. ``sizes``: number of samples of each micro-batch. ``scale``:
+        factor of the loss gradient. The keyword ``steady`` is True in a normal training step, and False in an
+        evaluation or a search for NaN.
         """
         return draws
 
@@ -52,11 +52,11 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run the compute operation ``op`` as ``call(arrays)``, and return the result.
+        """Run the compute operation ``op`` by ``call``, and return the result.
 
-        The keyword ``moving`` has arrays whose addresses change from step to step. ``arrays`` is ``moving`` or, in a
-        CUDA graph, copies at fixed addresses. Kernels use all other arrays without copies: the activations ``saved``,
-        an input that does not move (keyword ``still``), and the keywords ``parameters`` and ``gradients``.
+        The argument of ``call`` is the keyword ``moving``: arrays whose addresses change from step to step. A CUDA
+        graph copies them to fixed addresses. All other arrays of the operation have fixed addresses and are not copied:
+        the activations ``saved``, and the keywords ``still`` (an input), ``parameters`` and ``gradients``.
         """
         return call(moving)
 
@@ -92,7 +92,6 @@ class StageGraphs(KernelLaunches):
         self._on = False  # whether the operations of this list run as graphs
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Start an operation list; return ``draws``, with `Draw.words` if CUDA graphs with dropout follow."""
         self._on = False
         if not steady:
             return draws

@@ -127,7 +127,7 @@ class NanFinder:
         return self._awake
 
     def begin(self, parameters: FlatStore) -> None:
-        """Start the search for non-finite values, and check this rank's stored ``parameters``."""
+        """Start the search for this rank's first non-finite value; look first in its ``parameters``."""
         tensor = norms.first_nonfinite(parameters)
         self._found = f"parameter {tensor}" if tensor else None
         self._awake = True
@@ -138,12 +138,12 @@ class NanFinder:
         return self._found
 
     def look(self, what: str, values: Scalar) -> None:
-        """Search ``values``, which this rank computed, for NaN and infinities; ``what`` is their name in messages."""
+        """Record the name ``what`` if ``values``, computed by this rank, have the first NaN or infinity."""
         if self._awake and self._found is None and not _finite(values):
             self._found = what
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
-        """Search the gradients in ``part``, a range of ``store``, for non-finite values."""
+        """Record the first tensor whose gradient in ``part``, a range of ``store``, is not finite; `end` returns it."""
         if self._awake and self._found is None:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))
@@ -153,12 +153,12 @@ class NanFinder:
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop the search if ``values``, received from another rank, are not finite: the fault began elsewhere."""
+        """Stop the search for NaN if ``values`` from another rank are not finite: this rank is not the origin."""
         if self._awake and not _finite(values):
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Apply `distrust` to ``part``, a flat range of ``store`` that was received from another rank."""
+        """Stop the search for NaN if ``part``, a range of ``store`` received from another rank, is not finite."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

@@ -60,7 +60,7 @@ class StagePlacement:
         return sorted(target for source, target in self.skips if source == unit)
 
     def edge(self, source: int, target: int) -> int:
-        """Return the number of the connection from unit ``source`` to ``target``. Skip connections come last."""
+        """Return a number that identifies the connection from model unit ``source`` to model unit ``target``."""
         return target if source in (-1, target - 1) else self.units.stop + self.skips.index((source, target))
 
     @cached_property
@@ -143,9 +143,8 @@ ENDS: Final = {
 class Operation:
     """Entry of an operation list. ``unit`` is an index into the model's stages, or -1 for operations without a unit.
 
-    ``recompute`` marks a FORWARD that runs again because its activations were freed. In a message over a skip
-    connection, ``source`` is the unit in which the connection starts. In other messages it is -1, and the connection
-    starts in the unit before ``unit``.
+    ``recompute`` marks a FORWARD that runs again because its activations were freed. ``source`` is set only in
+    messages over skip connections: it is the unit in which the skip connection starts.
     """
 
     kind: Kind

@@ -31,7 +31,7 @@ Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Store of the values and gradients on one rank's skip connections. Local, except for its messages."""
+    """Store of outputs and gradients on one rank's skip connections. Only the methods ``send_*`` communicate."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -51,8 +51,8 @@ class SkipExchange:
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
         """Keep ``y``, the output of the model unit of the FORWARD ``op``, for skip connections that start at the unit.
 
-        The keyword ``dropped`` is true if the unit's activations, such as ``y``, are freed after this pass. Then skip
-        connections within this rank keep a copy of ``y``, not ``y`` itself, and the unit's skip inputs are freed too.
+        The keyword ``dropped`` is true if the unit's activations, including ``y``, are freed after this pass. Then
+        this store copies ``y`` if this rank still needs it, and frees the unit's inputs from skip connections.
         """
         if dropped:
             self.end(op)
@@ -73,7 +73,7 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """Copy the gradients of ``op.unit``'s skip inputs out of ``saved``, for `add` or `send_gradient`."""
+        """After the backward pass ``op``, copy the gradients of the unit's skip inputs from ``saved`` to this store."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
@@ -199,7 +199,7 @@ class Stages:
         return self._arena.saved(self._model.stages[op.unit].layer, op.microbatch)
 
     def _arrives(self, unit: int) -> bool:
-        """Return True if the input of ``unit`` is kept for recomputation: it was received, or is the batch data."""
+        """Return True if the input of ``unit`` is the batch or comes from another rank; such inputs are kept."""
         return unit in self._firsts and (unit == 0 or self._place.crosses(unit))
 
     def forward(self, op: Operation) -> None:

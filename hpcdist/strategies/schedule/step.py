@@ -45,7 +45,7 @@ class StepResult:
 
 
 class RunningStep(Protocol):
-    """Interface by which observers read the executor's current step, or the previous step until the next one begins."""
+    """Interface by which observers read the executor's current step or, between two steps, the last step."""
 
     @property
     def number(self) -> int:
@@ -95,17 +95,17 @@ class StepObserver:
         """Called before step ``number`` starts; ``sizes`` has the number of samples of each micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Called after each backward operation; ``op`` is this operation."""
+        """Called by the executor after each backward operation ``op`` of ``step``."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
         """Called before operation ``op`` exchanges gradients. This rank's gradients in ``op.part`` are complete."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return this observer's counters of the step, as a 1-D array to sum over the ranks (of equal length)."""
+        """Return counters to be summed over the ranks, as a 1-D array that has the same length on all ranks."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Called before the update, when loss and gradient norm are known; may compute the step again. Collective."""
+        """Called before the update, when all ranks know the step's loss and gradient norm. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
         """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""

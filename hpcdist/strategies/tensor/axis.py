@@ -43,7 +43,7 @@ def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[
 
 
 def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
-    """Sum ``norms`` of the tensors of ``layout`` over ``comm`` in place; unsharded tensors count once. Collective."""
+    """Sum ``norms``, the squared norms of tensors, over ``comm`` in place; unsharded tensors count once. Collective."""
     if comm.size == 1:
         return
     if comm.rank:
@@ -73,8 +73,8 @@ ONE_NODE: Final = "node_shared"
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the allreduce algorithm for activations. Collective over ``comm``.
 
-    The keyword ``settled`` is true if the recipe sets the algorithm ``chosen``. If not, ranks that can share memory use
-    the shared-memory algorithm, if the keyword ``on`` is "cpu". In all other cases, it is `suited(comm, chosen)`.
+    The result is ``chosen``, or "native" if ``chosen`` cannot be used on ``comm``. But if the keyword ``settled`` is
+    false and the keyword ``on`` is "cpu", ranks that can share memory use the shared-memory algorithm.
     """
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
@@ -89,10 +89,10 @@ def suited(comm: Communicator, algorithm: str) -> str:
 
 
 class TensorAxis:
-    """Collectives over the tensor axis ``comm`` by ``algorithm``, or by "native" if `suited` rejects it.
+    """Collectives over the tensor axis ``comm`` by ``algorithm``, or by "native" if it cannot be used on ``comm``.
 
-    Construction is collective. ``watch`` is this rank's search for the first non-finite value that it computed itself.
-    The search stops if a collective brings non-finite values from another rank.
+    Construction is collective. ``watch`` searches for NaN and infinities that this rank computed. A collective stops
+    the search if it brings such values from another rank.
     """
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder | None = None) -> None:
@@ -139,7 +139,7 @@ class TensorAxis:
 
 
 class Borders:
-    """Collectives at the start and end of a layer's tensor-parallel part, outside of which ranks have all tokens."""
+    """Collectives before and after the tensor-parallel part of a layer; outside this part, each rank has all tokens."""
 
     by_rows = False  # whether a rank has only some of the tokens
 
@@ -181,11 +181,11 @@ class Borders:
 
 
 class SequenceBorders(Borders):
-    """Collectives of sequence parallelism: outside of tensor-parallel parts, ranks divide the rows of activations.
+    """Collectives of sequence parallelism: before and after a tensor-parallel part, each rank has some of the tokens.
 
     Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. ``context``: tokens
-    per sample, at least one per rank. If a context axis splits samples too, these are the local tokens: the token
-    ranges ``pieces`` of a sample of ``whole`` tokens.
+    per sample, at least one per rank. If a context axis splits samples too, ``context`` counts only this rank's
+    tokens. They are the token ranges ``pieces`` of a sample of ``whole`` tokens.
     """
 
     by_rows = True

@@ -173,13 +173,13 @@ class HeadParallelAttention:
         self._axis, self._inner = axis, inner
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
-        """Return the attention output of the local heads in ``qkv``, of shape (batch, context, local width)."""
+        """Return the attention output of this rank's heads, whose queries, keys and values are in ``qkv``."""
         heads = qkv.shape[-1] // head_size // (3 if options.get("kv") is None else 1)
         options["part"] = options.get("part") or (self._axis.rank * heads, self._axis.size * heads)
         return self._inner.forward(qkv, head_size, saved, **options)
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of the local heads of qkv, or of queries and kv if these were separate arrays."""
+        """Return the gradient of `forward`'s ``qkv``, or two gradients if keys and values were a separate array."""
         return self._inner.backward(dy, saved, keep=keep)
 
 
@@ -285,7 +285,7 @@ class CutStage(WrappedStage):
 
     ``classes`` is the range of this rank's logits in the last stage, and None in other stages. Passes are collective
     over the tensor axis, and return outputs and gradients of this rank's tokens. If activations are sharded by tokens,
-    each rank has only its tokens' term of the gradient of an unsharded tensor. `sum_gradients` sums these terms.
+    the gradient of an unsharded tensor is a sum over this rank's tokens only, until `sum_gradients` is called.
     """
 
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:

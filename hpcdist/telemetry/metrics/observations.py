@@ -58,8 +58,8 @@ KINDS: Final = (
 class RunEvent:
     """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
 
-    ``values`` maps keys from `quantities.key` to numbers (totals of counters), and other keys to texts. ``ranks`` has
-    arrays of shape (world,), with NaN for unknown values.
+    ``values`` maps keys from `quantities.key` to numbers, and other keys to texts. The value of a counter is its total
+    so far. ``ranks`` has arrays of shape (world,), with NaN for unknown values.
     """
 
     kind: str
@@ -104,7 +104,8 @@ class Observations:
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
     """Append ``events`` to the open metrics file ``file``. Local.
 
-    ``session``: number of this start of the run. Its first call removes rows of later steps, from an earlier start.
+    ``session``: number of this start of the run (a resumed run starts again). The first call after a start removes the
+    rows that earlier starts wrote for later steps than the first event's step.
     """
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:

@@ -124,10 +124,10 @@ class StepRow:
 
 
 class DerivedFigures:
-    """Calculator of figures, such as the speed, over the last ``window`` steps of one start. Pass steps in order.
+    """Calculator of figures, such as the speed, over the last ``window`` steps. Pass steps in order.
 
-    The first step of the start is ignored once there are other steps. If ``lock_step`` is false, ranks do not wait for
-    each other, and the total time is the maximum over the ranks.
+    The first step after the run starts or resumes is ignored once there are other steps. If the keyword ``lock_step``
+    is false, ranks do not wait for each other. Then the speed is computed with the total time of the slowest rank.
     """
 
     def __init__(self, window: int = WINDOW, *, lock_step: bool = True) -> None:
@@ -138,9 +138,9 @@ class DerivedFigures:
         self.scores = np.empty(0)  # (W,) `straggler_scores` of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return a dict of the known figures, keyed as by `key`, for each step in ``rows``.
+        """Return, for each step in ``rows``, a dict from names of figures (as from `key`) to finite values.
 
-        The figures of the straggler are only in the dict of the last step.
+        Only the dict of the last step has figures of the straggler, the rank with the longest compute time.
         """
         figures: list[dict[str, float]] = []
         for world, alike in groupby(rows, _world):
@@ -188,7 +188,7 @@ class DerivedFigures:
         return _ratio(of_ranks[0][0], np.max([spent for _, spent in of_ranks], axis=0))
 
     def _sums(self, *columns: np.ndarray) -> list[np.ndarray]:
-        """Return, for each column, the sum over the window that ends at each row, without rows that contain NaN."""
+        """Return each column's moving sums over the last ``self.window`` rows. Rows that contain NaN count as 0."""
         is_known = np.isfinite(columns).all(axis=0)
         sums = []
         for column in columns:

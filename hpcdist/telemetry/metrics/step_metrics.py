@@ -64,8 +64,8 @@ class MetricsWriter:
     is continued and the rows of later steps are dropped. ``attributes`` (numbers and strings) become root attributes of
     the file.
 
-    Methods raise StorageError if the disk is full or fails; rows already written stay readable. A damaged or foreign
-    file is renamed and replaced.
+    Methods raise StorageError if the disk is full or fails; rows already written stay readable. If a file to continue
+    or to write to is damaged, it is renamed, and a new file is created.
     """
 
     def __init__(
@@ -171,9 +171,9 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Add the row of one step; missing figures are NaN.
+        """Add the row of one step; values that were not measured are NaN.
 
-        If ``made_by`` > 0, the step belongs to the previous session, which had ``made_by`` ranks.
+        If ranks died or joined after the step, the keyword ``made_by`` is the number of ranks that made the step.
         """
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
@@ -193,7 +193,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write buffered rows, then call each of ``appends`` with the open file and the number of this start."""
+        """Write buffered rows. Call each of ``appends`` with the open file and the number of this start of the run."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -215,11 +215,11 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Let the function ``append`` write to the open metrics file; it gets the file and the number of this start."""
+        """Call the function ``append`` with the open metrics file and the number of this start of the run."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows of this start to ``table`` of the metrics file. ``columns`` has the values by column name."""
+        """Append rows to ``table`` of the metrics file. The keywords are its columns, without the session number."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:

@@ -39,9 +39,9 @@ class RankLane:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """Spans of one step on some of ``world`` ranks, or the ``reason`` why there are none.
+    """Recorded operations (spans) of one step on selected ranks, or the ``reason`` why there are none.
 
-    ``clocks`` is a text about the accuracy of the clocks.
+    ``world`` is the number of all ranks. ``clocks`` is a text about the accuracy of the clocks.
     """
 
     step: int = 0
@@ -66,7 +66,7 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the spans of the step with the median length among the last steps that all ranks recorded.
+    """Return the recorded operations of a typical step: the median in length of the last steps that all ranks recorded.
 
     Reads at most `MAX_RANKS` evenly spread ranks, including rank 0, the last rank and the rank ``slowest``. Damaged
     files are skipped. The metrics file ``metrics_path`` has the clock readings of the nodes.
@@ -203,7 +203,7 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """Energy and power of one kind of energy counter (such as gpu) over ``hours``, the running time of all starts."""
+    """Energy and power from one kind of energy counter (such as gpu) over ``hours``, the run's running time so far."""
 
     hours: np.ndarray
     joules: np.ndarray

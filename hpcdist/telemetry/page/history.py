@@ -39,7 +39,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class LastRecord:
-    """Last note of a rank in its flight recorder file. ``kind`` is "raised", "deadline", "frozen" or "finished"."""
+    """Last note of a rank in its flight recorder file. ``kind`` is the type of the note, such as "finished"."""
 
     rank: int
     kind: str
@@ -181,7 +181,7 @@ MAX_INCIDENTS: Final = 100  # listed incidents of a kind; further ones are only 
 
 @dataclass(frozen=True)
 class Incident:
-    """An incident after ``step`` steps (None: unknown). ``text`` is a sentence; ``time`` is a text or ""."""
+    """An incident after ``step`` steps (None: unknown). ``time`` is the formatted date and time, or "" if unknown."""
 
     step: int | None
     time: str

@@ -171,8 +171,9 @@ def last_step(run: sampling.SampledMetrics) -> int:
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
     """Return the figures of `step_metrics.summarise`. Times are from sampled rows, losses from all rows.
 
-    ``data_fraction`` is the fraction of the last start spent waiting for data, or None. ``other_fraction`` is the time
-    in no other fraction. ``skipped_steps`` and ``anomalies`` are numbers over all starts.
+    ``data_fraction`` is the fraction of time spent waiting for data since the run last started, or None if unknown.
+    ``other_fraction`` excludes waiting, computation, communication and update. ``skipped_steps`` and ``anomalies``
+    are counts over the whole run.
     """
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}

@@ -107,7 +107,7 @@ class LatestFigures:
             yield metric
 
     def describe(self) -> Iterable[Any]:
-        """Return [], because it is not known which figures will come."""
+        """Return no metric descriptions to the Prometheus registry, because metrics are known only when collected."""
         return ()
 
 

@@ -120,7 +120,7 @@ class TensorBoard:
 
 
 def tag(key: str) -> str:
-    """Return the TensorBoard name for the ``key`` of a figure in an event, e.g. "energy/joules/gpu"."""
+    """Return the TensorBoard tag of the scalar whose key in an event is ``key``, for example "energy/joules/gpu"."""
     name, label = quantities.split(key)
     shown = quantities.QUANTITIES[name].tag
     return shown if label is None else f"{shown}/{label}"

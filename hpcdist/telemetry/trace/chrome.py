@@ -97,10 +97,6 @@ def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
 def _threads(
     rows: Sequence[_Row], pid: int, first: int, label: str, zero: int, threads: dict[int, int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield viewer events: thread names, and ``rows`` (spans or calls) as bars. Overlapping bars get separate threads.
-
-    ``threads`` gets the thread number of each call, by the call's id.
-    """
     lane_numbers = lanes([(row.begin_ns, row.end_ns) for row in rows])
     for lane in range(max(lane_numbers, default=0) + 1):
         tid, name = first + lane, label if lane == 0 else f"{label} ({lane + 1})"
@@ -196,7 +192,7 @@ def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
 def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
     """Write the trace to ``file`` (.gz: compressed). Return the number of events written. Raises StorageError.
 
-    ``about`` is a description of the run for `metadata`.
+    ``about`` describes the run; its entries become metadata of the file.
     """
     try:
         with (

@@ -185,9 +185,9 @@ class _OffsetBounds:
     together_ns: list[int] = field(default_factory=list)  # offsets if both left a collective at the same time
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return (time of the first clock, offset of the second clock, error interval) in ns, or None if unbounded.
+        """Return (time of the first clock, offset, width) in ns, or None if the offset has no lower or upper bound.
 
-        The error of the offset is at most half of the error interval.
+        The offset is the second clock minus the first clock. Its error is at most half of the width.
         """
         if not self.least_ns or not self.most_ns:
             return None
@@ -266,10 +266,10 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Check of the causal order after clock correction: in ``wrong`` of ``pairs`` pairs, the effect precedes the cause.
+    """Result of `causal_order`: in ``wrong`` of ``pairs`` pairs, a call ends before the call it waited for begins.
 
-    ``most_ns`` is the largest such error. ``beyond`` is the number of pairs whose error exceeds the clock bounds, or
-    None if the bounds are unknown.
+    ``most_ns`` is the largest such time difference. ``beyond`` is the number of pairs whose difference exceeds the sum
+    of the error bounds of both ranks' clocks, or None if a bound is unknown.
     """
 
     pairs: int
@@ -290,9 +290,10 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Check that no call in ``matches`` ends before its cause begins. Return the `CausalOrder`. Local.
+    """Check that no call ends before the call that it waited for begins. Return the `CausalOrder`. Local.
 
-    Times must be corrected to one clock. ``bounds_ns``: largest clock error of each rank, None if unknown.
+    ``matches``: matching sends and receives, and collectives, with times on one clock. ``bounds_ns``: largest clock
+    error of each rank, None if unknown.
     """
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:

@@ -75,8 +75,8 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
 class CommunicationOverlap:
     """Communication time of one rank: ``hidden_ns`` overlaps with the rank's computation, ``exposed_ns`` does not.
 
-    In ``waited_ns`` of the exposed time, the rank waits for late ranks. The hidden time is an upper bound, because a
-    message counts as in flight until the rank tests for it.
+    ``waited_ns`` is the part of ``exposed_ns`` in which the rank waits for late ranks. The hidden time is an upper
+    bound, because a message counts as in flight until the rank tests for it.
     """
 
     hidden_ns: int
@@ -85,7 +85,7 @@ class CommunicationOverlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """Fraction of the communication time that is hidden, or None without communication. Waits do not count."""
+        """Fraction of the communication time, without waits for late ranks, that overlaps with computation, or None."""
         whole = self.hidden_ns + self.exposed_ns - self.waited_ns
         return self.hidden_ns / whole if whole > 0 else None
 
@@ -135,7 +135,7 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 
 
 def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return the ns of a rank's communication that computation hides, and does not hide. Local.
+    """Return the communication times of one rank: overlapped by computation, exposed, and spent waiting. Local.
 
     ``row`` is the rank's timeline. ``transfers`` are the (begin, end) times of its messages.
     """

@@ -35,7 +35,10 @@ class MatchedCollective:
     root: int | None = None
 
     def released_by(self) -> RecordedCall | None:
-        """Return the call for which the other ranks had to wait: the last call, or the root's call. None if unknown."""
+        """Return the call for which the other ranks had to wait, or None if unknown.
+
+        In a broadcast, it is the root's call. In other collectives, it is the call that began last.
+        """
         if self.root is not None:
             return next((call for call in self.calls if call.rank == self.root), None)
         return max(self.calls, key=lambda call: call.begin_ns)
@@ -136,8 +139,9 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return pairs (call, peer's call) of the sendrecv ``calls``: a rank's n-th call matches its peer's n-th call.
+    """Return pairs (call, matching call of its peer) of ``calls``, sendrecv calls on one communicator with one tag.
 
+    A rank's n-th call matches its peer's n-th call. ``logs``: the ranks' records, to find out if calls are missing.
     ``ranks`` maps a communicator to the job ranks of its members.
     """
     pairs: list[tuple[RecordedCall, RecordedCall]] = []

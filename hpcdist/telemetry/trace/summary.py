@@ -62,8 +62,8 @@ def collect(
 ) -> Trace:
     """Return the trace of ``steps`` and ``ranks`` of the run in ``run_dir``.
 
-    If ``steps`` is None, the last steps that all ranks recorded are used. If ``ranks`` is None, all ranks are used.
-    Reads at most ``most`` spans and calls. Raises UsageError and StorageError.
+    If ``steps`` is None, the last `DEFAULT_STEPS` steps that all ranks recorded are used. If ``ranks`` is None, all
+    ranks are used. At most ``most`` spans and calls in total are used. Raises UsageError and StorageError.
     """
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
@@ -168,7 +168,6 @@ def _path(whole: RunTimeline, cut: Mapping[int, Sequence[TimelinePiece]], step: 
 
 
 def _transfers(whole: RunTimeline) -> dict[int, list[tuple[int, int]]]:
-    """Return the begin and end of each rank's transfers in ns, without waits for late ranks."""
     transfers: dict[int, list[tuple[int, int]]] = {rank: [] for rank in whole.lines}
     for message in whole.matches.messages:
         send, receive = message.send, message.receive
@@ -197,7 +196,7 @@ def of_step(trace: Trace, step: int) -> Trace:
 
 
 def figures(trace: Trace) -> dict[str, Any]:
-    """Return the figures of the trace as JSON values. Times are in seconds; unknown values are None."""
+    """Return the critical path, the ranks' waits and other results as JSON values, in seconds, or None if unknown."""
     links = [link for path in trace.paths for link in path.links]
     of_rank, of_phase, of_name = critical_path.path_shares(links)
     whole = sum(of_rank.values())

@@ -21,8 +21,8 @@ class TimelinePiece:
     """A time interval of ``rank`` with one activity, ``name``.
 
     The activity is an operation, such as "REDUCE", or a communication call in an operation, such as "REDUCE: send". If
-    the call had to wait for a later call of another rank, ``by`` is the other rank. ``since_ns`` is the begin of the
-    later call. If the call waited for no other rank, ``by`` is ``rank``. If unknown or not a call, ``by`` is -1.
+    a call waited for another rank, ``by`` is this other rank, and ``since_ns`` is the time at which it began its call.
+    If a call did not wait, ``by`` is ``rank``. In all other cases, ``by`` is -1.
     """
 
     rank: int
@@ -202,7 +202,8 @@ def _cut(
 ) -> list[TimelinePiece]:
     """Split ``leaves``, the timeline pieces of a rank from `flatten`, at the begins and ends of the rank's ``calls``.
 
-    Nonblocking calls split only communication pieces. ``causes`` has the rank for which each call waited.
+    Nonblocking calls split only communication pieces. ``causes`` maps the id of a call to the fields ``by`` and
+    ``since_ns`` of its piece.
     """
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]

@@ -211,7 +211,6 @@ def _measured_shares(
 def _proven_operations(
     recipe: Recipe, grid: ProcessGrid, context: RankContext, executor: Executor, schedule: ScheduleText | None
 ) -> tuple[list[Operation], Proof | None]:
-    """Return this rank's operations of a step, and the proof that all ranks' operations are consistent. Collective."""
     exchange, microbatches = executor.exchange, microbatches_of(recipe, grid)
     pipeline.check_exchange(recipe.parallel, schedule, context, accumulates=exchange.accumulates)
     passes = None if schedule is None else schedule.passes

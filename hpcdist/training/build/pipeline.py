@@ -148,7 +148,7 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return the checkpoint scalars that store the partition into stages if it was measured, else {}. Local."""
+    """Return the checkpoint scalars that store a partition into stages by measured times; else {}. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 

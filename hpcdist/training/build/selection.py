@@ -93,7 +93,6 @@ def resolve_algorithm(
 
 
 def _refuse_on_cpu(algorithm: str, on: str, data: Communicator) -> None:
-    """Raise on all ranks if ``algorithm`` needs GPUs, but ``on`` is "cpu" or NCCL fails. Collective over ``data``."""
     if not _needs_gpus(algorithm):
         return
     if on != "gpu":
@@ -108,7 +107,6 @@ def _refuse_on_cpu(algorithm: str, on: str, data: Communicator) -> None:
 
 
 def _refuse_over_nodes(algorithm: str, declared: int, comm: Communicator, data: Communicator) -> None:
-    """Raise on all ranks if ``algorithm`` needs one node, but ``data`` spans several. Collective over ``comm``."""
     inside = set(autotune.ONE_NODE) & _algorithm_names(algorithm)
     nodes = max(comm.allgather_object(data.nodes().count)) if inside else 1
     if nodes > 1:
@@ -131,10 +129,6 @@ def _needs_gpus(algorithm: str) -> bool:
 def _checkpointed_algorithm(
     comm: Communicator, nodes: tuple[int, ...], is_usable: Callable[[str], bool], origin: StateSource | None
 ) -> tuple[str, str]:
-    """Return (algorithm stored in checkpoint ``origin``, ""), or ("", the reason why it cannot be reused). Local.
-
-    ``nodes`` has the number of ranks on each node.
-    """
     if origin is None:
         return "", ""
     scalars = origin.scalars

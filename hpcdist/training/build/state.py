@@ -92,10 +92,11 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Restore the state of ``origin``, which any number of ranks may have written. Return ``trainer``. Collective.
+    """Restore a training state from a checkpoint or from the memory of ranks. Return ``trainer``. Collective.
 
-    Arrays are filled in place. Raises DataError if the training data changed. Raises ConfigurationError if ``origin``
-    has state of delayed communication or 1-bit Adam, and the recipe no longer enables this feature.
+    Any number of ranks may have written the state. Arrays are filled in place. Raises DataError if the training data
+    changed. Raises ConfigurationError if the state needs an option, such as delayed
+    communication, that the recipe no longer sets.
     """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")

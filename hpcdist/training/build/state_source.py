@@ -126,8 +126,8 @@ def from_intact_source(
 ) -> tuple[Result, StateSource | None]:
     """Call ``take(origin)``. If checkpoint ``origin`` is damaged, call ``take`` with earlier checkpoints. Collective.
 
-    Return the result of ``take``, and the source that was passed to ``take``. Raises StorageError if all checkpoints in
-    ``run_dir`` are damaged: the run must not restart from step 0.
+    Return the result of the first call that finds no damage, and its argument. Raises StorageError if all checkpoints
+    in ``run_dir`` are damaged: the run must not restart from step 0.
     """
     if not isinstance(origin, CheckpointSource):
         return take(origin), origin

@@ -34,7 +34,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trainer of a run on this rank: makes its steps from number ``first_step + 1`` on (the run's first step is 1)."""
+    """Trainer of a run on this rank. The run has already completed ``first_step`` steps."""
 
     comm: Communicator
     recipe: Recipe
@@ -86,7 +86,7 @@ class Trainer:
         return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
-        """Return an iterator that prefetches this replica's batches up to step ``steps`` (first step: 1). Local.
+        """Return an iterator that prefetches this replica's batches up to step number ``steps``, from 1. Local.
 
         The iterator is also a context manager. Only the first and last rank of a pipeline read samples; if samples are
         packed, all ranks do. On other ranks, the arrays have one row per sample, but no columns.
@@ -108,7 +108,7 @@ class Trainer:
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
-        """Run step ``number`` (first step: 1) on this rank's micro-batches; see `Executor.run`. Collective."""
+        """Run step ``number``, from 1, on this rank's micro-batches ``batches``. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
         targets = self.targets(number) if self.recipe.data.packed else None
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)
@@ -116,8 +116,8 @@ class Trainer:
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
         """Return the mean loss in nats over the targets of all replicas, or NaN without targets. Collective.
 
-        Call `flush` first. ``rounds`` is a sequence of lists; each has at most ``parts`` batches on the model's device.
-        All ranks must pass the same number of lists. Ranks that do not compute pass empty lists.
+        Call `flush` first. The ranks communicate once per item of ``rounds``, so all must pass equally many items. Each
+        item is a list of 0 to ``parts`` batches of this rank, on the model's device.
         """
         counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0
@@ -137,7 +137,7 @@ class Trainer:
         return total / count if count else float("nan")
 
     def samples(self, step: int) -> int:
-        """Return the number of samples of all replicas in ``step`` (first step: 1). Local."""
+        """Return the number of samples of all replicas in step number ``step``, from 1. Local."""
         return self.recipe.run.batches.size(step - 1)
 
     @cached_property
@@ -145,7 +145,7 @@ class Trainer:
         return data.SampleOrder(self.recipe.run.seed, self.source.training.count, self.sample_order)
 
     def targets(self, step: int) -> int:
-        """Return the number of targets of all replicas in ``step`` (first step: 1). Local."""
+        """Return the number of targets of all replicas in step number ``step``, from 1. Local."""
         samples = self.samples(step)
         if not self.recipe.data.packed:
             return round(samples * self.model.tokens_per_sample)
@@ -153,11 +153,11 @@ class Trainer:
         return cast(FilledSamples, self.source.training).targets(np.array(self._order.indices(before, samples)))
 
     def first_sample(self, step: int) -> int:
-        """Return the index of this replica's first sample in the global batch of ``step`` (first step: 1). Local."""
+        """Return the index of this replica's first sample in the global batch of step ``step``, from 1. Local."""
         return data.own_samples(self.recipe, self.data_axis, step - 1, self.shares).start
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of ``step`` (first step: 1). Local."""
+        """Return the learning rate of step number ``step``, from 1. Local."""
         return rates.learning_rate(self.context.optimizer, step, self.recipe.run.steps)
 
     def state_bytes(self) -> int:

@@ -28,7 +28,10 @@ _ENTRY_FORMS: Final = {
 
 @dataclass(frozen=True)
 class ChaosFault:
-    """Fault to inject on ``rank`` in ``step`` (first step: 1). ``how``: phase, target or error, as ``kind`` needs."""
+    """Fault of type ``kind`` to inject on ``rank`` in step number ``step``, from 1.
+
+    ``how`` is the phase of a kill, the corrupted array, or the type of a disk error; "" for other faults.
+    """
 
     kind: str
     rank: int
@@ -109,8 +112,8 @@ class ChaosConfig:
     """Section ``[chaos]``: stragglers and faults to inject into a run, for tests.
 
     Each step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward take
-    ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). Every rank sleeps until its
-    forward and backward passes took at least ``step_s`` seconds times its samples / mean samples per replica.
+    ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). On a replica with
+    the mean number of samples, forward and backward take at least ``step_s`` seconds; with more samples, longer.
 
     Each fault happens once per run directory, even if its step is repeated:
 
@@ -168,10 +171,10 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError if the settings delay or break a rank that cannot have this delay or fault.
+        """Raise ConfigurationError if a setting names a rank that does not exist, or that never does the affected work.
 
-        Ranks must be below ``world``, the number of ranks. Only the first ``computing`` ranks compute; the others are
-        parameter servers, which make steps only if ``lock_step``.
+        ``world`` is the number of ranks. The first ``computing`` ranks compute; the others are parameter servers. The
+        keyword ``lock_step`` is True if servers make steps together with the workers.
         """
         for rank in self.slow_ranks:
             self._check_rank("slow_ranks", rank, world)

@@ -39,9 +39,9 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 
 
 class SlowdownTimer:
-    """Calculator of the sleeps that slow down one step.
+    """Calculator of the sleeps after each of a step's ``count`` operations, to simulate a straggler.
 
-    With the sleeps, the ``count`` operations take ``factor`` times the larger of their compute time and ``least_s``.
+    With the sleeps, the step takes ``factor`` times its compute time, or ``factor * least_s`` if that is longer.
     """
 
     def __init__(self, count: int, least_s: float, factor: float) -> None:
@@ -49,7 +49,7 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Record that an operation computed for ``computed_s`` seconds. Return the seconds to sleep after it."""
+        """Record the compute time of an operation. Return the time to sleep after the operation, in seconds."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
@@ -61,7 +61,10 @@ class SlowdownTimer:
 
 
 class Slowdown(StepObserver):
-    """Observer that slows down steps of ``rank``. ``even_samples``: mean number of samples per replica and step."""
+    """Observer that lets ``rank`` sleep after forward and backward passes, as ``config`` requires.
+
+    ``even_samples`` is the mean number of samples per replica and step. Replicas with more samples sleep longer.
+    """
 
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
         self._config, self._rank, self._even_samples, self._exchange = config, rank, even_samples, exchange

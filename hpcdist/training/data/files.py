@@ -102,7 +102,7 @@ def missing_filters(path: Path) -> list[str]:
 
 
 def npy_tokens(path: Path) -> Sliceable:
-    """Return the tokens of a .npy file as an array that reads slices when they are used. Raises DataError."""
+    """Return the tokens of a .npy file as an array. Indexing this array reads from the file. Raises DataError."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
@@ -119,7 +119,7 @@ def npy_tokens(path: Path) -> Sliceable:
 
 
 def hdf5_tokens(path: Path) -> Sliceable:
-    """Return the dataset ``tokens`` of an HDF5 file, which reads slices when they are used. Raises DataError."""
+    """Return the dataset ``tokens`` of an HDF5 file. Indexing the result reads from the file. Raises DataError."""
     tokens = _datasets(path, ("tokens",))[0]
     _check_tokens(tokens, f"data.path = {path}, dataset tokens")
     _check_range(tokens, f"data.path = {path}, dataset tokens")

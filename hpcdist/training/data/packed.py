@@ -98,9 +98,9 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
 class PackedSamples:
     """Samples of ``context`` tokens, each packed with whole documents and then padding.
 
-    The first document begins at token ``start``. ``ends`` has the end offset of each document. If ``predicting`` the
-    next token, a document of n tokens takes n - 1 positions. Longer documents than a sample are split if ``cut``;
-    otherwise they raise DataError.
+    The first document begins at ``tokens[start]``. ``ends`` has the index in ``tokens`` after each document. Keyword
+    ``predicting``: targets are the next tokens, so a document of n tokens takes n - 1 positions. Keyword ``cut``: split
+    documents that are longer than a sample. Without ``cut`` they raise DataError.
     """
 
     shifts = 1

@@ -147,7 +147,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and ``shift`` for `Samples.take`."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's shift in tokens."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -161,10 +161,10 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Divide ``samples`` into ``parts`` ranges; yield range ``part`` in batches of at most ``longest`` samples.
+    """Yield batches of at most ``longest`` samples that belong to rank ``part`` of ``parts``, for an evaluation.
 
-    The ranges together cover ``limit`` evenly spaced samples (0: all samples), for any ``parts``. Each range has the
-    same number of batches; the last batches may be empty.
+    Only ``limit`` evenly spaced ``samples`` are used, or all if ``limit`` is 0. They are divided among the ranks. Every
+    rank gets the same number of batches; the last batches may be empty.
     """
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))
@@ -210,7 +210,7 @@ class SampleShares:
         self._sizes = [(0, even_shares(samples, replicas))]  # (first batch, sizes), ascending
 
     def of(self, batch: int) -> ShareSizes:
-        """Return the number of samples of each replica in batch number ``batch``."""
+        """Return a tuple with the number of samples of every replica in batch number ``batch``."""
         return next(sizes for first, sizes in reversed(self._sizes) if first <= batch)
 
     def own(self, batch: int, replica: int) -> Range:
@@ -221,7 +221,7 @@ class SampleShares:
 
     @property
     def newest(self) -> ShareSizes:
-        """Number of samples of each replica in a batch, as set by the latest `change`, maybe only for later batches."""
+        """Number of samples of every replica after the last `change`, which may apply only to future batches."""
         return self._sizes[-1][1]
 
     def change(self, first: int, sizes: ShareSizes) -> None:
@@ -235,7 +235,7 @@ class SampleShares:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return a list of [first batch, samples of each replica]: an item for ``batch``, and for each later change."""
+        """Return the samples per replica from ``batch`` on: a list of [first batch, [samples of each replica]]."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 
@@ -261,10 +261,10 @@ class LoadBalancer:
         self._sample_s: list[float] = []
 
     def after(self, step: int, compute_s: float) -> bool:
-        """Record that ``step`` took ``compute_s`` seconds on this rank. Return True if the shares have changed.
+        """Record the compute time of ``step``. Return True if the numbers of samples per replica have changed.
 
-        Collective over ``data`` and ``pipeline``; most calls send no messages. New numbers of samples apply only to
-        batches that no rank has read ahead.
+        New numbers apply only to batches that no rank has read ahead. Collective over the communicators ``data`` and
+        ``pipeline``; most calls send no messages.
         """
         samples = self._shares.of(step - 1)[self._data.rank]
         self._sample_s.append(compute_s / samples)

@@ -183,17 +183,17 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 class Samples(Protocol):
-    """Interface of ``count`` training samples, which can be moved in their text to ``shifts`` different offsets.
+    """Interface of a sequence of ``count`` training samples.
 
-    A shift from 0 to ``shifts - 1`` moves the begin of every sample by this number of tokens. Samples that cannot be
-    moved have ``shifts`` 1.
+    A text can be cut into samples at different offsets: a shift from 0 to ``shifts - 1`` moves the begin of every
+    sample by this number of tokens. Samples that cannot be moved have ``shifts`` 1.
     """
 
     count: int
     shifts: int
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return new arrays of the inputs and targets of samples ``indices``, which begin ``shift`` tokens later."""
+        """Return new arrays: inputs and targets of the samples ``indices``, moved forward by ``shift`` tokens."""
         ...
 
 
@@ -224,7 +224,7 @@ class TokenWindows:
         self.shifts = min(context, len(tokens) - self.count * context) if shifting else 1
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets of windows ``indices``, of shape (n, context), beginning ``shift`` tokens later."""
+        """Return inputs and targets, of shape (n, context), of windows ``indices``, all moved by ``shift`` tokens."""
         block = gather(self._tokens, indices * self._context + shift, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
 
@@ -260,9 +260,9 @@ class TableRows:
         self.count = stop - start
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets of the n rows ``indices``. ``shift`` has no effect.
+        """Return inputs and targets of the n rows ``indices``. ``shift`` is ignored, because rows cannot be moved.
 
-        Inputs have the shape (n, features), or (n, ...) if ``shaped``. Targets have the shape (n,).
+        Flattened inputs have the shape (n, features), other inputs (n, ...). Targets have the shape (n,).
         """
         rows = self._start + indices
         x, y = gather(self._x, rows, 1)[:, 0], gather(self._y, rows, 1)[:, 0]

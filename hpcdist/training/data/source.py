@@ -131,7 +131,6 @@ def _block(column: Sliceable, start: int) -> bytes:
 
 
 def _file_state(columns: Sequence[Sliceable]) -> tuple[str, int | None]:
-    """Return the cache key of a digest of ``columns``, and the time of the files' last change in ns since 1970."""
     state: list[Any] = []
     newest_ns = 0
     for column in columns:
@@ -258,8 +257,9 @@ def open_source(
 ) -> Source:
     """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
 
-    Ranks compare hashes of evenly spaced elements and, if ``digests``, of all data. If ``kept_only``, the hash of all
-    data is only taken from the cache. Raises DataError if the data is missing, too short, unreadable or unsuitable.
+    Ranks compare hashes of evenly spaced elements. With the keyword ``digests``, they also compare a hash of all data.
+    With the keyword ``kept_only``, this hash is skipped if it is not in the cache. Raises DataError if the data is
+    missing, too short, unreadable or unsuitable.
     """
     verdict: str | HpcdistError
     try:

@@ -162,7 +162,7 @@ class ElasticJob:
             self._broken = True
 
     def _acknowledge(self, error: Exception) -> None:
-        """Revoke the communicator to release waiting ranks. Free the training, but keep its state in memory. Local."""
+        """Revoke the communicator, so that no rank waits, and free all arrays not needed for the recovery. Local."""
         if not self._broken:
             self._lost_at = time.monotonic()
         self._broken = True

@@ -31,7 +31,10 @@ class MembershipChange:
 
 
 def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return the mode of surviving rank failures, or "" if a failure ends the job, and the number of spares. Local."""
+    """Return the reaction to rank failures, one of `SURVIVE_MODES`, and the number of spare ranks. Local.
+
+    The reaction is "" if a rank failure ends the job. Raises ConfigurationError for invalid values in ``environment``.
+    """
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
     if mode and mode not in SURVIVE_MODES:
         raise ConfigurationError(f"{SURVIVE}={mode!r}; set it to one of {', '.join(SURVIVE_MODES)}, or leave it out")
@@ -58,7 +61,7 @@ class Membership:
 
     @classmethod
     def begin(cls, everyone: Communicator, mode: str, spares: int) -> "Membership":
-        """Return the membership at the start of the job: the last ``spares`` of all ranks are spares. Local."""
+        """Return the membership at the start of the job, where the last ``spares`` ranks do not train. Local."""
         size = everyone.size - spares
         if size < 1:
             raise ConfigurationError(f"{SPARES}={spares} of {everyone.size} ranks leaves no rank to train; use fewer")
@@ -119,9 +122,9 @@ class Membership:
                 self.place = place
 
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
-        """Start a process for each vacant training rank. Collective over the living ranks.
+        """Start a process for each training rank whose process died. Collective over the living ranks.
 
-        Return ``change`` with the number of started processes added. In each new process, `join` returns this result
+        Return ``change``, updated by the number of started processes. In each new process, `join` returns this result
         and ``description``, a picklable object.
         """
         vacant = self._vacant(self._places())
@@ -151,7 +154,7 @@ class Membership:
         raise error or RankDiedError("a rank died while new processes were added")
 
     def close_up(self) -> None:
-        """Renumber the ranks so that no training rank is vacant. At most ``wanted`` ranks train. Collective."""
+        """Renumber the training ranks from 0 without gaps, after processes died. Collective over ``everyone``."""
         places = self._places()
         if self.mode == "replace" and not self._vacant(places):
             self.size = self.wanted
@@ -166,7 +169,7 @@ def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
     """In a process that `Membership.fill` started, return its membership, the change and the description. Collective.
 
     The change is the `MembershipChange` that added this process. The description is the object that the older processes
-    passed to `Membership.fill`. ``everyone`` joins the older and the new processes.
+    passed to `Membership.fill`. The communicator ``everyone`` has the older and the new processes.
     """
     vacant, target_size, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]

@@ -41,7 +41,7 @@ class SurvivorState:
         """Fill the arrays of ``pieces`` from this rank's memory, or else from the memory of other ranks.
 
         ``optional`` are kinds of pieces, such as "optimizer.m", that stay unchanged if no rank has them. Collective
-        over the ranks that hold the state, or over ``comm`` if they have no communicator.
+        over the communicator ``holders`` of this state, or over ``comm`` if ``holders`` is None.
         """
         reshard(self.holders or comm, self.held, pieces, optional)
 
@@ -53,9 +53,9 @@ class SurvivorState:
 class RankMemory:
     """State of a run that this process keeps in memory for a recovery from a rank failure.
 
-    ``life`` is the number of the incarnation (see `elastic.job`) that made this state, with this process as training
-    rank ``place``. If partner ranks keep copies of their states, the state is in ``copies``. Otherwise ``live`` refers
-    to the arrays of the training.
+    ``life`` is the number of recoveries before this state was made, and ``place`` is this process's training rank at
+    that time. Either ``copies`` has copies of states of several ranks, or ``live`` refers to the arrays of this rank's
+    training.
     """
 
     life: int
@@ -67,8 +67,8 @@ class RankMemory:
 class StateProtection:
     """Protection of the state of ``trainer`` against rank failures. All ranks must construct it together.
 
-    ``life`` is the number of the current incarnation, from 0. ``earlier`` has this rank's states from previous
-    incarnations: see `RankMemory`. These states are dropped after the first completed step.
+    ``life`` is the number of recoveries of the job until now. ``earlier`` has this rank's states from before the last
+    recovery. These states are dropped after the first completed step.
     """
 
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[RankMemory]) -> None:
@@ -119,7 +119,7 @@ class StateProtection:
 
 
 def holds_whole_state(trainer: Trainer) -> bool:
-    """Return True if this rank has the whole state, and can complete an update without messages. Local."""
+    """Return True if this rank has all parameters and optimizer state, and can update them without messages. Local."""
     exchange, operations = trainer.exchange, trainer.operations
     if not exchange.whole_state:
         return False
@@ -130,10 +130,9 @@ def holds_whole_state(trainer: Trainer) -> bool:
 
 
 def recover_newest(comm: Communicator, memories: Sequence[RankMemory]) -> SurvivorState | None:
-    """Return the newest state that the ranks of ``comm`` hold together, or None. Collective over ``comm``.
+    """Return the newest state of which the ranks of ``comm`` have all pieces, or None. Collective over ``comm``.
 
-    ``memories`` are this rank's states, from any incarnations. If the copies of the newest incarnation are incomplete,
-    the state of an older incarnation is used.
+    ``memories`` are the states in this rank's memory. They may be from before earlier rank failures.
     """
     lives: set[int] = set().union(*comm.allgather_object({memory.life for memory in memories}))
     for life in sorted(lives, reverse=True):

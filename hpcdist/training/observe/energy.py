@@ -215,7 +215,7 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return the power sensor of this node that measures during the smallest fraction of the time. Local.
+        """Return this node's power sensor that is inactive for the largest fraction of the time. Local.
 
         Return None if all sensors measure continuously.
         """

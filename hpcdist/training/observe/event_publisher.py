@@ -249,6 +249,7 @@ class EventPublisher:
 
         The first three arguments have one item per rank. ``operations`` has (calls, seconds, bytes) by operation,
         ``overlapped`` the seconds of background collectives, and ``fetched`` the hits and misses of layer prefetches.
+        ``data_s`` is the mean time that a step waits for its batch.
         """
         figures = {"data_seconds": data_s}
         for name in sorted({name for rank in operations for name in rank}):

@@ -180,9 +180,10 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the samples per replica after step ``done`` to the metrics: now, and after each planned change.
+        """Write the numbers of samples per replica for the steps after step ``done`` to the metrics.
 
-        ``first`` is 0 to write all of these rows, or -1 to write only the latest change.
+        The load balancer sets these numbers some steps ahead. ``first`` is 0 to write them for the next step and for
+        all later changes, or -1 to write only the last change.
         """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
@@ -194,10 +195,10 @@ SHIFT_SPAN: Final = "shift"
 
 
 class StepShifter:
-    """Delays of this rank's steps, so that a sensor with gaps measures all phases of a step equally often. Local.
+    """Delays of this rank's steps, so that a power sensor measures all phases of a step equally often. Local.
 
-    Delaying one rank is enough, because the other ranks wait for it in the step. ``sensor`` returns the power sensor,
-    or None if all sensors measure continuously.
+    Some sensors measure only a part of each interval. Delaying one rank is enough, because the other ranks wait for it
+    in the step. The function ``sensor`` returns such a sensor, or None if all sensors measure continuously.
     """
 
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:
@@ -206,7 +207,7 @@ class StepShifter:
         self._left = 0
 
     def wait(self, step: int) -> None:
-        """Sleep before ``step`` as long as needed to shift its phases against the power sensor's measuring times."""
+        """Sleep before ``step``, so that the power sensor measures other phases than in the previous step."""
         if not self._left:
             sensor = self._sensor()  # its interval may be estimated better by now
             self._shift = None if sensor is None else SensorShift(sensor, SHIFTED_STEPS)
@@ -239,7 +240,10 @@ class Instrumentation:
 
     @contextmanager
     def phase(self, phase: str, name: str) -> Iterator[None]:
-        """Record time and energy of the ``with`` body in ``phase`` as ``name``. All ranks should enter it together."""
+        """Record time and energy of the ``with`` body in ``phase``, such as "validation". Traces show it as ``name``.
+
+        All ranks should enter the body together.
+        """
         start = now_ns()
         with self.energy.monitor.window(phase), self.ranges(phase, name):
             yield

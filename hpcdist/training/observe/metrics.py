@@ -140,7 +140,7 @@ class RunMetrics:
             self._writer.put(table, **columns)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """Write the final figures of this start of the run. Rank 0 only. ``val_loss`` is NaN without evaluation."""
+        """Write the validation loss, unless NaN, and the keyword arguments as attributes of this start. Rank 0 only."""
         if self._writer is not None:
             if not math.isnan(val_loss):
                 self._writer.evaluation(steps, val_loss)
@@ -166,7 +166,7 @@ class AsyncRunMetrics(RunMetrics):
     `serve` sends complete rows to rank 0, which writes the row of a step after all workers have made this step. Only
     `flush` writes energy samples. The loss in a row is the mean over the workers' batches, each computed with the
     worker's parameters at this step. Figures of pure servers are NaN. A row lacks workers that were more than
-    `MOST_LEAD_STEPS` steps ahead. After a resume, it also lacks workers that made the step before the checkpoint.
+    `MOST_LEAD_STEPS` steps ahead of the slowest worker.
     """
 
     def __init__(

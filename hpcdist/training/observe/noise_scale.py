@@ -31,7 +31,6 @@ WHY_UNKNOWN: Final = (
 
 
 def _mixed_microbatches(operations: Sequence[Operation]) -> str:
-    """Return an error message if ``operations`` never have the complete gradient of micro-batch 0 alone, else ""."""
     complete: set[int] = set()
     for op in operations:
         if op.kind in WRITING_PASSES and op.unit not in complete:
@@ -85,9 +84,10 @@ class NoiseMeter(StepObserver):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return this rank's terms of |g_b|^2 and 1/b (see `estimate_noise`), to be summed over the ranks.
+        """Return an array of two numbers, whose sums over all ranks are |g_b|^2 and 1/b.
 
-        The small batch b is a micro-batch, or a replica's samples of a step. Reset the squared norm for the next step.
+        g_b is the mean gradient of the small batch: b samples of a micro-batch, or of a replica in a step. Call this
+        once per step.
         """
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0

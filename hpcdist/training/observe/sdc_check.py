@@ -71,10 +71,10 @@ class SdcCheck(StepObserver):
             self._step, self._digest = step.number, xxhash.xxh3_128()
 
     def agreed(self, step: RunningStep) -> None:
-        """Compute the step a second time if it is suspicious or due. Collective.
+        """Compute the step a second time if it is suspicious or due for a regular check. Collective.
 
-        Raises DivergenceError on all ranks if all computations of the step differ, or if one rank is faulty in two
-        checks in a row.
+        If the results differ, a third computation follows. Raises DivergenceError on all ranks if all three results
+        differ, or if a rank is faulty in two checks in a row.
         """
         outcome = step.outcome
         suspicion = self._suspicion(outcome)

@@ -120,7 +120,7 @@ class PrecisionConfig:
 
     @property
     def computes(self) -> str:
-        """Data type of the master parameters, which updates and checkpoints use."""
+        """Data type of updates and checkpoints: ``mode``, or "float32" if ``mode`` is a 16-bit type."""
         return "float32" if self.mode in HALVES else self.mode
 
     @property

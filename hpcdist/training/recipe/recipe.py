@@ -60,9 +60,9 @@ class Recipe:
         self.chaos.check_steps(self.run.steps)
 
     def check_world(self, data_ranks: int, **options: object) -> None:
-        """Raise ConfigurationError if recipe and command-line ``options`` contradict each other or ``data_ranks``.
+        """Raise ConfigurationError if the recipe contradicts itself, the number of replicas or command-line options.
 
-        ``data_ranks`` is the number of replicas; 0 if unknown.
+        ``data_ranks`` is the number of replicas, or 0 if unknown. The keyword arguments are command-line options.
         """
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
@@ -198,7 +198,10 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
 
 
 def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
-    """Return a hint to load parameters from ``run_dir``, or "" if the recipes' ``contradictions`` include the model."""
+    """Return a hint for users to start a new run with the parameters of ``run_dir``, or "" if the model has changed.
+
+    ``contradictions`` are the texts about changed recipe keys.
+    """
     if any(text.startswith("model.") for text in contradictions):
         return ""
     return f"; to start another run with its parameters: --out OTHER --init-from {run_dir}"

@@ -65,10 +65,10 @@ _PHRASES: Final = (
 
 @dataclass(frozen=True)
 class Need:
-    """Requirement of a recipe key: to be used only with the setting ``what``, or only without it if ``excludes``.
+    """Requirement of a recipe key: the key needs the setting ``what``, a text such as "parallel.pipeline > 1".
 
-    ``of`` limits the requirement to some values of the key. ``where`` limits it to some values of other keys. Both are
-    texts; "" means no limit.
+    If ``excludes`` is true, the key must instead not be combined with this setting. The texts ``of`` and ``where`` name
+    the values of this key and of other keys for which the requirement applies; "" means all values.
     """
 
     what: str
@@ -93,7 +93,7 @@ class KeyEntry:
 
     @property
     def only_with(self) -> str:
-        """Text of the settings that this key requires, or "". Left out: requirements that a third key can lift."""
+        """Text of the settings that this key always requires, or ""."""
         needs = [need for need in self.needs if not (need.excludes or need.where)]
         ordered = sorted(needs, key=lambda need: need.of != "")
         return "; ".join(f"{need.of}: {need.what}" if need.of else need.what for need in ordered)
@@ -209,8 +209,8 @@ def _bounded(kind: str, cure: str) -> str:
 def _needs(each: Rule, key: str) -> Iterator[Need]:
     """Yield the requirements that the rule ``each`` puts on the recipe key ``key``.
 
-    A rule forbids recipes that satisfy all its conditions. So ``key`` is valid "only with" another key's setting that
-    violates its condition. Other rules are written as ``key`` "not with" the settings that satisfy the conditions.
+    A rule forbids a combination of settings. It is documented in one of two forms: as ``key``
+    "only with" the permitted settings of another key, or as ``key`` "not with" the forbidden settings.
     """
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}
@@ -229,11 +229,6 @@ def _needs(each: Rule, key: str) -> Iterator[Need]:
 
 
 def _has_to_fail(key: str, condition: Condition, is_of_first: bool) -> bool:
-    """Return True to document a rule as "only with" values of ``key``, False to document it as "not with" values.
-
-    The rule forbids recipes that satisfy its conditions. So "only with" lists the values of ``key`` that violate
-    ``condition``, and "not with" lists the values that satisfy it.
-    """
     if key == "--survive":
         return False
     allows_few = condition.sign == "!=" and (is_of_first or 2 * len(condition.values) < len(_choices(key)))

@@ -49,9 +49,9 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
     """Return the process grid of ``recipe`` on ``world`` ranks, and the server and worker roles, or None. Local.
 
-    If parameter servers are used with several grid axes, every rank computes and serves, and the roles are None (see
-    `RankContext.members`). Raises ConfigurationError if the recipe does not fit the ranks. If ``chaos``, the faults of
-    the recipe are also checked.
+    If parameter servers are used with several grid axes, every rank computes and serves, and the roles are None.
+    Raises ConfigurationError if the recipe does not fit the number of ranks. The keyword ``chaos`` also checks the
+    ranks in its ``[chaos]`` section.
     """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles

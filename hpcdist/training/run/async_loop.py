@@ -35,7 +35,7 @@ class AsyncTrainingLoop(TrainingLoop):
 
     All ranks meet in a rendezvous: on a stop request or non-finite loss, when the slowest worker reaches a multiple of
     ``checkpoint.every_steps``, and at the end. The slowest worker's step count is the step count of the run. With
-    backup workers, a late gradient is dropped, and its worker skips the steps that the other workers have made.
+    backup workers, a late gradient is dropped, and its worker continues with the current step of the others.
     """
 
     kind_of_metrics = AsyncRunMetrics
@@ -237,7 +237,7 @@ class AsyncTrainingLoop(TrainingLoop):
         self.exchange.plan_rendezvous((self._saved_at // every + 1) * every if every else 0)
 
     def _count_what_was_served(self) -> None:
-        """On a server, store the bytes sent per step: total / mean number of steps of the workers. Collective."""
+        """On a server, store the bytes sent per step, counted in steps of an average worker. Collective."""
         outcome, exchange = self.outcome, self.exchange
         made = self.trainer.comm.allgather_object(outcome.steps.count)
         steps = [count for count in made if count]

@@ -82,16 +82,16 @@ class TrainingJob:
     def described(self, life: int) -> dict[str, Any]:
         """Return the data that a new process needs to join this job after a rank failure, as a dict. Local.
 
-        ``life`` is the number of the incarnation that the process joins (see `elastic.job`).
+        ``life`` is the number of recoveries of the job, including the current one.
         """
         description = {"recipe": self.recipe, "run": self.run, "ends": self.stop_requests.ends, "as_json": self.as_json}
         return description | {"holder": self.holder, "lives": self.lives, "life": life}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
-        """Let the process with rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective.
+        """Let rank ``leader`` of the communicator ``everyone`` hold the lock of the run directory. Collective.
 
-        The keyword ``takes`` must be True on rank ``leader`` and False on all other ranks. ``everyone`` joins all
-        living processes of the job.
+        ``everyone`` contains all living processes of the job. Rank ``leader`` must pass ``takes=True``, and the other
+        ranks ``takes=False``.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)

@@ -44,15 +44,18 @@ class CheckpointSaver:
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return this rank's progress on the checkpoint in flight, to be summed over all ranks in each step. Local."""
+        """Return flags of this rank's background write: in progress, failed. Empty array if saves block. Local."""
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` must be called. ``sums``: results of `numbers`, summed over the ranks. Local."""
+        """Return True if, by the summed `numbers` of all ranks, no rank still writes or a rank has failed. Local."""
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Continue the checkpoint in flight (``sums``: see `goes_on`). Return its path if complete now, else None."""
+        """Advance the checkpoint in flight if no rank still writes. Return its path if it is now complete, else None.
+
+        ``sums`` are the summed `numbers` of all ranks. Raises StorageError on all ranks if a rank failed to write.
+        """
         return None
 
     def finish(self) -> Path | None:

@@ -32,8 +32,8 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 class CheckpointTimer:
     """Timer that decides when to save checkpoints, and whether the job's time is up. Only one rank decides. Local.
 
-    ``state_bytes`` is the size of this rank's state. The job ends at ``ends``, in seconds since 1970. ``starts``
-    records the run's starts; it is None on ranks that do not decide.
+    ``state_bytes`` is the size of this rank's state. The job ends at ``ends``, in seconds since 1970. ``starts`` is the
+    record of the run's starts and failures, from which the failure rate follows. Other ranks pass None.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.I
 class StopRequests:
     """Stop requests of this rank: from signals, from the stop file, and because the job's time is up.
 
-    A signal only sets a flag, because a handler must not communicate or write files. Between calls of `starts` and
-    `begun`, however, a signal ends the process at once. The job ends at ``ends``, in seconds since 1970.
+    A signal only sets a flag, because a handler must not communicate or write files. Before the first step, when there
+    is nothing to save, a signal can also end the process at once. The job ends at ``ends``, in seconds since 1970.
     """
 
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
@@ -169,8 +169,8 @@ class StopRequests:
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
         """Return a `StopRequests` that handles signals, for a process that may run for ``limit_s`` seconds.
 
-        The process is in its start phase: until `begun` is called, a signal calls the functions ``lets_go`` (e.g. to
-        release a lock) and ends the process. Main thread only. Raises ConfigurationError like `end_of_job`.
+        Until `begun` is called, a signal ends the process at once, after calls of the functions in the other arguments,
+        e.g. to release a lock. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
         """
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
@@ -193,7 +193,7 @@ class StopRequests:
     def starts(self, *lets_go: Callable[[], object]) -> None:
         """Let signals end this process at once, until `begun` is called. Main thread only.
 
-        Before the exit, the functions ``lets_go`` are called, e.g. to release a lock.
+        Before the exit, a signal handler calls the functions in the arguments, e.g. to release a lock.
         """
         for action in lets_go:
             self._at_once.before(action)
@@ -212,7 +212,7 @@ class StopRequests:
     def all_saved(self) -> Iterator[None]:
         """Context manager for work after the last save: in its body, signals end this process at once. Local.
 
-        It has no effect in a process that never called `starts`.
+        It has no effect if signals could not end the process before the first step either (see `starts`).
         """
         self._at_once.switch(self._at_once.started)
         try:

@@ -49,8 +49,8 @@ def lock_step_throughput(
     """Return the speed of a run whose ranks make each step together. Local.
 
     ``workers`` are the items of ``ranks`` except parameter servers. ``targets`` is the mean number of loss terms per
-    step. A step takes the time of its slowest worker. Its bytes are from the rank that sends most: the median over the
-    steps, or the mean if not all steps send equally much (not ``alike``).
+    step. A step takes the time of its slowest worker. Bytes sent in a step are counted on the rank that sends most. The
+    result has their median over the steps, or the mean if the keyword ``alike`` is False.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -74,8 +74,8 @@ def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThro
     """Return the speed of a run whose workers do not wait for each other. Local.
 
     ``workers`` are the items of ``ranks`` except parameter servers. The first step of each worker does not count.
-    Measurement begins when a worker first completes a step. ``step_s`` is the median of the workers' median step times.
-    ``sent_bytes`` is per step, of the rank that sends most: a worker's median over its steps, or a server's mean.
+    Measurement begins when a worker first completes a step. The step time in the result is the median of the workers'
+    median step times. The number of bytes sent per step is from the rank that sends most.
     """
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -268,8 +268,8 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
     """Return the bytes moved per step, keyed by the fields of `BytesMoved`, or None if no rank made a step.
 
-    Each value is a mean over steps, and the maximum of this mean over ``ranks``. ``sent`` replaces the value of
-    "messages", unless ``sent`` is NaN.
+    Each value is the largest of the ranks' means over steps. ``sent`` is the number of bytes per step to report for
+    "messages" instead of this mean, or NaN.
     """
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -282,9 +282,9 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the mean bytes per step read from a node's shared memory, by the rank that read most.
+    """Return the largest mean, over ``ranks``, of the bytes that a rank loads from shared memory per step.
 
-    Return None if no rank read from it.
+    Return None if no rank uses shared memory.
     """
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None

@@ -111,10 +111,10 @@ def plan_training(
 def plan_script(
     program: tuple[str, ...], options: Mapping[str, Any], kind: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
-    """Return the job of type ``kind`` that runs ``program`` on all ranks. ``more`` are additional job fields.
+    """Return the job of type ``kind`` that runs the command line ``program`` on all ranks.
 
-    The job gets the HPCDIST_SET__... variables of this process. The same command line in the same directory resumes the
-    same run. Raises ConfigurationError and UsageError if the site cannot run the job.
+    Further keyword arguments are additional job fields. The job gets the HPCDIST_SET__... variables of this process.
+    Raises ConfigurationError and UsageError if the site cannot run the job.
     """
     site = search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
@@ -142,9 +142,10 @@ def size_of(job: BatchJob) -> str:
 
 
 def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
-    """Check ``job`` against its site profile. Return a `PlannedJob` with ``notes`` and the files that nodes cannot see.
+    """Check ``job`` against the profile of its cluster ``site``. Return it as a `PlannedJob`, with texts for the user.
 
-    ``shape`` is a text about the job's size. ``data`` has the paths of its data files. Raises ConfigurationError.
+    The texts are ``shape``, which states the job's size, further ``notes``, and messages about files that compute nodes
+    cannot see. ``data`` has the paths of the job's data files. Raises ConfigurationError.
     """
     search.check(job, site)
     lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
@@ -339,7 +340,7 @@ def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: P
 
 
 def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
-    """Return a message for each file of ``job`` and file in ``data`` that the compute nodes cannot see. Local."""
+    """Return a message for each path that the compute nodes cannot see: paths of ``job`` and data files ``data``."""
     if site.scheduler.kind == "none":
         return []
     paths = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}

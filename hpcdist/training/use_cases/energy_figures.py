@@ -172,7 +172,7 @@ def _rates(
 
 
 def _moments(metrics: step_metrics.MetricsData) -> np.ndarray:
-    """Return the end time of each step on its slowest rank, in seconds since the last start or resume before it."""
+    """Return the end time of each step, in seconds since the program that made the step was started."""
     of_rank = metrics.steps["step_s"]
     slowest = np.where(np.isnan(of_rank), 0.0, of_rank).max(axis=1, initial=0.0)
     moments = np.zeros(len(slowest))

@@ -24,8 +24,8 @@ def prepare_imported_run(
     """Create ``run_dir`` for imported ``tensors``, with the recipe ``path`` changed by ``overrides``. Local.
 
     Return the model inputs, such as the vocabulary size, and {tensor name in the file: name in the run}. ``inputs`` are
-    model inputs from an export; without them the data is read, which may raise DataError. Raises ConfigurationError if
-    ``tensors`` do not match the model, or if the directory has a recipe.
+    the model inputs stored in the imported file. Without them, the recipe's training data is read, which may raise
+    DataError. Raises ConfigurationError if ``tensors`` do not match the model, or if the directory has a recipe.
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)

@@ -76,7 +76,10 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return ``make(simulate)`` and no notes, or if the simulator cannot be loaded, ``make(False)`` and a note."""
+    """Return the plan from ``make(True)``, which simulates, and no notes. Without ``simulate``, call ``make(False)``.
+
+    If the simulator cannot be loaded, return the plan from ``make(False)`` and a note.
+    """
     try:
         return make(simulate), ()
     except ImportError as error:

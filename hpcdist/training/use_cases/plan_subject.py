@@ -149,10 +149,11 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject`` with the kernels of published trainings (Megatron), if cluster ``on`` has no measured kernels.
+    """Return ``subject``, planned with Megatron's kernel speed and memory if cluster ``on`` has no measurements.
 
-    This changes only plans of transformers on GPUs, for which the user chose no kernels. The published kernels must
-    support the layout, unless the keyword ``always`` is true. In other cases ``subject`` is returned unchanged.
+    Published trainings provide these numbers. Only plans of transformers on GPUs, for which the user chose no kernels,
+    are changed. If Megatron does not support the layout, ``subject`` is unchanged, unless the keyword ``always`` is
+    true.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:

@@ -135,7 +135,7 @@ def _accounted_step(row: list[str]) -> slurm_energy.AccountedStep:
 
 
 def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the names of ``jobs`` (None: of all jobs of this user) from squeue, or {} without Slurm."""
+    """Return a dict from job id to job name for ``jobs`` (None: all jobs of this user). Without Slurm it is empty."""
     selection = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
     try:
         code, output, _ = _run("squeue", "--noheader", "--states=all", selection, "--Format=JobArrayID:|,Name:|")
@@ -160,7 +160,10 @@ def log_of(job: str) -> str:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel ``jobs`` (job or array task numbers) immediately. Ignores ended jobs. Raises MissingCapabilityError."""
+    """Cancel ``jobs`` (job or array task numbers) that have not ended.
+
+    Raises MissingCapabilityError if scancel is missing or fails.
+    """
     code, _, why = _run("scancel", *jobs)
     if code and "already completing or completed" not in why.lower():
         raise MissingCapabilityError(f"scancel failed: {why or f'exit code {code}'}")

@@ -24,13 +24,11 @@ from hpcdist.strategies.schedule.operations import Operation
 
 
 class Quorum:
-    """Decisions of the first server on pushed gradients. A step ignores the ``spare`` slowest of ``workers``.
+    """Decisions of the first server about pushed gradients. A step ignores the ``spare`` slowest of ``workers``.
 
-    A decision is a `ControlFields` object for the gradients of its ``workers``:
-
-    If ``dropped`` is true, servers ignore the gradient of its only worker.
-    If ``dropped`` is false, servers sum the gradients of its workers in ascending order, and multiply by ``scale``.
-    In both cases, the workers of the decision continue at step ``clock``.
+    All servers follow each decision, a `ControlFields` object. If its attribute ``dropped`` is true, the servers ignore
+    the gradient of one worker. Otherwise, they sum the gradients of several workers in rank order, and multiply the sum
+    by its attribute ``scale``. These workers then continue at the step in its attribute ``clock``.
     """
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
@@ -68,7 +66,7 @@ class Quorum:
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """Record that a rendezvous has ended and that all workers continue at step ``clock``."""
+        """Record that all workers resume after a common stop. ``clock``: number of completed steps."""
         self._away.clear()
         self.clock = clock
 
@@ -102,7 +100,7 @@ class BackupExchange(AsynchronousServerExchange):
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return the global ``batch`` size as divisor. Servers rescale by the number of summed samples. Local."""
+        """Return the divisor of this worker's gradient: ``batch``, the number of samples of all workers. Local."""
         self._weight = samples, batch
         return batch
 
@@ -156,7 +154,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Update the shard with gradients in ``turn``; return False if other servers' gradient norms are missing."""
+        """Apply the gradients of the workers in ``turn``; return False if other servers' gradient norms are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -205,10 +203,11 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the step counts at a stop of all workers; if a worker is late, send all workers the newest parameters.
+        """Record the step counts of all workers at a common stop. Collective over the world.
 
-        Workers continue at step ``updates``, the number of updates so far. ``clocks``: step count of each worker.
-        ``calls``: number of requests for a stop since the start of the run. Collective over the world.
+        ``clocks``: step count of each worker. ``updates``: number of updates on the servers. If a worker has made fewer
+        steps than ``updates``, all workers receive the newest parameters. All workers continue at step ``updates``.
+        ``calls``: number of requests for a stop since the start of the run, summed over the ranks.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:

@@ -83,9 +83,8 @@ class ServerShard:
 class AsynchronousServerExchange(Exchange):
     """Base class of parameter-server strategies whose workers are not in lock-step.
 
-    In a rendezvous, all workers have stopped between steps, so that the world can run collectives. Then ``together`` is
-    True, and `agree` sums values over the world; at other times `agree` is local. A rendezvous starts when the slowest
-    worker has completed step number ``meet_at`` (0: only on request). ``clocks`` are the workers' step counts at the
+    For collectives over the world, such as for a checkpoint, all workers stop between steps (a rendezvous). The
+    attribute ``together`` is true during a rendezvous. The attribute ``clocks`` holds each worker's step count at the
     last rendezvous. Subclasses define `_on_push`.
     """
 
@@ -95,9 +94,10 @@ class AsynchronousServerExchange(Exchange):
     staleness = 0  # staleness of that gradient
 
     def __init__(self, context: RankContext, roles: Roles, serving: RankContext) -> None:
-        """Create the exchange from ``context`` for the servers and workers in ``roles``. Collective.
+        """Create the exchange for the servers and workers in ``roles``. Collective.
 
-        ``serving``: context of a server's `ServerShard`, which may have another learning-rate schedule.
+        ``context``: context of this rank. ``serving``: context for the parameters that a server owns. Its learning-rate
+        schedule may differ from the schedule in ``context``.
         """
         self.context, self.roles, self.algorithm = context, roles, context.algorithm
         self.rank, self._first = context.world.rank, roles.servers[0]
@@ -147,7 +147,7 @@ class AsynchronousServerExchange(Exchange):
         return [*pushes, Operation(Kind.AGREE), Operation(Kind.PULL, range=Range(0, self.context.layout.size))]
 
     def attended(self, operations: Sequence[Operation]) -> list[Operation]:
-        """Return ``operations``; on a server, add a COLLECT operation (`serve`) after each forward or backward pass."""
+        """Return ``operations``; on a server, add a call of the method `serve` after each forward or backward pass."""
         if self.shard is None:
             return list(operations)
         look = [Operation(Kind.COLLECT)]
@@ -251,29 +251,29 @@ class AsynchronousServerExchange(Exchange):
         """Store values from ``what``, the fields of a server's reply to this worker. Subclasses override it."""
 
     def meet(self) -> None:
-        """Start a rendezvous: push no more gradients, and wait until all workers have stopped. Collective."""
+        """Stop pushing gradients until `part`, and wait until all workers have stopped. Collective over the world."""
         self.meetings.meet()
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the step counts of all workers at a rendezvous (a stop of all workers). Local.
+        """Record the step counts of all workers at a stop of all workers. Local.
 
         ``clocks``: step count of each worker. ``updates``: number of updates on the first server. ``calls``: number of
-        requests for a rendezvous that all ranks have sent since the start of the run.
+        requests for a stop since the start of the run, summed over the ranks.
         """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)
 
     def plan_rendezvous(self, clock: int) -> None:
-        """Plan the next rendezvous for when the slowest worker has made ``clock`` steps; 0 plans none. Local."""
+        """Plan a stop of all workers for when the slowest worker has made ``clock`` steps; 0 plans none. Local."""
         self.meet_at = clock
 
     def part(self) -> None:
-        """End the rendezvous, so that ranks no longer wait for each other. Local."""
+        """End the stop of all workers that `meet` started: this rank no longer waits for other ranks. Local."""
         self.together = False
 
     def refresh(self) -> None:
-        """Send the servers' newest parameters to all workers. Collective over the world, in a rendezvous."""
+        """Send the servers' newest parameters to all workers, between `meet` and `part`. Collective over the world."""
         others = [server for server in self.roles.servers if server != self.rank]
         requests = [request for server in others for request in self._take_from(server)] if self.works else []
         if self.shard is not None:
@@ -297,7 +297,7 @@ class AsynchronousServerExchange(Exchange):
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Sum ``values`` over the world in a rendezvous; during a step return them unchanged."""
+        """Return the sum of ``values`` over the world between `meet` and `part`; at other times return ``values``."""
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values

@@ -82,7 +82,7 @@ class VersionVector:
         return self.vector[worker]
 
     def convene(self, clocks: Mapping[int, int]) -> None:
-        """Record that all workers push again after a stop; ``clocks`` maps each worker to its step count."""
+        """Record that all workers resume after a common stop. ``clocks``: number of completed steps of each worker."""
         self._away = set(clocks)
         self.vector = dict.fromkeys(clocks, 0)
         for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # in ascending order, so none is raised
@@ -91,7 +91,7 @@ class VersionVector:
 
 
 class AsynchronousExchange(AsynchronousServerExchange):
-    """Asynchronous parameter server: asp if ``bound`` is infinite, else ssp (at most ``bound`` steps ahead)."""
+    """Parameter-server strategy with workers up to ``bound`` (possibly infinite) steps ahead of the slowest worker."""
 
     def __init__(self, context: RankContext, roles: Roles, bound: float, *, staleness_aware: bool) -> None:
         super().__init__(context, roles, per_push_context(context, len(roles.workers)))
@@ -162,7 +162,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         self._vector.convene(clock_of)
 
     def part(self) -> None:
-        """End the rendezvous; if this worker is too far ahead, first wait for slower workers. Local."""
+        """End the stop of all workers; a worker beyond the staleness bound then waits for slower workers."""
         super().part()
         has_steps = self.clock < self.context.total_steps
         if self.works and has_steps and self.clock - min(self.clocks) > self._bound:
@@ -180,11 +180,11 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return rate * self._factor(self.staleness)
 
     def state(self) -> dict[str, Any]:
-        """Return the counts at the last stop of all workers: ``clocks``, their minimum ``count``, and ``updates``."""
+        """Return the state for a checkpoint: each worker's step count, their minimum, and the number of updates."""
         return {"count": min(self.clocks), "clocks": self.clocks, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the clocks; if the number of workers has changed, all workers continue at the slowest clock."""
+        """Restore the step counts; if the number of workers has changed, all workers continue at the smallest count."""
         count, workers = int(state["count"]), len(self.roles.workers)
         if len(state.get("clocks", ())) == workers:
             self.clocks, self.updates = [int(clock) for clock in state["clocks"]], int(state["updates"])

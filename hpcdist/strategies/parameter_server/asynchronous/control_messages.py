@@ -83,8 +83,8 @@ class ControlChannel:
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
         """Wait for a control message and handle it.
 
-        If the keyword ``alone`` is true, this rank blocks in one receive with a deadline. Otherwise it polls without a
-        deadline, and calls the keyword ``look`` between polls.
+        The keyword ``alone`` is true if this rank has nothing else to do: it then blocks in one receive, with the usual
+        timeout. Otherwise it polls without a timeout, and calls the function ``look`` (a keyword) after each poll.
         """
         if alone:
             self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
@@ -137,11 +137,11 @@ LOOK_S: Final = 0.5  # interval at which a waiting rank checks whether to call t
 
 
 class Rendezvous:
-    """Rendezvous of all ranks, seen from one rank: workers stop between steps, so that the world can run collectives.
+    """Stop of all workers between steps, so that the world can run collectives. Each rank has one such object.
 
-    ``called``: the first server (``roles.servers[0]``) has asked this worker to stop and call `meet`. ``due``: on the
-    first server, True if its replies ask workers to stop. A server calls ``left(worker)`` for each worker that has
-    stopped pushing.
+    On a worker, the attribute ``called`` is true if the first server has asked this worker to stop and call `meet`. On
+    the first server, the attribute ``due`` is true while its replies ask workers to stop. ``left``: function that a
+    server's object calls with the rank of each worker that has stopped pushing.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class Rendezvous:
         self._looked = 0.0
 
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Set the function ``wants``, which returns True if this rank requests a rendezvous. Local.
+        """Set the function ``wants``, which returns True if this rank requests a stop of all workers. Local.
 
         While a worker waits in `meet`, it calls ``wants()`` and ``meanwhile()`` every `LOOK_S` seconds.
         """
         self._wants, self._meanwhile = wants, meanwhile
 
     def consider(self) -> None:
-        """Request a rendezvous (a stop of all workers) if the function passed to `ask` returns True. Local."""
+        """Request a stop of all workers if the function passed to `ask` returns True. Local."""
         if self._wants():
             self.call()
 
@@ -186,7 +186,7 @@ class Rendezvous:
             self._channel.tell(self._first, ControlKind.CALL, ControlFields(clock=self._held))
 
     def meet(self) -> None:
-        """Wait until every worker has called `meet`; serve other ranks meanwhile. Collective over the world."""
+        """Wait until every worker has called `meet`; handle control messages meanwhile. Collective over the world."""
         if self._works:
             for server in self._roles.servers:
                 if server != self._rank:
@@ -204,9 +204,10 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Receive late requests for the rendezvous that `meet` has completed; wait for this rank's sends. Local.
+        """Wait until this rank's control messages have been received. Local; call it after `meet`.
 
-        ``calls``: number of requests for a rendezvous that all ranks have sent since the start of the run.
+        ``calls``: number of requests for a stop since the start of the run, summed over the ranks. The first server
+        also waits until it has received all these requests.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

@@ -50,7 +50,7 @@ class ScheduleText:
 
     @property
     def keeps(self) -> bool:
-        """True if activations cannot be recomputed: backward passes are split, or the placement is "folded"."""
+        """True if the schedule does not support recomputation: activations are kept until the backward pass."""
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
@@ -223,12 +223,12 @@ def insert_exchange(
     """Insert the operations in ``exchange``, which sum gradients and update, into the compute operations ``steps``.
 
     ``units`` maps each model unit to its range of the flat parameter vector. An operation of a type in `EXCHANGED` is
-    inserted as soon as the gradients of all units in its range are complete. Other operations follow at the end. But a
-    MIX_START (start of a parameter swap) that is the first in ``exchange`` becomes the first operation of the result.
+    inserted as soon as the gradients of all units in its range are complete. Other operations follow at the end. If
+    ``exchange`` begins with MIX_START, the result begins with it too.
 
     Gradients are complete after the last micro-batch or, with the keyword ``every_microbatch``, after each micro-batch.
-    If ``exchange`` has an ADD of the same range, gradients are reduced only after the last micro-batch. After each
-    earlier micro-batch, the ADD adds them to a local sum.
+    The operation ADD sums a range's gradients over micro-batches on this rank. If ``exchange`` has an ADD for a range,
+    the range is reduced only after the last micro-batch.
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> index at which its gradients are complete
     for index, op in enumerate(steps):
@@ -268,8 +268,9 @@ def overlap_reductions(
     """Replace each REDUCE in ``steps`` by a START at the same position and a WAIT as late as possible.
 
     The WAIT comes before operations in `NEEDS_SUMS`, and before a backward pass that writes to the range in flight.
-    ``units`` maps each model unit to its range of the flat parameter vector. ``needs`` maps it to all units whose
-    gradients its backward pass writes. At most ``most`` reductions are in flight (None: no limit).
+    ``units`` maps each model unit to its range of the flat parameter vector. ``needs`` maps a unit to all
+    units whose gradients its backward pass writes, such as the owner of a tied tensor. At most ``most`` reductions are
+    in flight (None: no limit).
     """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
@@ -299,8 +300,8 @@ def overlap_reductions(
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
     """Replace each GATHER in ``steps`` by a WAIT_GATHER at the same position and an earlier START_GATHER.
 
-    Only gathers of units with a FREE are replaced. At most ``ahead`` gathers are in flight. A gather starts only after
-    the previous FREE of its unit. Gathers after AGREE are not started earlier, because they fetch new parameters.
+    At most ``ahead`` gathers are in flight. A gather starts only after the previous FREE of its unit. Gathers are not
+    replaced if their unit is never freed, or if they fetch updated parameters at the end of the step.
     """
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}

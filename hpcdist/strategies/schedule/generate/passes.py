@@ -168,7 +168,6 @@ def zb_h2(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def _put_off(microbatches: int, *, ahead: int, delay: int) -> Passes:
-    """Delay weight gradients by ``delay`` micro-batches; begin with ``ahead`` forward passes."""
     passes = [(Kind.FORWARD, microbatch, 0) for microbatch in range(min(ahead, microbatches))]
     for microbatch in range(microbatches):
         if microbatch + ahead < microbatches:

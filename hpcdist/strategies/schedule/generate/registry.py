@@ -43,9 +43,9 @@ def bubble(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float | None:
-    """Return the idle fraction of the pipeline rank with the longest time from first to last pass. Local.
+    """Return the idle fraction of the slowest pipeline rank, between its first and last pass. Local.
 
-    The result is None if ``schedule`` has no formula below, or if the condition after the formula's source is false.
+    The result is None if ``schedule`` is not in the table below, or if the condition at the end of its row is false.
     p ranks (``stages``), m micro-batches and v chunks per rank. F, I and W: seconds of the forward pass, the input
     gradient (B in the papers) and the weight gradients. The formulas are for equal stages and free messages.
 
@@ -80,10 +80,11 @@ FILE: Final = "file"  # a schedule read from a file
 class Schedule:
     """Description of one pipeline schedule, an entry of `SCHEDULES`.
 
-    Two functions of (rank, ranks, micro-batches, chunks): ``passes`` returns the rank's passes, and ``peak`` its
-    largest numbers of micro-batches in progress. A rank has ``least`` to ``most`` chunks (None: no maximum).
-    ``folded``: chunks go up the ranks and back down, not round-robin. ``splits``: input and weight gradients are
-    separate passes. ``pipelines``: supports several ranks. ``fewest(ranks)``: minimum number of micro-batches.
+    Two functions have the arguments (rank, ranks, micro-batches, chunks): ``passes`` returns the rank's passes, and
+    ``peak`` returns its `Peak`, the largest number of micro-batches in progress. A rank has ``least`` to ``most``
+    chunks (None: no maximum). ``folded``: a rank's two chunks are placed in a V shape, not round-robin. ``splits``:
+    input and weight gradients are separate passes. ``pipelines``: the schedule supports several ranks.
+    ``fewest(ranks)``: minimum number of micro-batches.
     """
 
     passes: Callable[[int, int, int, int], Passes]
@@ -145,9 +146,9 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank for the schedule ``name`` if the recipe sets ``chunks``.
+    """Return the number of model chunks per rank: the fixed number of the schedule ``name``, if any, else ``chunks``.
 
-    1 selects the schedule's fixed number, if any. Raises ConfigurationError if ``chunks`` is not supported.
+    ``chunks`` is the number from the recipe, by default 1. Raises ConfigurationError if it is not supported.
     """
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):

@@ -106,10 +106,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Times:
-    """Simulated start and end times of the entries of a program; a RECV starts when its rank reaches it.
+    """Simulated start and end times of all entries of a program. A RECV starts when its rank reaches it.
 
-    ``cause``: for each entry, the SEND that delayed it, or -1 if only the rank's previous entry delayed it. ``before``:
-    for each SEND, the SEND that occupied the link before it, or -1.
+    ``cause`` has, for each RECV that waited for its message, the index of the matching SEND. ``before`` has, for each
+    SEND that waited for the link, the index of the SEND that occupied the link. All other values are -1.
     """
 
     begin_s: np.ndarray  # (entries,)
@@ -120,7 +120,7 @@ class Times:
 
 
 def run(program: Program) -> Times:
-    """Simulate ``program``: return the times of all entries. Raises ScheduleError if a rank waits forever. Local."""
+    """Return the simulated `Times` of the passes and messages in ``program``. Raises ScheduleError in a deadlock."""
     entries = len(program.code)
     begin_s, end_s = np.full(entries, -1.0), np.full(entries, -1.0)
     cause, before = np.full(entries, -1, np.int64), np.full(entries, -1, np.int64)
@@ -146,7 +146,7 @@ def _run(
 ) -> None:
     """Simulate until each rank has ended or waits; update ``at`` and ``times``, the arrays of `Times`.
 
-    ``at``: index of each rank's next entry. ``rows``: the arrays of a `Program` from `starts` to `seconds`.
+    ``at``: index of each rank's next entry. ``rows``: the arrays starts, code, target and seconds of `Program`.
     ``links``: link number of each message. ``travel_s``: ``carries_s`` and ``latency_s`` of `LinkCost`.
     """
     starts, code, target, seconds = rows

@@ -72,7 +72,7 @@ class StepTimeline:
 
     @property
     def bubble(self) -> float:
-        """Largest idle fraction of the pipeline ranks with the longest time from first to last pass."""
+        """Idle fraction of the slowest pipeline rank, between its first pass and its last pass."""
         longest = max(stage.span_s for stage in self.stages)
         return max(stage.bubble for stage in self.stages if stage.span_s >= longest * (1 - 1e-12))
 
@@ -162,6 +162,6 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Simulate ``rows``, each rank's passes as a `compact` array. Raises ScheduleError if a rank waits forever."""
+    """Return the timeline of ``rows``, each rank's passes encoded by `compact`. Raises ScheduleError in a deadlock."""
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

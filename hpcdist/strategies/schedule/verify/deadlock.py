@@ -74,7 +74,8 @@ class PeerRanks:
 class DryRun:
     """Dry run of ``lists``, the operation lists of all ranks. Counts ``messages`` and collectives (``meetings``).
 
-    ``neighbours``: peers of each rank on each grid axis. ``places``: placement of the model on each rank's pipeline.
+    ``neighbours``: peers of each rank on each grid axis. ``places``: for each rank, the assignment of
+    model units to the ranks of its pipeline.
     """
 
     def __init__(

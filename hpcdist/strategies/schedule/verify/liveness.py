@@ -145,7 +145,7 @@ class RankProgram:
     """Operation list ``steps`` of a rank, with the data needed to verify the list.
 
     ``units``: parameter ranges of the units (model stages) that the rank computes.
-    ``place``: (placement, pipeline rank), or None on a parameter server.
+    ``place``: (assignment of units to pipeline ranks, this rank's pipeline rank), or None on a parameter server.
     ``needs``: all units whose parameters a unit uses, by unit.
     ``accumulates``: True if gradients are exchanged once per step, not once per micro-batch.
     ``combines``: True if several ranks have the same gradient shard, and must sum it by COMBINE after REDUCE.
@@ -201,7 +201,7 @@ GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(share: RankProgram) -> None:
-    """Raise ScheduleError if a rank's program ``share`` uses freed parameters or ends without new parameters."""
+    """Raise ScheduleError if the operation list in ``share`` uses freed parameters or ends with outdated ones."""
     _check_gathers(share)
     _check_residence(share)
     _check_freshness(share)
@@ -221,9 +221,10 @@ def gathered_peak(share: RankProgram) -> int:
 
 
 def activation_peak(share: RankProgram) -> tuple[Peak, int]:
-    """Return the `Peak` of micro-batches in one rank's program ``share``, and a second peak number.
+    """Return the largest numbers of micro-batches in progress at once in one rank's program ``share``.
 
-    The second number counts only micro-batches with all activations, without micro-batches to be recomputed later.
+    The first result, a `Peak`, counts all micro-batches. The second result excludes micro-batches whose activations
+    were freed and are not recomputed yet.
     """
     chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}

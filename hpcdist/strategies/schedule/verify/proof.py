@@ -24,10 +24,14 @@ from hpcdist.strategies.zero.config import ShardingDegrees
 class Proof:
     """Peak memory use and message counts of a step whose operation lists were proven to be correct.
 
-    The first four fields have each pipeline rank's largest number of micro-batches at the same time. ``live``: from
-    the forward pass to the backward (or input-gradient) pass. ``whole``: with all activations. ``held``: between the
-    passes of a split backward pass. ``both``: live or held. ``gathered``: each rank's largest number of gathered model
-    units at once. ``messages`` and ``meetings``: numbers of point-to-point messages and of collectives of all ranks.
+    Four fields have each pipeline rank's largest number of micro-batches in one of these states:
+        ``live``: after the forward pass, before the backward pass or its input-gradient half
+        ``whole``: live, with activations in memory
+        ``held``: after the input-gradient half of the backward pass, before the weight-gradient half
+        ``both``: live or held
+
+    ``gathered``: each rank's largest number of gathered model units at once. ``messages`` and ``meetings``: numbers of
+    point-to-point messages and of collectives of all ranks.
     """
 
     live: tuple[int, ...]
@@ -55,8 +59,8 @@ def verify(
 
     ``lists``: one list per rank of the keyword ``grid``, then one per parameter server. Keywords: ``units`` maps each
     model unit to its flat parameter range. ``needs`` maps it to the other units whose parameters it uses. ``placement``
-    assigns chunks to pipeline ranks; by default chunks are as long as possible. ``experts`` maps each unit to the flat
-    range of its experts; ``grid.expert`` consecutive replicas hold different experts there.
+    assigns units to pipeline ranks; by default, it is derived from ``lists``. ``experts`` maps each unit to the flat
+    range of its experts, which are sharded over ``grid.expert`` consecutive replicas.
     """
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
@@ -133,7 +137,7 @@ def _owned(
 def _check_owners(
     shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int, experts: Mapping[int, Range]
 ) -> None:
-    """Raise ScheduleError unless the number of ranks that update an element is ``copies``, or all that hold it."""
+    """Raise ScheduleError unless each element is updated by exactly ``copies`` ranks, or by all ranks that hold it."""
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
         data, degree = neighbours.along(REPLICAS, share.rank), neighbours.grid.expert

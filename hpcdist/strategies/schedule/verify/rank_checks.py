@@ -16,7 +16,8 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 def check_mixing(share: RankProgram) -> None:
     """Raise ScheduleError unless a rank's program ``share`` mixes parameters with neighbour replicas in a legal order.
 
-    MIX_START, MIX_WAIT and MIX start, complete and apply a swap. Its parameters must not change before MIX_WAIT.
+    MIX_START starts an exchange of parameters with neighbours, MIX_WAIT completes it, and MIX averages. This rank's
+    parameters must not change between MIX_START and MIX_WAIT.
     """
     in_flight: list[Operation] = []
     arrived: list[Range | None] = []
@@ -109,10 +110,6 @@ def _check_passes(share: RankProgram) -> None:
 
 
 def _expected(place: tuple[StagePlacement, int], microbatch: int, steps: Sequence[Operation]) -> list[Operation]:
-    """Return the passes and messages that a rank must run for ``microbatch``, without BACKWARD_WEIGHT.
-
-    The actual ``steps`` only decide which model units have split backward passes and which are recomputed.
-    """
     chunks = place[0].of(place[1])
     split = {op.unit for op in steps if op.kind is Kind.BACKWARD_INPUT}
     recomputed = {op.unit for op in steps if op.recompute}
@@ -279,7 +276,6 @@ def _check_compressed(share: RankProgram) -> None:
 
 
 def _check_copies(share: RankProgram) -> None:
-    """Check the order of messages between a tied tensor's copy and its owner."""
     for index, copy in share.where(Kind.COPY_GRADIENT):
         for at, op in share.where(*WRITES):
             if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:

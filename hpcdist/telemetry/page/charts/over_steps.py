@@ -206,7 +206,10 @@ def _phases(data: PageData) -> Chart:
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the last step of each bin, and {phase: mean ms per step in each bin} of ranks except parameter servers."""
+    """Return the last step of each bin of consecutive steps, and a dict from phases to mean times (ms) in each bin.
+
+    A mean is over the steps of the bin, and over all ranks except parameter servers.
+    """
     rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0
     parts = {name: series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}

@@ -53,7 +53,7 @@ def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def medians(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the median over the rows of each bin, ignoring NaN; arguments and shapes as in `means`."""
+    """Return each column's median in each bin of rows, ignoring NaN. ``edges`` is the result of `bin_edges`."""
     return np.array([median(values[start:stop]) for start, stop in itertools.pairwise(edges)])
 
 
