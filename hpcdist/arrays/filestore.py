@@ -34,8 +34,8 @@ class FileStore(FlatStore):
     """A `FlatStore` that keeps its elements, initially zeros, in an unnamed file in ``directory``.
 
     A file has no array views: use `read`, `write`, `add`, `blocks` and `contents`, not ``range`` or ``view``. The
-    attribute ``array`` is always empty; ``on`` is the device of this empty array. ``what`` names the stored data in
-    error messages. Raises StorageError if the file system has no space.
+    attribute ``array`` is always empty. The keyword ``what`` names the stored data in error messages. Raises
+    StorageError if the file system has no space.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class FileSlice:
         return (self.where.size,)
 
     def read(self, part: Range, out: np.ndarray) -> None:
-        """Read the range ``part`` of this slice's elements, counted from the first one, into ``out``."""
+        """Copy the elements ``part`` of this slice to the array ``out``. The slice's first element has index 0."""
         self.store.read(part.shift(self.where.start), out)
 
     def write(self, part: Range, values: np.ndarray) -> None:
-        """Write ``values`` to the range ``part`` of this slice's elements, counted from the first one."""
+        """Copy the array ``values`` to the elements ``part`` of this slice, whose first element has index 0."""
         self.store.write(part.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:

@@ -260,7 +260,7 @@ class Kernel:
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Make `warm` compile this kernel as a C function with arguments of ``types``, names of numba types."""
+        """Make `warm` also compile the machine code whose address the method `address` returns for ``*types``."""
         self._addressed.append(types)
 
 

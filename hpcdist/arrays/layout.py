@@ -155,7 +155,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
-        """Return the tensors that overlap the range ``part`` of the flat array, each with its overlap in this array."""
+        """Return (tensor, overlap) for each tensor that overlaps ``part``. Both are ranges of the flat array."""
         # The last tensor that begins at or before the start of `part` may overlap `part`.
         first = max(0, bisect_right(self._starts, part.start) - 1)
         touched = []

@@ -101,7 +101,7 @@ class BatchJob:
     in ``run_dir``. ``sweep`` is the text of a sweep file. ``program`` is a command line, and ``program_keys`` has
     (name, value) pairs of environment variables for it.
 
-    Resources: ``walltime`` in Slurm's format (None: the partition's default). The job saves and restarts ``signal_s``
+    Resources: ``walltime`` in Slurm's format (None: the partition's default). The job saves and stops ``signal_s``
     seconds before its end. ``mem``: memory per node in Slurm's format ("0": all). ``constraint``: required node
     features. ``sbatch_args`` and ``mpi_args``: additional options. ``begin``: earliest start time, with time zone.
 

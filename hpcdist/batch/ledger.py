@@ -158,7 +158,7 @@ def register_run(run_dir: Path, environment: Mapping[str, str] = os.environ) -> 
 
 
 def registered_runs(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the existing run directories in this user's list, newest last. Raises StorageError."""
+    """Return the directories of this user's submitted runs that still exist, newest last. Raises StorageError."""
     path = registry(environment)
     try:
         places = [value.get("run_dir") for value in regular.json_objects(path)]

@@ -89,9 +89,10 @@ def decide(
 def fruitless_starts(
     entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
 ) -> list[ledger.LedgerEntry]:
-    """Return the latest consecutive starts that began from the checkpoint ``saved`` and trained the same recipe.
+    """Return the latest starts of the training that all began from the checkpoint ``saved``, and saved no newer one.
 
-    The starts are ledger entries from ``entries``. ``digest`` identifies the recipe. Cancelled jobs are left out.
+    ``entries`` is the content of the job ledger. All returned starts trained the recipe that ``digest`` identifies.
+    Starts of cancelled jobs are left out.
     """
     starts: list[ledger.LedgerEntry] = []
     entries = list(entries)

@@ -176,7 +176,7 @@ class SubmittedJob:
 
 
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
-    """Return (job, script) pairs to submit: jobs that continue one training in turn, then any merge job. Local."""
+    """Return the (job, script) pairs to submit for ``job``. Each job starts after the previous one. Local."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, render(link, site)) for link in links]
 

@@ -22,9 +22,9 @@ class CheckpointConfig:
         keep: Number of newest checkpoints to keep.
         keep_every: Also keep the first checkpoint at or after each multiple of this number of steps (0: none).
         keep_best: Also keep this number of checkpoints with the lowest validation loss (0: none).
-        stripe: Striping on Lustre or BeeGFS: "auto", "none", or options of the tool.
+        stripe: Striping on Lustre or BeeGFS: "auto", "none", or options of the file system's striping command.
         writers: "rank" (every rank), "node" (one rank per node), or the number of ranks that write.
-        asynchronous: Threads write a copy of the state, in memory or ``local_directory``, during training.
+        asynchronous: Copy the state to memory or to ``local_directory``. Threads write the copy to the run directory.
         incremental: Hard-link data that has not changed since the last checkpoint.
     """
 

@@ -162,7 +162,7 @@ def _servers(directory: Path) -> int | None:
 
 
 def apply(stripe_plan: StripePlan) -> str:
-    """Run the command of ``stripe_plan`` on the existing directory. Return an error message, or ""."""
+    """Run the striping command of ``stripe_plan``, if it has one. Return an error message, or ""."""
     if not stripe_plan.command:
         return ""
     result = _run(stripe_plan.command)

@@ -147,8 +147,8 @@ def command(
 class _Launch:
     """Settings of one `hpcdist run`, for the first start of the job and for every restart.
 
-    ``script`` is True if the job runs a user's program, not a subcommand of hpcdist. ``program`` precedes the
-    subcommand on the command line; it is empty for a user's program. ``typed`` is the command line of `hpcdist run`.
+    ``script`` is True if the job runs a user's script, not a subcommand of hpcdist. ``program`` is the command that
+    runs hpcdist, such as ``python -m hpcdist``, or empty for a script. ``typed`` is the command line of `hpcdist run`.
     """
 
     starter: launchers.Starter
@@ -290,7 +290,7 @@ def _check_starter(starter: launchers.Starter, options: Sequence[str], *, trains
 def _check(command: tuple[str, ...], energy: bool) -> bool:
     """Return True if ``command`` is a script or other program, False if it is an hpcdist command.
 
-    Raises UsageError if it would fail on every rank, or if ``energy`` (the option --energy) is set without a script.
+    Raises UsageError for an unknown command, for ``energy`` (the option --energy) without a script, and on a rank.
     """
     rank_commands = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # `bench` of a sweep starts ranks itself; the other benchmarks run on ranks.

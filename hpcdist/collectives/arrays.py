@@ -46,7 +46,7 @@ def allreduce(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array: 
 @overload
 def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number: ...
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
-    """Reduce ``array`` over all ranks in place, and return the result. Collective over ``comm``.
+    """Reduce ``array`` over all ranks in place, and return the result. Collective over the keyword ``comm``.
 
     ``array`` is a numpy or cupy array or a PyTorch tensor of floats (16 to 64 bits) or integers, of the same shape on
     all ranks, or a number. A number cannot change: use the return value. Python integers must fit in 64 bits; their sum
@@ -88,7 +88,7 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
 
 
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
-    """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over ``comm``.
+    """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over the keyword ``comm``.
 
     ``array``, of shape (n, ...), has the same shape on all ranks and is not changed. Its n rows are split as by
     `numpy.array_split`. ``op`` is as in `allreduce`. Raises UsageError for a 0-d array or an invalid op, and
@@ -107,7 +107,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 
 
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
-    """Return the rows of all ranks' arrays, concatenated in rank order. Collective over ``comm``.
+    """Return the rows of all ranks' arrays, concatenated in rank order. Collective over the keyword ``comm``.
 
     ``array`` is of shape (n, ...). The number of rows n may differ between ranks; the other dims and the dtype must be
     equal. Raises UsageError for a 0-d array or unequal dims, and BufferHandoverError for an unsupported dtype.
@@ -130,7 +130,7 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
 
 
 def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
-    """Overwrite ``array`` with the array of rank ``root``, and return ``array``. Collective over ``comm``.
+    """Overwrite ``array`` with the array of rank ``root``, and return ``array``. Collective over the keyword ``comm``.
 
     Shape and dtype are equal on all ranks. Raises UsageError for an invalid root, and BufferHandoverError for an
     unsupported dtype or a read-only array.
@@ -142,7 +142,7 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
 
 
 def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
-    """Send ``parts[q]`` to each rank q. Return the received arrays in rank order. Collective over ``comm``.
+    """Send ``parts[q]`` to each rank q. Return the received arrays in rank order. Collective over the keyword ``comm``.
 
     ``parts`` holds one array per rank. All have the same dtype and shape, except for the number of rows. Raises
     UsageError for a wrong number of parts, and BufferHandoverError for an unsupported dtype.
@@ -175,7 +175,7 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
 
 
 def _accept(comm: Communicator, array: Any, name: str, op: str = "sum", *, in_place: bool = False) -> Array:
-    """Return ``array`` as a numpy or cupy array. In checked mode, notify the other ranks of an error."""
+    """Return ``array`` as a numpy or cupy array, after a check that the collective ``name`` supports it and ``op``."""
     try:
         if op not in OPS:
             raise UsageError(f"op = {op!r} is unknown; choose {', '.join(OPS)}")
@@ -249,7 +249,7 @@ def algorithm_for(comm: Communicator, buffer: Array) -> str:
 
 
 def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
-    """Return the reduce-scatter and all-gather for ``buffer``. Collective at the first call for a dtype and device."""
+    """Return the `Sharding` algorithm for ``buffer``. The first call for a dtype and device is collective."""
     name = _selected(comm, buffer, autotune.SHARDED_KIND)
     return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
 

@@ -28,7 +28,7 @@ AllreduceFunction: TypeAlias = Callable[[Communicator, Array, str], None]
 
 
 class ScaledFunction(Protocol):
-    """An allreduce algorithm that multiplies the result by ``scale`` before it rounds. Collective over ``comm``."""
+    """An allreduce that multiplies the result by ``scale``, then rounds to the buffer's dtype. Collective."""
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         """Reduce ``buffer`` in place and multiply the result by ``scale``."""

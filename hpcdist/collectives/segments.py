@@ -121,9 +121,10 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
-    """Return a scratch buffer for each of the ranges ``pieces``, for use as targets of `PostedReceives`. Local.
+    """Return a list of scratch buffers, one of the size of each of the ranges ``pieces``, for `PostedReceives`. Local.
 
-    Buffers that `PostedReceives` does not need at the same time share memory. For the other arguments see `scratch`.
+    At most AHEAD receives are posted at a time, so buffers i and i + AHEAD share memory. For the other arguments see
+    `scratch`.
     """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)

@@ -58,8 +58,8 @@ AllGatherFunction: TypeAlias = Callable[[Communicator, Array, Sequence[Range]], 
 class Sharding:
     """Algorithm that splits a buffer into one share per rank, reduce-scatters to these shares, and all-gathers them.
 
-    Share boundaries are multiples of 64 bytes. Values of 16-bit floats are sent to the owner of a share. The owner sums
-    them in rank order in float32, and rounds once (see `all_to_all`).
+    Share boundaries are multiples of 64 bytes. The owner of a share of 16-bit floats sums in rank order in float32, and
+    rounds once (see `all_to_all`).
     """
 
     shares: SharesFunction
@@ -145,10 +145,10 @@ def _columns(comm: Communicator) -> list[list[int]]:
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return two lists of buffer ranges: one per rank of this node, and one per node.
+    """Return the buffer ranges for the two levels of a hierarchical collective: within nodes, then between nodes.
 
-    Range i of the first list is the union of the ``shares`` of all ranks with local rank i. The second list has the
-    shares of the ranks with this rank's local rank, one per node.
+    The first list has one range per local rank: the ``shares`` of all ranks with this local rank, which are adjacent.
+    The second list has the shares of the ranks with this process's local rank, one per node.
     """
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]

@@ -125,7 +125,7 @@ def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistErr
     """Inform all other ranks of ``comm`` that this rank raises ``error`` instead of making ``call``. Collective.
 
     The other ranks call `compare_calls`, which then raises CommunicationError. This function does nothing if
-    ``comm.checked`` is False. The function ``move`` is called until the ranks are informed, see `compare_calls`.
+    ``comm.checked`` is False. ``move(request)`` progresses other operations while ``request`` is in flight.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(

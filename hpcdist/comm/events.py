@@ -54,7 +54,7 @@ NULL_SINK: Final = EventSink()
 
 
 class Observable:
-    """Base class of `endpoint.Endpoint`: holds a communicator's event sink, and whether its calls are checked."""
+    """Base class of `endpoint.Endpoint`: a communicator's event sink, and the flag `checked` (ranks compare calls)."""
 
     def __init__(self) -> None:
         self._sink_cell: list[EventSink] = [NULL_SINK]  # shared with all communicators derived from this one

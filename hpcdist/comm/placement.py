@@ -26,7 +26,10 @@ class Placement:
 
 
 def choose_gpu(announced: LaunchEnvironment | None) -> int:
-    """Select the GPU of the local rank that the launcher ``announced``, before MPI_Init. Return its index. Local."""
+    """Select the GPU for this process's local rank, before MPI_Init. Return the index of the GPU. Local.
+
+    ``announced`` holds the launcher's environment variables, such as the local rank. None means local rank 0.
+    """
     if announced is not None and announced.local_rank is None and announced.size > 1:
         raise ConfigurationError(
             f"{announced.launcher} announces {announced.size} ranks but no local rank, so no GPU can be chosen before "

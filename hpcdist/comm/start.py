@@ -103,9 +103,10 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """From now on, if all ranks raise an equal error, print it only once, and not once per rank. Local.
+        """Install a rule for errors: if all ranks raise an equal error, only rank 0 prints it. Local.
 
-        In a job that survives rank failures, an uncaught error due to a rank failure also no longer ends the job.
+        If the job survives rank failures, also install a rule for them: an uncaught error due to a rank failure does
+        not end the job.
         """
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
@@ -158,7 +159,7 @@ def start(
     None, a node is a host. If ``checked`` is True, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, ranks compare their
     calls before each collective. If MPI has not started after STARTING_S seconds, the job ends. After the start, an
     uncaught exception or a non-zero SystemExit ends the job. Raises ConfigurationError if MPI's world size or local
-    ranks differ from the launcher's. If ``examined`` is True, the local ranks are not compared.
+    ranks differ from the launcher's. `hpcdist doctor` sets ``examined`` to accept different local ranks.
     """
     refuse_worker()
     standard_streams.protect()
@@ -226,9 +227,9 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """From now on, report an uncaught exception and end this process with the exception's exit code. Local.
+    """Install the excepthook of `start` early: an error before `start` has the same report and exit code. Local.
 
-    Call this before `start`. If the keyword ``launched`` is True, do this only in a process that a launcher started.
+    If the keyword ``launched`` is True, do this only in a process that a launcher started.
     """
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
@@ -260,7 +261,7 @@ def start_joined() -> Session:
 
 
 def end_alone(error: Exception) -> NoReturn:
-    """End a spawned process that failed to join because of ``error``. The other ranks continue. Local."""
+    """End this process, which was spawned but could not join the job because of ``error``. The job continues. Local."""
     sys.stderr.write(f"hpcdist: a process that was started to replace a rank could not join the job: {error!r}\n")
     sys.stderr.flush()
     os._exit(FAILURE)  # the end of Python would finalise MPI, and hang in it

@@ -128,7 +128,7 @@ class MpiTransfers:
 class DeferredWindow:
     """Window over memory that all ranks can access, such as the memory of threads. `flush` copies the data.
 
-    Nothing is copied before `flush`, so that a missing flush fails in tests, too.
+    Nothing is copied before `flush`, so that tests detect a missing flush.
     """
 
     def __init__(self, views: list[np.ndarray], rank: int) -> None:

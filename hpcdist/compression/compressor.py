@@ -34,7 +34,7 @@ _INFINITE: Final = np.uint32(0x7F80_0000)
 
 
 def is_finite(values: Array) -> bool:
-    """Return True if the float32 array ``values`` contains no NaN and no infinity. Local. Waits for a GPU."""
+    """Return True if the float32 array ``values`` has no NaN and no infinity. Local. Waits for the GPU's result."""
     if is_device(values):
         return bool(namespace(values).isfinite(values).all())
     return bool(_largest(values.view(np.uint32)) < _INFINITE)
@@ -80,8 +80,9 @@ class RandomKey:
 class Compressor(ABC):
     """Base class of compressors, which encode n float32 values as a payload of ``payload_bytes(n)`` bytes.
 
-    ``is_linear``: the elementwise sum of payloads, viewed with `summable`, decodes to the sum of the values. Payloads
-    are summed in float32, and the sum is rounded to the view's dtype. A biased compressor needs `ErrorFeedback`.
+    ``is_linear``: payloads may be summed, and the sum decodes to the sum of the values. `summable` returns a float view
+    of a payload. These views are summed elementwise in float32, and the sum is rounded to the dtype of the views. A
+    biased compressor needs `ErrorFeedback`.
     """
 
     name: ClassVar[str]

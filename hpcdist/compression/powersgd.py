@@ -90,7 +90,7 @@ class PowerSgd:
         self.query: Array = self._first.copy()
 
     def project(self, matrix: Array, p: Array) -> None:
-        """Write M Q to ``p``, of shape (rows * rank,). The caller averages ``p`` in the first allreduce."""
+        """Write M Q to the flat array ``p``. M is ``matrix``, Q is `query`. The caller averages ``p`` over ranks."""
         # Orthonormal too: Q has the scale of the gradient, and M Q would have the square of this scale.
         orthogonalise(self.query)
         alive = (self.query * self.query).sum(axis=0) > 0  # (rank,)
@@ -103,7 +103,7 @@ class PowerSgd:
         orthogonalise(self._p(p))
 
     def project_back(self, matrix: Array, p: Array, q: Array) -> None:
-        """Write M^T P to ``q``, of shape (columns * rank,). The caller averages ``q`` in the second allreduce."""
+        """Write M^T P to the flat array ``q``. M is ``matrix``, P is ``p``. The caller averages ``q`` over ranks."""
         with np.errstate(all="ignore"):
             namespace(q).matmul(self._matrix(matrix).T, self._p(p), out=self._q(q))
 

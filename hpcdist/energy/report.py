@@ -51,7 +51,7 @@ class NodeContribution:
     - ``phases``: result of `PhaseWindows.phases` on this node.
     - ``totals_mj``: energy of each source in mJ, summed over all phases, NaN if unknown.
     - ``missing``: for each kind of energy that is not measured completely, the reason.
-    - ``needed``: kinds of energy that the job's total must include, even if no source measures them.
+    - ``needed``: kinds of energy without which the job's total is unknown.
     - ``unused``: kinds of devices that no rank of the node uses, such as "gpu".
     - ``sampler_s``: processor seconds that the sampler used in ``sampled_s`` seconds. Both are NaN if not measured.
     """
@@ -77,7 +77,7 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
     - ``phases``: for each phase, ``joules`` of all nodes, ``reason``, and the maxima over the nodes of ``seconds`` and
       ``windows`` (number of measured blocks).
     - ``sources``: one row for each source of each node.
-    - ``parts``: if the total is from counters of whole nodes, the joules of other kinds such as "cpu", else {}.
+    - ``parts``: if the total is from counters of whole nodes, the joules of components such as "cpu" in it, else {}.
     - ``not_included``: kinds of energy that are not measured, with reasons.
     - ``label``: `DECLARED` if some joules are estimates from the watts declared in ``[energy]``, else "".
     - ``sampler_share``: fraction of a processor that sampling used, on the node with the largest fraction.

@@ -44,9 +44,9 @@ def create(
     width: int = 0,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create table ``name`` with the columns ``described``. The first column becomes the dimension scale of the rows.
+    """Create table ``name`` with the columns ``described``. The first column becomes an HDF5 dimension scale.
 
-    ``second`` is the name of the scale for the second dimension of wide (2-D) columns.
+    The keyword ``second`` names the dimension scale for the second dimension of wide (2-D) columns.
     """
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})

@@ -139,12 +139,11 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return {file: bytes} for the files that store ``dataset``, and True if the dict has all files.
+    """Return a pair: a dict with the least intact size in bytes of each file that stores ``dataset``, and a bool.
 
-    An intact file has at least so many bytes. Files are missing in the dict if a virtual dataset names them by a
-    pattern, or if they are open with a special HDF5 driver. Raises StorageError for missing or truncated files and
-    missing source datasets, for which HDF5 would silently return zeros or fill values. Raises MissingCapabilityError
-    for a missing filter.
+    The bool is False if some files are not in the dict: a virtual dataset may name files by a pattern, or a file may be
+    open with a special HDF5 driver. Raises StorageError for missing or truncated files and missing source datasets, for
+    which HDF5 would silently return zeros or fill values. Raises MissingCapabilityError for a missing filter.
     """
     sizes: dict[Path, int] = {}
     complete = _add_storage(dataset, sizes, set(), ())
@@ -308,7 +307,7 @@ def write_contiguous(
 
     - ``attributes``: root attributes, in addition to the keywords ``schema`` and ``version``.
     - ``dataset_attributes``: attributes of datasets, by name of the dataset.
-    - The keyword ``opens``: function that creates the file at a path and returns it as an `Overlay`.
+    - The keyword ``opens``: function that creates the file at a path and returns a file object of class `Overlay`.
     - The keyword ``outside``: hash object, which gets all bytes outside of the datasets, in file order.
     """
     path = Path(path)

@@ -187,7 +187,7 @@ class Overlay(io.RawIOBase):
     def commit(self, *, wait: bool = True) -> None:
         """Write the changes to the disk. Raises OSError, and then leaves the file unchanged.
 
-        If ``wait`` is False, the data of a new file is only passed to the kernel, and the caller must call `fsync`.
+        If the keyword ``wait`` is False and the file was just created, the caller must then call `fsync`.
         """
         if self._failure is not None:
             raise self._failure
@@ -242,7 +242,7 @@ class Overlay(io.RawIOBase):
         pwrite_all(self._fd, memoryview(self._pages[number])[: max(0, self._size - start)], start)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write to the disk directly, bypassing the overlay. Only allowed after `commit`. Raises OSError."""
+        """Write ``data`` directly to the disk, after `commit`. Raises OSError if the disk fails."""
         assert not self._pages, "commit first: pages in memory would overwrite this"
         pwrite_all(self._fd, data, offset)
         if data.nbytes >= BEGIN_BYTES:

@@ -64,7 +64,7 @@ class MetricsTable:
 
 
 def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
-    """Return evenly spread row ranges (start, stop) with together about ``most`` of the ``rows`` rows of a table.
+    """Select about ``most`` rows from a table with ``rows`` rows: return evenly spread row ranges (start, stop).
 
     A range consists of whole chunks of ``chunk`` rows. The ranges include the first and the last chunk.
     """

@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x converted to ``dtype``, allocated by ``saved``. Integers are divided by their type's maximum."""
+    """Return x converted to ``dtype``, in memory from ``saved``. Integers are divided by their type's maximum."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -62,7 +62,7 @@ class Dense(DeclaredStage):
         super().__init__(layer, (weight, TensorSpec(layer, "linear.bias", (outputs,), False)), (outputs,))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weight from ``rng_of(spec)``, so that variances are kept (He et al. 2015). Set the bias to 0."""
+        """Set the bias to 0, and the weight to normal random numbers with the variance of He et al. 2015."""
         weight = self._specs[0]
         gain = 2.0 if self.activation else 1.0
         draws = rng_of(weight).standard_normal(weight.shape)

@@ -39,7 +39,7 @@ from hpcdist.models.runtime.arena import MAX_WASTE
 
 
 class KeptArray(NamedTuple):
-    """Array kept from forward to backward, with ``size`` elements per sample. ``cut``, ``whole``: see `Scratch`."""
+    """Size (in elements per sample) and sharding of an array that is kept from the forward to the backward pass."""
 
     size: int
     cut: bool = False
@@ -49,7 +49,7 @@ class KeptArray(NamedTuple):
 class Scratch(NamedTuple):
     """Scratch array of a stage: ``each`` elements per sample, but at most ``most`` elements in total (0: no limit).
 
-    ``cut``: tensor parallelism shards the array. ``whole``: not even sequence parallelism shards it.
+    If ``cut`` is True, tensor parallelism shards the array. If ``whole`` is True, sequence parallelism does not.
     """
 
     each: int
@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
     whole: bool = False
 
     def of(self, samples: int) -> int:
-        """Return the number of scratch elements for a micro-batch of ``samples`` samples."""
+        """Return the number of elements of this scratch array for a micro-batch of ``samples`` samples."""
         return min(self.each * samples, self.most) if self.most else self.each * samples
 
 
@@ -88,15 +88,18 @@ class UnitCounts:
 
 
 def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of query-key pairs that attention over ``context`` tokens computes. ``window`` 0: no window."""
+    """Return the number of query-key pairs that attention over ``context`` tokens computes.
+
+    The keyword ``window`` is the length of the sliding window, or 0 without a window.
+    """
     hidden = max(0, context - window) if window else 0
     return (context * (context + 1) - hidden * (hidden + 1)) // 2 if causal else context * context
 
 
 class DocumentPairs(NamedTuple):
-    """Mean numbers of query-key pairs per packed sample, if both tokens of a pair are in the same document.
+    """Mean numbers of query-key pairs per packed sample. Only pairs within a document are counted.
 
-    ``every`` counts the pairs before the causal mask hides some of them. ``seen`` counts the visible pairs.
+    ``every`` also counts the pairs that a causal mask hides. ``seen`` counts only the visible pairs.
     """
 
     every: float
@@ -133,7 +136,7 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
     """Return FLOPs, parameters and memory of a transformer block, for samples of ``context`` tokens.
 
-    ``documents`` has the mean numbers of query-key pairs per packed sample. None: samples are not packed.
+    ``documents`` describes packed samples: the mean number of query-key pairs. None: samples are not packed.
     """
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
@@ -237,7 +240,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return the number of parameter vectors of a norm: 1 (scale) for "rms", else 2 (scale and bias)."""
+    """Return the number of statistics that a norm computes per row, and of its parameters: 1 for "rms", else 2."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -246,7 +249,7 @@ def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
 
 
 def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
-    """Return FLOPs, parameters and memory of an mlp layer with its activation, or if ``last``, with the loss."""
+    """Return FLOPs, parameters and memory of an mlp layer, including its activation or (last layer) the loss."""
     return UnitCounts(
         parameters=(inputs + 1) * outputs,
         linear=2 * inputs * outputs,
@@ -361,7 +364,7 @@ def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
 
 
 class InputSizes(TypedDict, total=False):
-    """Sizes of a sample: ``context`` for text, ``features`` for table rows, other keys for pictures. 0: not used."""
+    """Sizes of a sample of input data: text, a table row or a picture. Sizes that do not apply are missing or 0."""
 
     context: int
     features: int

@@ -46,7 +46,7 @@ class Documents:
 
     @cached_property
     def borders(self) -> list[list[int]]:
-        """Start positions of the documents of each sample: one list per sample, followed by the sample's length."""
+        """One list per sample: the start positions of its documents and, as the last item, the length of the sample."""
         context = self.whole.shape[1]
         return [[*np.flatnonzero(row == 0).tolist(), context] for row in self.whole]
 
@@ -56,10 +56,10 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return a range [first, end) for each document of a sample: its rows in an array of this rank's tokens.
+        """Return each document's range [first, end) of rows in an array of this rank's tokens of one sample.
 
-        ``sample`` is the sample's index. ``pieces`` lists the ranges of consecutive tokens on this rank: first row, end
-        row, and position of the first token in the sample.
+        ``sample`` is the sample's index. A document without tokens on this rank has an empty range. ``pieces`` lists
+        the token ranges on this rank, each as (first row, end row, position of the first token in the sample).
         """
         rows = [_row(place, pieces) for place in self.borders[sample]]
         return list(zip(rows, rows[1:], strict=False))
@@ -80,10 +80,10 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 
 
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
-    """Return the tokens of the micro-batch ``x``, and its `Documents` (None if samples are not packed).
+    """Return this rank's tokens of the micro-batch ``x``, and `Documents` if ``x`` is `PackedTokens`, else None.
 
-    ``cut(array)`` returns this rank's tokens of an array of shape (samples, context). Raises DataError if a sample does
-    not start with a document.
+    ``cut(array)`` returns this rank's tokens of an array of shape (samples, context). Raises DataError if the first
+    token of a packed sample has a position other than 0 in its document.
     """
     if not isinstance(x, PackedTokens):
         return cut(x), None

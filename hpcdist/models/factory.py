@@ -53,7 +53,7 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
 
 
 def seal(factory: str) -> str:
-    """Return a hash of the path and content of a model factory's file, or "" if the file or the user's key is missing.
+    """Return a keyed hash of the path and content of a model factory's file, or "" if no hash can be computed.
 
     ``factory`` is "file.py:function" or "package.module:function". The file is not executed.
     """

@@ -58,7 +58,7 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Before the forward pass of stage ``unit``, store its inputs from skip connections in ``saved``."""
+        """Before the forward pass of stage number ``unit``, store its inputs from skip connections in ``saved``."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
@@ -68,7 +68,7 @@ class SkipConnections:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """Copy the gradients of the skip inputs of stage ``unit`` out of ``saved``, after the stage's backward pass."""
+        """After the backward pass of stage number ``unit``, copy its skip gradients from ``saved`` to this object."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
@@ -113,7 +113,7 @@ class Model:
         self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return a copy of the model for samples with ``targets`` loss targets each, on average. Local."""
+        """Return a copy of this model with a new divisor of the mean loss: ``targets`` targets per sample. Local."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
@@ -136,7 +136,7 @@ class Model:
         return tuple((source, unit) for unit, stage in enumerate(self.stages) for source in getattr(stage, "takes", ()))
 
     def bind_stage(self, unit: int, store_of: StoreOf) -> Parameters:
-        """Return views of the parameters of stage ``unit``, tied ones included, in the stores ``store_of(layer)``."""
+        """Return views of the parameters of stage number ``unit``. ``store_of(layer)`` is a layer's parameter store."""
         return _views(self.stages[unit], self._stores(store_of))
 
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
@@ -283,7 +283,7 @@ class Loss:
         return operations.cross_entropy.forward(logits.reshape(-1, logits.shape[-1]), targets, saved)
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
-        """Return the gradient of the logits for ``scale`` times the summed loss. It overwrites the saved logits."""
+        """Return the gradient of ``scale`` times the summed loss for the logits, written over the saved logits."""
         return operations.cross_entropy.backward(scale, saved).reshape(saved["loss.shape"])
 
 

@@ -62,7 +62,7 @@ class Saved(Protocol):
         """Return an uninitialised array that is stored under ``name`` until `release`."""
 
     def keep(self, name: str, value: Any) -> None:
-        """Store ``value``, any object or array, under ``name``. The memory of an array must come from elsewhere."""
+        """Store ``value``, any object or array, under ``name`` until `release`. Arrays are not copied."""
 
     def __getitem__(self, name: str) -> Any:
         """Return the array or object stored under ``name``."""
@@ -94,18 +94,18 @@ class LinearOperation(Protocol):
         """Names of the saved arrays that `backward_weight` needs, without the layer's name prefix."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y, of shape (..., outputs), for x of shape (..., inputs). Add no bias if ``biased`` is False."""
+        """Return ``x weight^T + bias`` for x of shape (..., inputs). Add no bias if the keyword ``biased`` is False."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Compute all gradients. Return the input gradient dx, in scratch that the next linear backward reuses."""
+        """Compute all gradients. Return the gradient of x, valid until the next backward of a linear layer."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the input gradient dx as `backward` does, without weight gradients. Includes all communication."""
+        """Return the gradient of x as `backward` does, but compute no weight gradients. Includes all communication."""
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Compute weight and bias gradients into ``gradients``. Local. Only the names in ``parameters`` are read."""
+        """Compute the gradients of weight and bias from the output gradient dy, into ``gradients``. Local."""
 
 
 class EmbeddingOperation(Protocol):
@@ -113,7 +113,7 @@ class EmbeddingOperation(Protocol):
 
     @property
     def weight_reads(self) -> tuple[str, ...]:
-        """Names of the arrays that `forward` saves for `backward`, without the layer's name prefix."""
+        """Names of the saved arrays that `backward` needs, without the layer's name prefix."""
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
         """Return embeddings of shape (..., hidden) for ``tokens`` of shape (...). Raises DataError for bad tokens."""
@@ -139,7 +139,7 @@ class RotaryOperation(Protocol):
         """Rotate the heads in columns [0, rotated) of x, of shape (batch, context, columns), in place. Return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Undo the rotation of `forward` in columns [0, rotated) of the gradient dx, in place. Return dx."""
+        """Rotate the heads in the first ``rotated`` columns of the gradient dx back, in place. Return dx."""
 
 
 class NormOperation(Protocol):
@@ -182,9 +182,10 @@ class AttentionOperation(Protocol):
         """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or a pair, the gradients of queries and kv, if `forward` got the option ``kv``.
+        """Return the gradient of qkv. If `forward` got the option ``kv``, return the gradients of queries and of kv.
 
-        With ``keep=True``, the result is valid until ``saved`` is released. By default, later calls may overwrite it.
+        With the keyword ``keep=True``, returned arrays are valid until ``saved`` is released. By default, later calls
+        may overwrite them.
         """
 
 
@@ -194,10 +195,11 @@ class ActivationOperation(Protocol):
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
-        """Add ``bias`` to x in place, then return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
+        """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
 
-        x must not change until the backward pass. "swiglu" maps x of shape (..., 2 w), gates before values, to
-        shape (..., w). ``name``, for the saved arrays, must be unique in a stage.
+        The keyword ``bias``, if given, is first added to x in place. x must not change until the backward pass.
+        "swiglu" maps x of shape (..., 2 w), gates before values, to shape (..., w). The keyword ``name``, for the saved
+        arrays, must be unique in a stage.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
@@ -214,7 +216,10 @@ class DropoutOperation(Protocol):
         """
 
     def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return dx in scratch that the next call overwrites, or dy itself without dropout. ``site``: see `forward`."""
+        """Return the input gradient dx, valid until the next call. Without dropout, dx is dy itself.
+
+        Pass the same ``rate`` and ``site`` as to `forward`.
+        """
 
 
 class CrossEntropyOperation(Protocol):
@@ -243,7 +248,7 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the forward pass of x, of shape (batch, context, hidden). Return a function that ends it and returns y.
 
-        x must not change until the returned function ends. Until then, tokens travel to the ranks of their experts.
+        x must not change until the returned function ends. ``activation`` is the activation function of the experts.
         """
 
     def begin_backward(
@@ -315,9 +320,10 @@ class MixedStage(Stage, Protocol):
 
 
 class DeclaredStage:
-    """Base class of stages that declare their tensors by passing ``specs`` to the constructor.
+    """Base class of stages that own the tensors with the specs ``specs``.
 
-    ``output`` is the output shape of one sample. ``tied`` maps local names of other layers' tensors to global keys.
+    ``output`` is the output shape of one sample. ``tied`` is for tensors of other layers: it maps a name in this stage
+    to the key of the tensor in the model.
     """
 
     def __init__(
@@ -340,7 +346,7 @@ class DeclaredStage:
 
 
 class WrappedStage:
-    """Base class of stages that wrap a stage ``inner`` and declare ``specs`` instead of the tensors of ``inner``."""
+    """Base class of stages that wrap a stage ``inner``. ``specs`` replaces the tensor specs of ``inner``."""
 
     def __init__(self, inner: Stage, specs: Iterable[TensorSpec]) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
@@ -386,7 +392,7 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
     """Return the specs of weight and bias of a linear layer that tensor parallelism shards by outputs.
 
-    After ``inputs``, pass the number of outputs. To stack n layers in one weight tensor, pass n before this number.
+    Further positional arguments: the number of outputs, or (n, number of outputs) to stack n layers in one weight.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1

@@ -88,9 +88,9 @@ class SegmentWise(ABC):
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Start the update of the weights ``master`` in the flat range ``piece``. `apply` completes it.
 
-        The mean gradient is ``scale`` times ``gradient``, with one ``scale`` for the whole update. Call this once per
-        update for each owned element. Ranges may split tensors. If the attribute ``needs_norms`` is true, the update
-        direction overwrites ``gradient``. Otherwise ``gradient`` must not change until `apply`.
+        The mean gradient is ``scale`` times ``gradient``, with one ``scale`` for the whole update. In an update, the
+        ranges of all calls together contain each owned element once. If the attribute ``needs_norms`` is true, this
+        call overwrites ``gradient`` with the update direction. If not, ``gradient`` must not change until `apply`.
         """
 
     def sum_exactly(self) -> None:
@@ -109,11 +109,11 @@ class SegmentWise(ABC):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Complete the update that `direction` started: change the weights ``master`` in the flat range ``piece``.
+        """Complete an update: change the weights ``master`` in the flat range ``piece``.
 
-        The argument ``direction`` is the store that the method `direction` got as ``gradient``. It is undefined
-        afterwards. Write the rounded weights to ``working``, if given. ``norms`` are the `partial_norms`, summed over
-        ranks, if needed.
+        First call the method `direction`, and pass its ``gradient`` here as ``direction``. It is undefined afterwards.
+        ``working``, if given, receives the rounded weights. ``norms``, if needed, are the `partial_norms`, summed over
+        the ranks.
         """
 
     def state(self) -> dict[str, float]:
@@ -121,12 +121,15 @@ class SegmentWise(ABC):
         return {"count": self.count}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore the number of applied updates from a result of the method `state`. The slots do not change."""
+        """Restore the number of applied updates from ``state``, a result of the method `state`."""
         self.count = int(state["count"])
 
     @abstractmethod
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Overwrite one tensor's ``gradient`` with the step before the learning rate. Update the optimizer state."""
+        """Overwrite ``gradient`` with the update direction, without the learning rate. Update the optimizer state.
+
+        ``where`` is a flat range of one tensor. The mean gradient is ``scale`` times ``gradient``.
+        """
 
     def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
         for segment, where in self.layout.within(piece):
@@ -183,20 +186,19 @@ BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in
 class ElementWise(SegmentWise):
     """Base class of optimizers that update each element separately, such as AdamW and SGD.
 
-    - By default, `apply` computes the step and updates the optimizer state and the weights.
-    - After `direct_before`, `direction` computes the step. Weights may then change before `apply`, as in gossip.
-    - For 16-bit gradients on the host, set the attribute ``wide`` to a float32 buffer of at most `BLOCK` elements.
+    By default, `apply` does all computations, and `direction` none. `direct_before` changes this. For 16-bit gradients
+    on the host, the caller must set the attribute ``wide`` to a float32 buffer of at most `BLOCK` elements.
     """
 
     wide: Array | None = None  # float32 scratch buffer of one block
     _before = False
 
     def direct_before(self) -> None:
-        """Let the method `direction` compute the steps of all later updates. By default, `apply` computes them."""
+        """From now on, compute update directions in the method `direction`, not in `apply`."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale`` for `apply`. After `direct_before`, also overwrite ``gradient`` with the update direction."""
+        """Store ``scale`` for `apply`. After `direct_before` is called, also write the direction to ``gradient``."""
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
@@ -250,7 +252,7 @@ class ElementWise(SegmentWise):
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
-        """Update ``weights``, their optimizer state in the flat range ``where``, and their rounded copy ``working``."""
+        """Update weights, their rounded copy ``working``, and optimizer state, all in the flat range ``where``."""
 
 
 NORM_BLOCK: Final = 1 << 16  # elements per block: a direction is still in cache when its squares are summed
@@ -389,10 +391,10 @@ class WrappedOptimizer(ABC):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Complete an update of the flat range ``piece`` that `direction` started: change the weights ``master``.
+        """Complete an update of the flat range ``piece``: change the weights ``master``.
 
-        The argument ``direction`` is the store that the method `direction` got as ``gradient``. The others are
-        optional: ``working`` receives rounded weights, and ``norms`` are the `partial_norms`, summed over ranks.
+        First call the method `direction`, and pass its ``gradient`` here as ``direction``. ``working``, if given,
+        receives rounded weights. ``norms``, if given, are the `partial_norms`, summed over ranks.
         """
 
     def sum_exactly(self) -> None:

@@ -44,7 +44,6 @@ class MasterWeights(WrappedOptimizer):
             self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Start an update of the float32 weights in the flat range ``piece``. ``master`` is not used."""
         if isinstance(self._inner, LayerWise):
             self._inner.direction(piece, self.weights, gradient, scale, self._wide)
         else:
@@ -53,9 +52,9 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update this object's float32 weights in the flat range ``piece``, and write them to ``master``, rounded.
+        """Complete the update of the float32 weights in the flat range ``piece``, and round them to 16 bits.
 
-        ``master`` is the store of 16-bit parameters. ``norms`` are the `partial_norms`, summed over ranks.
+        ``master``: store of 16-bit parameters, which gets the rounded weights. ``working`` is not used.
         """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)

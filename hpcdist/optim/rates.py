@@ -160,7 +160,7 @@ class SmoothedNoise:
 
     @property
     def mean(self) -> NoiseEstimate:
-        """Averages of the squared gradient norm and the covariance trace, or NaN before the first call of `add`."""
+        """Moving average of the gradient noise estimates. Its values are NaN before the first call of `add`."""
         if not self._weight:
             return NoiseEstimate(math.nan, math.nan)
         return NoiseEstimate(self._gradient_squared / self._weight, self._trace / self._weight)
@@ -196,7 +196,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return the factor that scales the peak rate to the batch size of update number ``update``, from 1."""
+        """Return the factor that scales the peak rate to the batch size of an update. The first ``update`` is 1."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
@@ -207,10 +207,10 @@ class StagedOptimizerConfig(OptimizerConfig):
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return ``config`` with the peak learning rate of the run's batch size, and with a warm-up in updates. Local.
+    """Scale the learning rate in ``config`` to a run's batch size, and convert a warm-up in samples to updates. Local.
 
-    The peak is scaled from ``config.base_batch`` to ``batches.final`` samples per step. A warm-up in samples is
-    converted to updates. If the batch schedule ``batches`` has growth stages, the result is a `StagedOptimizerConfig`.
+    The peak rate is scaled from ``config.base_batch`` to ``batches.final`` samples per step. The result is a copy of
+    ``config``. If the batch schedule ``batches`` has growth stages, the result is a `StagedOptimizerConfig`.
     """
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
@@ -223,7 +223,10 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 
 
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
-    """Return a text that describes the changes of `resolve_rate` to ``config``, or "" if there are none. Local."""
+    """Return a log text on batch growth, learning rate scaling and warm-up in a run. Local.
+
+    ``batches``: batch schedule of the run. The result is "" if `resolve_rate` does not change ``config``.
+    """
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:
         last = batches.stages[-1][0]

@@ -35,8 +35,8 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
     """Return the energy of a step in joules, by consumer: devices, hosts, network and cooling of all nodes.
 
     ``timing``: seconds of each phase of the step. ``peak_share``: fraction of the peak FLOP rate that the devices reach
-    while they compute. The attribute ``device_w`` of the returned `StepEnergy` is the mean power of a device, without
-    parameter servers.
+    while they compute. The attribute ``device_w`` of the returned `StepEnergy` is the mean power of a device that is
+    not a parameter server.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
@@ -61,7 +61,10 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(term: str, peak_share: float) -> float:
-    """Return the device utilisation (0 to 1) in phase ``term`` of a step, at ``peak_share`` of the peak FLOP rate."""
+    """Return the utilisation (0 to 1) that determines the power of a device in one phase of a step.
+
+    ``term``: name of the phase. ``peak_share``: fraction of the peak FLOP rate in phases with computation.
+    """
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if term in ("update", UNPROVEN):

@@ -204,9 +204,9 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if the step time must be corrected by `ZERO3_RATIOS`, ratios of published to modelled times.
+    """Return True if the planner's formulas have a known error, which must be corrected by `ZERO3_RATIOS`.
 
-    The ratios are for ZeRO-3 with several replicas, on a cluster that is not calibrated.
+    The formulas give too short times for ZeRO-3 with several replicas, on a cluster that is not calibrated.
     """
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 

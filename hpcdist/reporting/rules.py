@@ -57,8 +57,7 @@ class Rule:
     ``why``: text after the list in the message: a reason, " has no effect", or " is not built in this version".
     ``cure``: advice at the end of the message. If it is empty, the message ends with the results of `Condition.cure`.
 
-    ``why`` and ``cure`` may be format strings or functions of the listed values. A derived text is listed without its
-    key, and a derived number before its key, such as "2 ranks".
+    ``why`` and ``cure`` may be format strings or functions of the listed values.
     """
 
     conditions: Mapping[str, Condition]
@@ -113,12 +112,12 @@ def rule(
 ) -> Rule:
     """Return the `Rule` (forbidden combination of settings) that the text ``terms`` describes.
 
-    In ``terms``, " with " joins conditions, which must all hold. The error message lists only the conditions before
-    " where ". In "A with B where C with D", it lists A and B. {NAME} in ``terms`` is replaced by the values of the
-    keyword NAME, joined by "|". The other arguments are as in `Rule`. Conditions on the value of KEY:
+    In ``terms``, " with " and " where " join conditions, which must all hold. The error message does not list the
+    conditions after " where ": in "A with B where C with D", it lists A and B. {NAME} in ``terms`` is replaced
+    by the values of the keyword NAME, joined by "|". The other arguments are as in `Rule`. Conditions on KEY's value:
 
     KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
-    KEY=A|B: A or B. KEY=A|B->C: A or B; the message proposes C. KEY!=A|B: neither A nor B.
+    KEY=A|B: A or B. KEY=A|B->C: A or B; the message proposes KEY = C. KEY!=A|B: neither A nor B.
     KEY>1, KEY<1: more or less than 1.
     KEY~A|B: a list that contains A or B. KEY!~A|B: a list that contains neither.
     """
@@ -236,5 +235,8 @@ def section_values(name: str, section: Any) -> dict[str, Any]:
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError if ``section``, or a value passed as a keyword argument, breaks one of ``rules``."""
+    """Raise ConfigurationError if the settings in the dataclass ``section`` break one of ``rules``.
+
+    ``name``: name of the section. Keyword arguments are derived values, to which ``rules`` can refer by keyword.
+    """
     check(rules, section_values(name, section) | derived)

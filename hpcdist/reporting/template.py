@@ -27,9 +27,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 def templates(
     folder: Path, filters: Mapping[str, Callable[..., Any]], *, html: bool = False, lstrip_blocks: bool = True
 ) -> Templates:
-    """Return a Jinja environment for the templates in ``folder``. If ``html`` is true, it escapes inserted values.
+    """Return a Jinja environment for the templates in ``folder``.
 
-    ``filters``: functions that templates can call, by name. If ``html`` is false, templates must escape with them.
+    ``filters``: Jinja filters, keyed by name. The keyword ``html``: True to escape all inserted values for HTML.
     """
     environment = TemplateSandbox(
         loader=jinja2.FileSystemLoader(folder),

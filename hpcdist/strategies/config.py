@@ -106,16 +106,16 @@ class ParallelConfig:
 
     The product of the axis degrees is the number of ranks. ``data = 0`` computes the data degree from the others.
     ``schedule``: order of the passes (``auto``: 1f1b in a pipeline, else sequential). ``chunks``: number of model parts
-    per pipeline rank. ``microbatches`` without a pipeline is gradient accumulation. ``recompute``: recompute
-    activations in the backward pass, to store fewer activations.
+    per pipeline rank. ``microbatches``: number of micro-batches per step. ``recompute``: recompute activations in the
+    backward pass, to store fewer activations.
 
     ``tensor``: number of ranks that compute each layer together. ``sequence_parallel``: outside matrix products, these
     ranks divide the activations by tokens. ``context``: number of ranks that divide the tokens of each sample.
     ``expert``: number of consecutive replicas that divide the experts of each block.
 
-    ``partition``: what to minimise on the slowest pipeline rank: parameters, operations or measured seconds.
-    ``stage_units``: fixed numbers of model units per chunk. ``stage_memory_bytes``: one memory limit for all ranks or
-    one per rank; 0 means no limit.
+    ``partition``: what to minimise on the slowest pipeline rank: parameters, floating-point operations or measured
+    time. ``stage_units``: fixed numbers of model units per chunk. ``stage_memory_bytes``: one memory limit for all
+    ranks or one per rank; 0 means no limit.
     """
 
     data: int = 0

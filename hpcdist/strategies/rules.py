@@ -42,7 +42,7 @@ DEFAULTS: Final = {
 
 
 def derived(values: Values) -> dict[str, Any]:
-    """Return the recipe ``values`` plus values derived from them; a missing key of `DEFAULTS` counts as default."""
+    """Return the recipe ``values`` plus derived values. A key that ``values`` does not have counts with its default."""
     get = {**DEFAULTS, **values}.__getitem__
     strategy, compression = get("parallel.strategy"), get("communication.compression")
     chosen = f"parallel.strategy = {strategy!r}"

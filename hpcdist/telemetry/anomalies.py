@@ -48,8 +48,8 @@ class Anomalies:
     """Detector of anomalies in the steps of a run since its last start. The steps must be passed in order.
 
     The keyword ``loss_spike``: distance of a spike from the median loss, in robust standard deviations. The keyword
-    ``throughput_drop``: fraction of the usual speed whose loss is an anomaly. 0 disables a check. The keyword ``unit``
-    is "tokens" or "samples".
+    ``throughput_drop``: smallest relative decrease of the speed that is an anomaly. 0 disables a check. The keyword
+    ``unit`` is "tokens" or "samples".
     """
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:

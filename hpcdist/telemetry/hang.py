@@ -74,10 +74,10 @@ def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
 def _blamed_half_first(
     a: list[int], b: list[int], events: dict[int, RecordedEvent], calls: dict[tuple[str, int], dict[int, RecordedEvent]]
 ) -> tuple[list[int], list[int]]:
-    """Return the lists of ranks ``a`` and ``b``, two halves of a communicator, with the half to blame first.
+    """Return ``a`` and ``b``, lists of ranks that called different collectives, with the list to blame first.
 
-    A half is to blame if its pair of call sites (previous and current collective) never occurred before. If this does
-    not decide, the half whose call site is further down in the source of the same function is to blame.
+    A list is to blame if its last two calls never before came from the same two call sites. If this does not decide,
+    the list whose call site is further down in the source of the same function is to blame.
     """
 
     def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
@@ -246,9 +246,9 @@ def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
 
 
 def _process(record: RankRecord, now: int) -> str:
-    """Return the kernel's state letter of the rank's process, "?" for a running process of unknown state, or "".
+    """Return the kernel's state letter of the rank's process, or "" if the process has ended.
 
-    "" means that the process has ended or, if its state cannot be read from this host, that its heartbeat is late.
+    If the state cannot be read from this host, the heartbeat decides: "?" if it is in time, "" if it is late.
     """
     state = record.process_state()
     if state is None:
@@ -321,9 +321,9 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 class WaitGraph:
     """Graph of ranks that wait for other ranks.
 
-    ``waits`` maps each waiting rank to a dict: awaited rank -> operation. ``culprits`` maps a rank that others wait
-    for, but that waits for no rank itself, to the first operation it did not reach. A live rank counts as waiting after
-    ``patience_s`` seconds in one operation.
+    The attribute ``waits`` maps each waiting rank to a dict: awaited rank -> operation. Culprits are awaited ranks that
+    do not wait themselves. The attribute ``culprits`` maps them to the first operation they did not reach. A live rank
+    counts as waiting after ``patience_s`` seconds in one operation.
     """
 
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:

@@ -70,7 +70,7 @@ dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", 
 
 
 class _Name:
-    """Descriptor of the backend name. Reading it in a worker process, as of a DataLoader, raises UsageError."""
+    """Descriptor of the backend name. Reading it in a DataLoader worker process raises UsageError."""
 
     def __get__(self, instance: Any, owner: Any) -> str:
         refuse_worker()

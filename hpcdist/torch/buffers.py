@@ -82,10 +82,10 @@ class Buffer:
 
 
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
-    """Return a `Buffer` of each tensor in ``inputs``, the inputs of one call for several tensors. Local.
+    """Return a `Buffer` of each of ``inputs``, the input tensors of one coalesced collective. Local.
 
-    The other arguments are lists of the call's output tensors. If two tensors with different indices overlap in
-    memory, all inputs are copied, because the call could overwrite an input before reading it.
+    All inputs are copied if the collective could overwrite an input before reading it: if an input overlaps in memory
+    with another input, or with the output of another input. ``*outputs`` are lists of output tensors.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]

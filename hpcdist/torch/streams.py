@@ -77,7 +77,7 @@ class Streams:
 
     @contextmanager
     def communicating(self, *marks: cuda.Event | None) -> Iterator[None]:
-        """Context manager: make this thread's communication stream current. It waits for the given CUDA events."""
+        """Context manager: make this thread's communication stream current, after the stream waits for ``*marks``."""
         with cuda.device(self.device):
             stream = _here.streams.get(self.device)
             if stream is None:

@@ -250,7 +250,7 @@ class BatchWork(Work):
 
 
 class OperationQueue:
-    """Queue of a process group's collectives, which run in order. The function ``events`` returns the flight recorder.
+    """Queue of a process group's collectives, which run in order.
 
     If ``has_thread``, the first asynchronous operation starts a thread that runs queued operations. The first NCCL
     operation starts a thread that detects the end of NCCL operations on the GPU. `close` ends both threads.

@@ -287,10 +287,10 @@ class Training:
         return x, y
 
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
-        """If a check is due, raise DataError if the ranks of a replica passed different batches. Collective.
+        """Raise DataError if the ranks of a replica passed different batches. Only some steps are checked. Collective.
 
-        ``what`` names the step or evaluation in the message, and ``number`` is its number. ``before`` is the number of
-        earlier steps or evaluations since the program started.
+        ``number`` is the number of the step or evaluation, and ``what`` is its name in messages. ``before`` counts the
+        earlier steps or evaluations since the program started; the first few are always checked.
         """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:

@@ -22,7 +22,7 @@ MARGIN_S: Final = 60.0
 
 
 class _Watch:
-    """This process's stop requests, and the longest time between two calls of its method `counts`."""
+    """Stop requests of this process, also for the approaching end of its job."""
 
     def __init__(self) -> None:
         folder = os.environ.get(RUN_DIR)

@@ -184,7 +184,7 @@ class WrappedModel(Model):
     given: Sequence[tuple[int, ParameterLeaves]]  # for each function: its stage, and its parameter leaves
 
     def trees(self, values: Mapping[str, Array]) -> list[Any]:
-        """Return a list of one params pytree per user function, with the arrays of ``values`` as leaves. Local.
+        """Return a list of params pytrees, one per function passed to `wrap`, with ``values`` as leaves. Local.
 
         ``values`` maps tensor names ``LAYER.NAME`` to arrays. Host arrays are not copied.
         """

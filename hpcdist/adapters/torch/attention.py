@@ -35,7 +35,7 @@ class SampleCut:
         self._arena, self._free, self._made = Arena(), list[Saved](), 0
 
     def take(self) -> Saved:
-        """Return a `Saved` to store the activations of one attention operation. Pass it to `back` after use."""
+        """Return a `Saved` for the activations of one attention operation. The method `back` accepts it for reuse."""
         if not self._free:
             self._free.append(self._arena.saved(0, self._made))
             self._made += 1

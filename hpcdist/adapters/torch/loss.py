@@ -37,8 +37,8 @@ REDUCTIONS: Final = ("mean", "sum")
 class TorchLoss(Loss):
     """Loss that the user's ``function(outputs, targets)`` computes.
 
-    It returns (sum, weight), or one number: the mean or sum over the samples, according to the text ``reduction``. If
-    the targets of a batch are a tuple or dict of arrays, ``function`` gets this tuple or dict.
+    It returns the summed loss and the number of targets that count, or one number. One number is the mean or the sum
+    over the samples, as the string ``reduction`` says. Targets can be an array, or a tuple or dict of arrays.
     """
 
     takes_several: Final = True
@@ -250,7 +250,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _terms(node: Any, reduction: int) -> int | None:
-    """Return the number of elements that autograd node ``node`` averages (``reduction`` 1) or adds (2), else None."""
+    """Return the number of elements that ``node`` averages (``reduction`` 1) or sums (2), or None for another node."""
     kind = _kind(node)
     if kind == {1: "Mean", 2: "Sum"}[reduction]:
         return math.prod(node._saved_self_sym_sizes)
@@ -260,7 +260,7 @@ def _terms(node: Any, reduction: int) -> int | None:
 
 
 def _counted(node: Any) -> "int | torch.Tensor":
-    """Return the total weight of the targets that the cross-entropy ``node`` does not ignore."""
+    """Return the number, or total class weight, of the targets that a cross-entropy autograd node does not ignore."""
     targets, weights = node._saved_target, node._saved_weight
     ignored = (node._saved_ignore_index + (1 << 63)) % (1 << 64) - (1 << 63)  # PyTorch returns it as unsigned
     counts = targets != ignored

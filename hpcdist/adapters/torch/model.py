@@ -182,7 +182,7 @@ def wrap(
     """Return ``module_or_stages`` as a model that every strategy can train. Local.
 
     - The children of an ``nn.Sequential``, or the modules of a list, are stages. Any other module is one stage. A stage
-      takes one tensor of shape (samples, ...) and returns one of the parameters' dtype. Pipelines split the model
+      passes one tensor, of shape (samples, ...) and the parameters' dtype, to the next stage. Pipelines split the model
       between stages, and ZeRO-3 gathers one stage at a time. A module joins the previous stage if it has no parameters,
       or only parameters of earlier modules.
     - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of targets that count.

@@ -282,7 +282,7 @@ class ParameterBinding:
         bound.views = views
 
     def has(self, cut: StageModules) -> bool:
-        """Return True if a parameter of ``cut``, the modules of one stage, was moved to the run's arrays or freed."""
+        """Return True if the training now manages the memory of the parameters of ``cut`` (the modules of a stage)."""
         bound = self._bound[id(cut)]
         run_memory = {tensor.data_ptr() for tensor in bound.tensors.values()}
         freed = self._initial is None

@@ -113,7 +113,10 @@ class TorchStage:
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Return the input gradient, or None in layer 0. Raises UsageError if input or parameters get no gradient."""
+        """Return the gradient of the stage's input, or None if this stage is the first stage of the model.
+
+        Raises UsageError if the stage's output does not depend on its parameters or its input.
+        """
         self.binding.bind(self.cut, parameters, dy)
         with share_stream(dy):
             x, y = saved["torch.run"]

@@ -134,15 +134,15 @@ class Event:
 
     @property
     def done(self) -> bool:
-        """True if all work that was queued before the event has finished."""
+        """True if all work that was queued before this event was recorded has finished."""
         return bool(self._event.done)
 
     def synchronize(self) -> None:
-        """Block the host until all work that was queued before the event has finished."""
+        """Block the host until all work that was queued before this event was recorded has finished."""
         self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:
-        """Make later work on ``stream`` wait for all work that was queued before the event."""
+        """Make later work on ``stream`` wait for all work that was queued before this event was recorded."""
         stream.wait_event(self._event)
 
 

@@ -82,7 +82,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        """True if the job has ended for good. A state that `SchedulerState` lacks is final if there is an end time."""
+        """True if the job has ended for good. A job in an unknown state has ended if it has an end time."""
         return self.state in FINAL_STATES or (self.state not in SchedulerState.__members__ and bool(self.ended_utc))
 
     @property

@@ -53,7 +53,7 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return one state for each time that Slurm started or requeued one of ``jobs``, and an error message or ""."""
+    """Return the `JobState` of each start of ``jobs`` (also after a requeue), and an error message or ""."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"

@@ -143,10 +143,10 @@ class StorageRoot:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteStorage:
-    """Section ``[storage]``: shared directories ``roots``, directories ``private`` to a node, and node-local storage.
+    """Section ``[storage]``: directories that all nodes share, and directories that are separate on each node.
 
-    If no roots are listed, all directories except ``private`` are shared. ``sbcast``: Slurm broadcasts the environment
-    archive to the nodes.
+    ``roots`` are shared. If ``roots`` is empty, all directories except ``private`` are shared. ``node_local`` is the
+    directory for staged files on each node. ``sbcast``: Slurm broadcasts the environment archive to the nodes.
     """
 
     roots: tuple[StorageRoot, ...] = ()

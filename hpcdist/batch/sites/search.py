@@ -229,7 +229,7 @@ def load_selected(named: str | None, environment: Mapping[str, str] = os.environ
 
 
 def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[Mapping[str, Any], Path]:
-    """Return the recipe defaults in the profile ``named``, and the path of this profile."""
+    """Return the recipe defaults of the site profile ``named``, a name or a path, and the path of the profile."""
     path = path_of(named, environment)
     return load(named, environment).recipe, path
 

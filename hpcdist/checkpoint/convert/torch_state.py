@@ -43,8 +43,8 @@ def import_torch() -> ModuleType:
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
     """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``. Tensors need not fit into memory.
 
-    ``loaded`` is the manifest of the checkpoint. ``nested``: write one dict of tensors per kind of state. Raises
-    StorageError; in that case ``out`` does not exist.
+    ``loaded`` is the manifest of the checkpoint. The file holds a dict of tensors. If ``nested``, it holds a dict of
+    such dicts, with the keys "parameters", "optimizer.m" and so on. After a StorageError, ``out`` does not exist.
     """
     module = import_torch()
     offsets, position = [], 0
@@ -77,10 +77,10 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 
 
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return the names that ``tensors`` have in the user's PyTorch modules. A tied tensor has several names.
+    """Return a dict from each tensor's name in the checkpoint to its names in the user's PyTorch modules.
 
-    ``loaded`` is the checkpoint's manifest. These names have no layer prefix, unlike names in a checkpoint. Returns {}
-    if two names would then be equal, and for a built-in model of hpcdist.
+    ``loaded`` is the checkpoint's manifest. A tied tensor has several names in the modules. Returns {} for a built-in
+    model of hpcdist, and if two tensors have the same name in the modules.
     """
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:

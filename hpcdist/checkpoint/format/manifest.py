@@ -49,7 +49,7 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: unique_keys(p
 
 
 class NewerVersionError(StorageError):
-    """Error for a manifest of a later hpcdist version. This version must not replace it."""
+    """Error for a manifest that a later hpcdist version wrote, and that this version cannot read."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Slot:
         return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
 
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the piece's HDF5 dataset shape: the shape of its tensor region, or 1-D for a part of this region."""
+        """Return the shape of the HDF5 dataset that stores this piece of a tensor."""
         # ``flat`` counts within the box: the elements have the shape of the box only if ``flat`` covers it.
         extent = tuple(stop - start for start, stop in self.box)
         if Range(*self.flat) != Range(0, math.prod(extent)):
@@ -129,7 +129,7 @@ class _Header:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shards(_Header):
-    """Base class of `Manifest` with all fields of a fixed type. `Manifest` adds the fields of arbitrary JSON values."""
+    """Base class that defines the typed fields of `Manifest`. `Manifest` adds two fields of arbitrary JSON values."""
 
     step: int
     world: int
@@ -359,8 +359,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     """Return the manifest in ``data``, the content of the file ``path``. Raises StorageError if it is damaged.
 
-    `seal` has stored ``digest``, the digest of the other content, at byte ``end``. Only ``scalars`` and ``about``
-    become Python dicts, which take far more memory than typed objects.
+    ``digest`` is the stored digest of ``data[:end]`` with a closing brace.
     """
     # `seal` replaced the final "}" of the digested text by the digest.
     computed = xxhash.xxh3_128(memoryview(data)[:end])

@@ -98,7 +98,7 @@ class MemoryCopy:
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return a view of this copy's header and scalars and, if ``names``, of the tensor pieces' descriptions."""
+        """Return a view of this copy's header and scalars. ``names`` True includes the tensor pieces' descriptions."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
@@ -207,7 +207,7 @@ def _front(nbytes: int, room: int, names: int) -> int:
 
 
 def memory_bytes(nbytes: int, room: int, names: int) -> int:
-    """Return the bytes of a copy with ``nbytes`` of tensors, ``room`` for scalars, ``names`` of descriptions. Local."""
+    """Return the size of a `MemoryCopy` in bytes. The arguments are the sizes of its sections in bytes. Local."""
     return _front(nbytes, room, names) + nbytes
 
 
@@ -221,9 +221,10 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
-    """Yield, for each block of BLOCK_BYTES of ``data``, the list of moves that fill the block from ``pieces``.
+    """Yield, for each block of BLOCK_BYTES of ``data``, the list of moves that fill it from the tensor ``pieces``.
 
-    A move is (index of a piece, slice of its elements, target view in ``data``). ``names`` is the layout of ``data``.
+    A move is (index of a piece, slice of its elements, target view in ``data``). ``names`` is a `CopyLayout` with the
+    byte range of each piece in ``data``.
     """
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):

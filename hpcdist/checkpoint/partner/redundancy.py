@@ -60,7 +60,7 @@ class CopyGeneration:
     shared: bool = False
 
     def step(self, owner: int) -> int:
-        """Return the step of the copy of rank ``owner``, or `INCOMPLETE`."""
+        """Return the training step after which the state of rank ``owner`` was copied, or `INCOMPLETE`."""
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
@@ -70,7 +70,7 @@ class CopyGeneration:
 
 
 class HeldCopies:
-    """State copies that this rank (``rank`` of ``size``) can read after its communicator failed. Methods are local."""
+    """Copies of ranks' states that this rank can read after its communicator failed. Methods are local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -138,7 +138,7 @@ class PartnerStore:
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
     def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
-        """Allocate memory in ``target`` for state copies. ``names`` is the layout of this rank's copy. Collective."""
+        """Allocate memory in ``target`` for this rank's tensor ``pieces`` and its partners' copies. Collective."""
         comm, nodes = self._comm, self._comm.nodes()
         target.of.clear()  # free the old memory first
         target.names, target.shared = names, False
@@ -159,9 +159,9 @@ class PartnerStore:
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
-        """Copy this rank's state to ``target``, and exchange state copies with partner ranks. Collective.
+        """Copy this rank's state to local memory, send it to its partner rank, and receive others' copies. Collective.
 
-        ``encoded`` is the scalars as JSON. The keyword ``anew`` also sends the descriptions of the tensor pieces.
+        ``target`` stores the copies. ``encoded``: scalars as JSON. The keyword ``anew`` also sends piece descriptions.
         """
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
@@ -245,10 +245,10 @@ def _holders(
 
 
 def _sound_holders(comm: Communicator, copies: HeldCopies | None, step: int, holders: list[list[int]]) -> list[int]:
-    """Return the ranks of ``comm`` that have intact copies of the states after ``step``. Collective.
+    """Return, for each rank r of the failed communicator, one rank of ``comm`` with an intact copy of r's state.
 
-    ``holders[r]`` lists ranks of ``comm`` with a copy of the state of rank r of the failed communicator. Item r of the
-    result is one of these ranks. The result is [] if a state has no intact copy.
+    ``holders[r]`` lists the ranks of ``comm`` with a copy of r's state after ``step``. The result is [] if the state of
+    a rank has no intact copy. Collective.
     """
     verified: set[int] = set()
     while all(holders):

@@ -70,7 +70,7 @@ class ElementRuns:
         return self.array[start : start + int(self.size[0])].view(np.uint8)
 
     def gather(self, out: np.ndarray) -> None:
-        """Copy the selected elements of ``self.array``, in ascending order, to the contiguous array ``out``."""
+        """Copy the array elements that this object selects, by ascending index, to the contiguous array ``out``."""
         if isinstance(self.array, np.ndarray):
             _gather(self.array, self.start, self.size, out)
             return
@@ -83,7 +83,7 @@ class ElementRuns:
             done += count
 
     def scatter(self, values: np.ndarray) -> None:
-        """Copy the contiguous array ``values`` to the selected elements of ``self.array``, in ascending order."""
+        """Copy the contiguous array ``values`` to the array elements that this object selects, by ascending index."""
         if isinstance(self.array, np.ndarray):
             _scatter(self.array, self.start, self.size, values)
             return
@@ -100,7 +100,7 @@ class ElementRuns:
             done += count
 
     def _hulls(self, longest: int) -> Iterator[tuple[slice, Range]]:
-        """Group runs of elements. Yield, for each group, the slice of its runs and the range that spans them."""
+        """Yield (slice of runs, range that spans them). Each span has one run, or at most ``longest`` elements."""
         ends, first = self.start + self.size, 0
         while first < ends.size:
             last = max(first + 1, int(np.searchsorted(ends, self.start[first] + longest, "right")))
@@ -148,7 +148,10 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Yield messages of at most ``longest`` bytes: lists of (i, range of the selected elements of ``lines[i]``)."""
+    """Split the elements that all ``lines`` select into messages of at most ``longest`` bytes.
+
+    Yield each message as a list of (i, range). The range counts the elements that ``lines[i]`` selects.
+    """
     # Sender and receiver must compute the same messages.
     message: list[tuple[int, Range]] = []
     room = longest

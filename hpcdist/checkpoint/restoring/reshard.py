@@ -50,7 +50,7 @@ class CopyRuns:
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool array: True for each index in ``start`` at which these copies fill the requested array."""
+        """Return a bool array: item i is True if the copies fill element ``start[i]`` of the requested array."""
         if not self.to.size:
             return np.zeros(start.size, bool)
         inside = (
@@ -244,7 +244,7 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return, for each rank, a list of the element ranges to get from it, and an error message or "".
+    """Return, for each rank, the list of element ranges to get from it. Also return one error message, or "". Local.
 
     ``offers`` describes the tensor pieces of all ranks. ``requested`` are this rank's requests. States named in
     ``optional`` ("optimizer.m") may be absent.

@@ -124,7 +124,10 @@ def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
 
 
 def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
-    """Return a `BlockReader.read` callback that copies ``at[i]:at[i] + size[i]`` to ``out[to[i]:]`` for each i."""
+    """Return a callback for `BlockReader.read` that copies runs of stored elements to ``out``.
+
+    Run i has ``size[i]`` elements, from index ``at[i]`` of the stored piece to index ``to[i]`` of ``out``.
+    """
     ends = at + size
 
     def take(first: int, elements: np.ndarray) -> None:

@@ -230,19 +230,18 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if a checkpoint is in progress, and no rank is still writing or a rank has failed. Local.
+        """Return True if `settle` can continue a checkpoint: all writes of it have ended, or a rank has failed. Local.
 
-        ``sums`` is the sum of `numbers`, two flags per rank, over all ranks.
+        ``sums`` is the sum over all ranks of the two flags that the method `numbers` returns.
         """
         working, failed = sums.tolist()
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Start to commit the checkpoint in progress after all ranks have written, or complete it after the commit.
+        """Start the commit of the checkpoint if all ranks have written it. Return its path if the commit has ended.
 
-        ``sums`` is the sum of `numbers` over all ranks: the number of ranks that still write, and of failed ranks.
-        Returns the path of a checkpoint that this call completed, else None. Raises StorageError on all ranks if a rank
-        has failed.
+        Returns None in all other cases. ``sums`` is the sum over all ranks of the flags that the method `numbers`
+        returns. Raises StorageError on all ranks if a rank has failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 

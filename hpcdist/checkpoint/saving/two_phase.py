@@ -88,7 +88,10 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link shards of the last checkpoint with unchanged pieces ``same``. Return linked shards and pieces."""
+        """Hard-link shards of the last checkpoint into ``temporary``. Return these shards and their current pieces.
+
+        A shard is linked if the unchanged tensor pieces, ``same``, take a sufficient part of its bytes.
+        """
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
@@ -180,7 +183,7 @@ class GroupGather:
 
     @property
     def slots(self) -> list[Slot]:
-        """Descriptions of the tensor pieces in the shard that these ranks write together, ordered by rank."""
+        """Descriptions of the tensor pieces in the shard of this writer group, ordered by rank."""
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:

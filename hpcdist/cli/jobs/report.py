@@ -64,7 +64,7 @@ class StartWindow(NamedTuple):
 
 
 def start_windows(entries: Sequence[ledger.LedgerEntry]) -> list[StartWindow]:
-    """Return one time window for each start of a job in the ledger ``entries``."""
+    """Return the time window of each job start in the ledger ``entries``: from this start to the next start."""
     started = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
     return [StartWindow(place, entry.job, entry.time, end) for (place, entry), end in zip(started, ends, strict=False)]

@@ -103,7 +103,7 @@ def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
 
 
 def by_ledger(job: LocatedJob, state: JobState) -> JobState:
-    """Return ``state`` of ``job``, completed from the run's job ledger if the scheduler has forgotten the job."""
+    """Return a copy of ``state`` with fields that the scheduler does not know, from the job ledger entry of ``job``."""
     if job.entered is None:
         return state
     end = job.entered.last(ledger.ENDED)

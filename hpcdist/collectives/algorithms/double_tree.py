@@ -113,9 +113,9 @@ class _Lane:
     def turns(self) -> list[tuple[int, bool, int, int]]:
         """Return this rank's steps in this tree as (tick, is downward, tree index, segment index).
 
-        All ranks execute their steps in ascending order of ticks. In an upward step, a rank at depth d adds its
-        children's sums of segment s, and sends the sum to its parent. The tick is s - d. In a downward step, of tick s
-        + d, it receives the total from its parent.
+        In an upward step, the rank adds its children's sums of the segment, and sends the result to its parent. In a
+        downward step, it passes the total from its parent to its children. Each rank executes its steps in ascending
+        order of ticks.
         """
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]

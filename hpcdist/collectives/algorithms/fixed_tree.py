@@ -164,7 +164,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Exchange partial sums. Return this rank's part of each sum, keyed by the first logical shard in the sum."""
+        """Exchange partial sums. Return the range ``chunks[rank]`` of each sum, keyed by the sum's first shard."""
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)

@@ -52,11 +52,11 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Node number ``index`` (of ``count``) on which this rank runs, and the communicators that this rank uses.
+    """Communicators of this rank, and the number of its node: ``index``, below ``count``.
 
     ``intra`` joins the ranks of this node. ``inter`` is for messages between nodes, which only the first ``streams``
-    ranks of each node send. ``ranks`` lists this rank's peer on each node, the rank with the same local rank, by its
-    rank number in ``inter``. It is empty if this rank sends no messages to other nodes.
+    ranks of each node send. A rank sends them only to ranks with the same local rank on other nodes. ``ranks`` lists
+    these ranks of ``inter`` by node. It is empty if this rank sends no messages to other nodes.
     """
 
     intra: Communicator
@@ -115,11 +115,10 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 
 
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
-    """Reduce over a ring of k nodes: each chunk's partial sum goes around the ring once, then its total does.
+    """Ring allreduce between nodes: a reduce-scatter of one chunk per node, followed by an all-gather.
 
-    ``turns`` lists the k chunks in this node's sending order, each as a list of segments (buffer ranges). In step h
-    this node sends ``turns[h]`` and receives ``turns[h + 1]`` (indices modulo k): partial sums if h < k - 1, else
-    totals.
+    ``turns`` lists the chunks, each as a list of segments (buffer ranges). In step h, this node sends ``turns[h]`` and
+    receives ``turns[h + 1]``, with indices modulo the number of nodes. ``wire`` sends and receives segments.
     """
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]

@@ -56,9 +56,9 @@ def _between(
 ) -> Parts:
     """Exchange the data of all ranks of this node with the nodes in ``mine``. Return the received arrays.
 
-    Only this rank of its node exchanges messages with these nodes. ``brought[i]`` lists the arrays from local rank i to
-    their ranks. Item i of the result lists the received arrays for local rank i. ``sizes`` comes from `gather_sizes`.
-    Scratch buffers have the device and dtype of ``like``.
+    ``brought[i]`` lists the arrays that local rank i sends to each rank of these nodes. Item i of the result lists the
+    arrays that local rank i receives from them. ``sizes`` is the result of `gather_sizes`. Scratch buffers have the
+    device and dtype of ``like``.
     """
     arrived: Parts = [[] for _ in brought]
     requests, first, opened = [], 0, []
@@ -81,7 +81,7 @@ def _between(
 
 
 def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
-    """Return the sizes of all ranks' parts, of shape (ranks, 2, ranks): to and from each rank. Collective."""
+    """Return the sizes of each rank's sends and receives in elements, of shape (ranks, 2, ranks). Collective."""
     local_sizes = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
     return gather_counts(comm, np.array(local_sizes, np.int64))
 

@@ -234,7 +234,10 @@ def _reduce_scatter(
     chunks: Sequence[Range],
     combine: Combine,
 ) -> None:
-    """Reduce-scatter over 2 * ``width`` vertices by recursive halving. ``chunks`` has a buffer range per vertex."""
+    """Reduce-scatter by recursive halving. This rank gets the reduction of the range ``chunks[vertex]``.
+
+    The ranks of 2 * ``width`` consecutive vertices take part. ``arrival`` is a buffer for received data.
+    """
     while width:
         partner = vertex ^ width  # has the other half of the aligned window of 2 width chunks
         target, outgoing = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]

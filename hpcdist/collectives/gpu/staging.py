@@ -59,7 +59,7 @@ def _fill(source: Array, block: np.ndarray, after: Event) -> Event:
 def staged_reduce_scatter(
     function: ReduceScatter, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum"
 ) -> None:
-    """Reduce-scatter a GPU ``buffer`` to ``shares``, a range per rank, by ``function`` on a pinned copy. Collective."""
+    """Reduce-scatter a GPU ``buffer`` by ``function`` on the host. Rank r gets the range ``shares[r]``. Collective."""
     host = staging.to_host(buffer)
     function(comm, host, shares, op)
     share = shares[comm.rank]
@@ -68,7 +68,7 @@ def staged_reduce_scatter(
 
 
 def staged_all_gather(function: AllGather, comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
-    """All-gather ``shares``, a range of a GPU ``buffer`` per rank, by ``function`` on a pinned copy. Collective."""
+    """All-gather a GPU ``buffer`` by ``function`` on the host. Rank r provides the range ``shares[r]``. Collective."""
     host = staging.lease(buffer.size, buffer.dtype)
     share = shares[comm.rank]
     if share:

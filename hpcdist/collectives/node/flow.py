@@ -92,7 +92,10 @@ class NodeFlow:
         self.add(rows, local_part)
 
     def add(self, rows: Sequence[Array], local_part: Array) -> None:
-        """Reduce ``rows``, one array per rank, into ``local_part``, this rank's array. May overwrite ``rows[0]``."""
+        """Reduce ``rows``, one array per rank, and write the result to ``local_part``. May overwrite ``rows[0]``.
+
+        ``local_part`` is also an operand: it is this rank's array in ``rows``.
+        """
         # Row 0 accumulates, since ``local_part`` is an operand; the last sum goes to ``local_part``. In shared
         # memory row 0 is in the slot of rank 0, in the part that only this rank reads.
         total = rows[0]
@@ -202,16 +205,16 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return the bytes in which ``rank`` shares its operands of segment ``number`` with the other ranks.
+        """Return a view of the memory in which ``rank`` shares its operands of segment ``number``.
 
-        The other ranks sum their parts of the segment. Segments are numbered over all reductions.
+        The other ranks sum their parts of the segment. ``number`` counts on from one reduction to the next.
         """
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return the bytes in which ``rank`` shares its sums of segment ``number`` (counted over all reductions)."""
+        """Return a view of the memory in which ``rank`` shares its sums of segment ``number``. See `addends`."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
@@ -223,10 +226,11 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def flow_of(
     intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range], part_bytes: int
 ) -> NodeFlow:
-    """Return a `SharedFlow`, or a `NodeFlow` if the ranks of ``intra`` cannot share memory. Collective.
+    """Return an object that reduces ``buffer`` over the ranks of ``intra`` (one node). Collective.
 
-    Each rank sums at most ``part_bytes`` bytes of a segment (a range of the buffer). For the other arguments see
-    `NodeFlow`. Raises CommunicationError if an earlier reduction by `SharedFlow` over ``intra`` was aborted.
+    The object is a `SharedFlow`, or a `NodeFlow` if the ranks cannot share memory. ``part_bytes`` is the most that one
+    rank sums of a segment of the buffer. For the other arguments see `NodeFlow`. Raises CommunicationError if an
+    earlier reduction by `SharedFlow` over ``intra`` was aborted.
     """
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)

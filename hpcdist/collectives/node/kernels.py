@@ -43,10 +43,7 @@ def combine(op: int, left: Any, right: Any, out: Any) -> None:
 
 @jit
 def combine_into(op: int, right: Any, out: Any) -> None:
-    """Reduce ``right`` elementwise into ``out`` by ``op``.
-
-    The compiler vectorises this loop, but not `combine` with ``out`` as both operand and result.
-    """
+    """Reduce ``right`` elementwise into ``out`` by ``op``. The compiler vectorises this function, unlike `combine`."""
     if op == SUM:
         for i in range(out.size):
             out[i] += right[i]
@@ -168,9 +165,9 @@ def scaled(block: Any, scale: Any) -> None:
 
 @jit
 def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
-    """Write the sum of ``size`` elements at the 2 to 4 addresses ``buffers``, times ``scale``, back to all of them.
+    """Sum 2 to 4 buffers elementwise, multiply the sum by ``scale``, and write it back to each of the buffers.
 
-    ``like`` is an array of the elements' dtype.
+    ``buffers`` holds their addresses. Each buffer has ``size`` elements of the dtype of the array ``like``.
     """
     a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
     if buffers.size == 2:

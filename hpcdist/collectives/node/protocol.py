@@ -140,16 +140,16 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Process piece number ``piece`` of this rank's range of the buffer, for the operation ``plan[MODE]``.
+    """Reduce or copy piece number ``piece`` of this rank's range of the buffer, as the call's operation requires.
 
     - reduce-scatter: this rank's data and the other ranks' staged data are reduced, multiplied by ``scale``, and
       written to the array at address ``target``.
     - allreduce: the result is also written to this rank's staging area, for the other ranks.
     - all-gather: the piece is copied from ``target`` to this rank's staging area.
 
-    ``data`` is the address of this rank's buffer, and ``areas`` of each rank's staging area, in which row q is for the
-    range of rank q. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``scratch`` has
-    space for ranks + 2 addresses. ``plan`` holds the constants of the call.
+    ``data`` is the address of this rank's buffer. ``areas`` holds the address of each rank's staging area. A staging
+    area has one row for the range of each rank. ``bounds``, of shape (2, ranks), holds the first byte and the end of
+    each range. ``scratch`` has space for ranks + 2 addresses. ``plan`` holds constants of the call.
     """
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
@@ -170,10 +170,10 @@ def reduce_piece(
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
     """Copy the other ranks' finished data from their staging areas to this rank's buffer.
 
-    Each rank finishes one range of the buffer, in pieces. Piece number ``piece`` of every range is copied. Rank q has
-    written it to row q, of ``row`` bytes, of rank q's staging area. ``areas`` holds the address of each rank's staging
-    area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``data`` is the address of
-    this rank's buffer. ``rank`` is this rank.
+    Each rank finishes one range of the buffer, in pieces. Piece number ``piece`` of every range is copied. A staging
+    area has one row of ``row`` bytes for the range of each rank, so the piece of rank q is in row q. ``areas`` holds
+    the address of each rank's staging area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each
+    range. ``data`` is the address of this rank's buffer. ``rank`` is this rank.
     """
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
@@ -235,8 +235,8 @@ def record_call(line: int, parity: int, record: Any) -> None:
 def calls_match(flags: Any, parity: int, record: Any) -> bool:
     """Return True if all ranks have published a call that is equal to ``record``, the description of this rank's call.
 
-    ``flags`` holds the address of each rank's progress counters, followed in memory by the descriptions of two calls.
-    ``parity``, the number of the call modulo 2, selects the description to compare with ``record``.
+    ``flags`` holds one address per rank. At this address are the rank's progress counters, then the descriptions of its
+    last two calls. ``parity``, the number of the call modulo 2, selects the description of the current call.
     """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
@@ -250,8 +250,7 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
     """Return True if the buffers of all ranks are in one shared region, at equal offsets in the ranks' parts of it.
 
-    ``record`` describes this rank's call and buffer. ``flags`` holds addresses: each is the start of a rank's progress
-    counters, and two such records follow in memory. ``parity``, the number of the call modulo 2, selects the record.
+    ``record`` describes this rank's call and buffer. For ``flags`` and ``parity`` see `calls_match`.
     """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
@@ -306,10 +305,10 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Poll for a limited time until all ranks have begun this call, and check that their calls are equal.
+    """Poll for a limited time until all ranks have begun this call, and compare their calls. Finish a small allreduce.
 
-    Return DONE if the call is finished, as a small allreduce is. Return WAITING if `advance` must be called to
-    continue. Return DIFFERENT if the ranks made different calls.
+    Return DONE after a small allreduce. Return WAITING if `advance` must be called to continue. Return DIFFERENT if the
+    ranks made different calls.
 
     ``flags`` holds the address of each rank's progress counters. ``slots``, of shape (2, ranks), holds the addresses of
     each rank's two slots for small buffers. ``data`` and ``nbytes`` are address and size of this rank's buffer. For the
@@ -360,9 +359,9 @@ def start_call(
 ) -> int:
     """Start a call of a collective, then continue it by `advance`. Return the status that `advance` returns.
 
-    - ``state``: words of the state of this rank's calls. It is kept between calls.
-    - ``places``, of shape (5, ranks): addresses for each rank: its line of counters, its two slots for small buffers,
-      and the two halves of its staging area.
+    - ``state``: int64 array with the progress of this rank's call. All calls use the same array.
+    - ``places``, of shape (5, ranks): for each rank the addresses of its progress counters, its two slots for small
+      buffers, and the two halves of its staging area.
     - ``regions``: one row per shared region, as in `find_region`.
     - ``bounds``, of shape (2, ranks): first byte and end of each rank's range of the buffer.
     - ``plan``: constants of the call, such as mode, rank and sizes.

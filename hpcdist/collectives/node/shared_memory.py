@@ -118,8 +118,8 @@ class NodeMemory:
 
         ``mode`` combines the flags REDUCE, GATHER and ELSEWHERE. ``ranges`` has the range that each rank reduces or
         contributes; None means balanced ranges. Reduced elements are multiplied by ``scale``. If ``target`` is 0, the
-        result overwrites ``buffer``. Otherwise ``target`` is the address of the result array. ELSEWHERE means that this
-        array is the same shared memory on all ranks.
+        result overwrites ``buffer``. Otherwise the result is written to the array at address ``target``. With the flag
+        ELSEWHERE, all ranks share this result array.
         """
         if self._given_up is not None:
             raise CommunicationError(

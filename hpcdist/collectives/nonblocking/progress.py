@@ -80,7 +80,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
 
 
 def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a generator (see `ring_lanes`) per buffer segment, which together reduce-scatter to ``task.shares``."""
+    """Return a list of generators that run a ring reduce-scatter, one per buffer segment (see `ring_lanes`)."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
     segments = _segments(task.shares, buffer.itemsize)
     return [
@@ -90,7 +90,7 @@ def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, 
 
 
 def ring_all_gather_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a generator (see `ring_lanes`) per buffer segment, which together all-gather ``task.shares``."""
+    """Return a list of generators that run a ring all-gather, one per buffer segment (see `ring_lanes`)."""
     segments = _segments(task.shares, task.buffer.itemsize)
     return [_all_gather(comm, task.buffer, chunks, tags()) for chunks in segments]
 

@@ -39,9 +39,9 @@ MOST_REPEATS: Final = 8
 class Tournament:
     """Timed comparison of candidate algorithms on ``comm``.
 
-    ``everyone`` is a communicator of ``comm`` and all other groups that run the same comparison at the same time. Times
-    are maxima over all ranks of ``everyone``. A candidate is a function that calls the algorithm once. ``clock()``
-    returns seconds.
+    Several groups of ranks may run the same comparison at the same time. ``everyone`` is a communicator of the ranks of
+    all these groups. Times are maxima over its ranks. A candidate is a function that calls the algorithm once.
+    ``clock()`` returns seconds.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class TuningRequest:
     budget_s: float = BUDGET_S
 
     def memory(self) -> Array:
-        """Return a zeroed buffer of ``max_bytes`` bytes. Collective if ``allocate`` is collective."""
+        """Return a zeroed buffer of the largest size to measure. Collective, because it may be in shared memory."""
         size = max(1, self.max_bytes // self.dtype.itemsize)
         if self.allocate is not None:
             return self.allocate(size)
@@ -342,7 +342,7 @@ class SizeSweep:
         self._latest: dict[str, tuple[int, float]] = {}  # algorithm -> (size, time) of its last tournament
 
     def measure(self, nbytes: list[int]) -> None:
-        """Time the algorithms at each size in ``nbytes``, in this order, with an equal share of the remaining time."""
+        """Time the algorithms at each of the sizes ``nbytes``, in this order, with equal time budgets per size."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
             self._compare(size, self._candidates(size), share_s)

@@ -41,8 +41,8 @@ class TuningRow:
 class Tuning:
     """Result of a tuning: ``text`` names the selected algorithms.
 
-    ``source`` is "measured", "cache", or, for one rank, "default". ``seconds`` is the duration of the measurement.
-    ``load`` is the `load_per_processor` of the busiest node before the measurement.
+    ``source`` is "measured" or "cache", or "default" if the communicator has only one rank. ``seconds`` is the duration
+    of the measurement. ``load`` is the `load_per_processor` of the busiest node before the measurement.
     """
 
     text: str
@@ -125,10 +125,10 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return the cached result for the cache key ``query``, or None and the reason to ignore the file or "". Local.
+    """Return the cached result for the cache key ``query`` and "", or None and the reason for ignoring the file. Local.
 
-    ``load_now`` is the load average per processor of the busiest node. A result from a busy machine is not used if the
-    machine is idle now.
+    The reason is "" if there is no file. ``load_now`` is the load average per processor of the busiest node. A result
+    from a busy machine is not used if the machine is idle now.
     """
     try:
         path = path_of(query)

@@ -145,9 +145,10 @@ def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[
 def node_facts(
     library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ, numa: Path = NUMA
 ) -> NodeFacts:
-    """Return this node's hardware, software versions and environment variables, and the ``volumes`` that the job needs.
+    """Return this node's hardware, software versions, environment variables and ``volumes``.
 
-    ``library`` is the MPI library's version text. ``numa`` is the sysfs directory of the NUMA domains.
+    ``volumes`` are the directories that the job needs, with their free space. ``library`` is the MPI library's version
+    text. ``numa`` is the sysfs directory of the NUMA domains.
     """
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}

@@ -42,7 +42,7 @@ class Gathered:
 
 
 class StageDeadline:
-    """Time limit of ``limit_s`` seconds for each stage of a job examination. Methods are local.
+    """Time limit of ``limit_s`` seconds for each stage of a job's check by `hpcdist doctor`. Methods are local.
 
     On a timeout, a separate thread calls ``fail(error)``, which ends the job. ``where`` names this rank in the error.
     """
@@ -80,9 +80,9 @@ def gather(
 ) -> Gathered | None:
     """Return the ``facts`` of all ranks on rank 0, and None on other ranks. Collective over ``comm``.
 
-    One rank per node calls ``describe()`` for the facts of the node. It also waits up to ``look_s`` seconds for a probe
-    file, which rank 0 creates in ``directory`` with the name prefix ``prefix``. ``stage(text)`` is called before each
-    stage, with a description of the stage.
+    One rank per node calls ``describe()`` for the facts of the node. The result also says which nodes do not see a
+    probe file within ``look_s`` seconds. Rank 0 creates this file in ``directory``, with the name prefix ``prefix``.
+    ``stage(text)`` is called before each stage, with a description. ``clock()`` returns the node's time in seconds.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()

@@ -85,7 +85,7 @@ class Lint:
 
 
 def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
-    """Return a `Check` named ``name`` for the first of ``lints`` with a fault in the rank facts ``table``, or None."""
+    """Return a `Check` named ``name`` of the first fault that ``lints`` (node checks) find in ``table``, or None."""
     for lint in lints:
         texts = [lint.look(rows) for rows in table.nodes]
         if any(texts):
@@ -217,7 +217,7 @@ def check_directory(table: RankTable, path: str, failure: str) -> Check:
 
 
 def check_space(table: RankTable) -> Check:
-    """Check in ``table`` (facts of all ranks) each node's free space: run directory, node-local folder, /dev/shm."""
+    """Check each node's free space in run directory, node-local folder and /dev/shm, by the facts in ``table``."""
     name = "free space"
     volumes = [machine.volumes for machine in table.machines]
     texts = ["; ".join(filter(None, map(_short_of, node_volumes))) for node_volumes in volumes]

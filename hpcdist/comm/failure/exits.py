@@ -108,7 +108,7 @@ class Exit(SystemExit):
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. Reading it when no Python code runs any more (uncaught exit) calls ``at_end``."""
+        """The argument of `sys.exit`. After an uncaught exit, Python reads it, which calls the attribute ``at_end``."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)
@@ -130,7 +130,7 @@ for _name in ("__module__", "__qualname__", "__name__"):  # tracebacks print the
 
 
 def exit_function(at_end: Callable[[Exit], None]) -> Callable[..., NoReturn]:
-    """Return a replacement for `sys.exit` that raises an `Exit`, which calls ``at_end`` if no code catches it."""
+    """Return a replacement for `sys.exit`. If no code catches the `Exit` that it raises, ``at_end`` is called."""
 
     def exit(status: Any = None, /) -> NoReturn:  # noqa: A001 (as tracebacks show it)
         error = Exit(*status) if isinstance(status, tuple) else Exit() if status is None else Exit(status)

@@ -89,7 +89,7 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
 
 
 def set_rank(rank: int) -> None:
-    """Report failures as rank ``rank`` from now on, and undo `set_agreement` (common reports of all ranks). Local."""
+    """Report failures as rank ``rank`` from now on, and remove the functions that `set_agreement` installed. Local."""
     assert _installed is not None, "install comes first"
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
@@ -135,11 +135,11 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Install ``all_agree``, a collective function that checks if all ranks end alike. Local.
+    """Install ``all_agree``, by which ranks that fail compare their error or exit code. Local.
 
-    ``all_agree(text, seconds)`` returns True if all ranks pass the same ``text`` within ``seconds``. If all ranks raise
-    an equal exception, only rank 0 prints it. Each rank then calls ``withdraw()``, which may finalise MPI, and exits.
-    If ranks exit with a non-zero code and do not all agree on this code, the job is aborted.
+    ``all_agree(text, seconds)`` is collective: it returns True if all ranks pass the same ``text`` within ``seconds``.
+    If all ranks raise an equal exception, only rank 0 prints it. Each rank then calls ``withdraw()``, which may
+    finalise MPI, and exits. If the ranks do not all exit with the same error code, the job is aborted.
     """
     assert _installed is not None, "install comes first"
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
@@ -201,11 +201,10 @@ def note_end() -> None:
 
 
 def guarded(main: Callable[[], int | None]) -> int:
-    """Call ``main()`` and return its exit code. A non-zero code or any exception ends the whole job. Local.
+    """Call ``main()`` and return its exit code. If `install` was called, an error ends the whole job. Local.
 
-    The entry point of a job calls this, because an excepthook does not receive SystemExit. An exit on which all ranks
-    agreed (see `agreed_exit`) does not abort the job. If `install` was not called, an error does not end the job: the
-    code is returned, or the exception raised.
+    An error is a non-zero code, or an exception other than SystemExit(0) and `AgreedExit`. Without `install`, the code
+    is returned, or the exception raised.
     """
     try:
         code = main() or 0

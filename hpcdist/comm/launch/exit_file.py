@@ -99,10 +99,10 @@ def remove_segments(launch_dir: Path) -> None:
 
 
 def leave_at_signals() -> None:
-    """Until `disable_leave_at_signals`, end this process at a stop signal, with the exit code of the signal. Local.
+    """Exit at a stop signal, with the exit code of the signal, from now on until `disable_leave_at_signals`. Local.
 
-    Main thread only. It covers the slow imports at the start of a program, so this module imports only the standard
-    library. Signals that are ignored or have a handler are not changed.
+    Main thread only. Call this before the slow imports of a program. Signals that are ignored or have a handler are not
+    changed.
     """
     global _starting
     _starting = True
@@ -134,8 +134,8 @@ class ImmediateExit:
     """Exit of this process at the first stop signal, even if the main thread is blocked in MPI. Local.
 
     The method `switch` enables the exit while there is nothing to save. A Python signal handler would wait for MPI. So
-    the interpreter's C handler writes a byte to a pipe (set_wakeup_fd), which wakes a thread of this object. If C code
-    holds the GIL, as in MPI_Init, `hpcdist run` ends the process. A marker file of this object permits this.
+    the signal wakes a thread of this object (by set_wakeup_fd), which ends the process. While C code holds the GIL, as
+    in MPI_Init, no thread can run. Then `hpcdist run` ends the process if a marker file of this object exists.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ def read_announcements(folder: Path) -> tuple[str, str]:
 def resume_command(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
     """Return ``command`` with the option `--resume auto`, and with `--out` ``run_dir`` if it has no --out.
 
-    ``command`` is a `hpcdist run` command if ``script`` is True, else a `train` command.
+    ``command`` is a `hpcdist train` command, or a `hpcdist run` command if the keyword ``script`` is True.
     """
     begin = command.index("run" if script else "train") + 1
     end = command.index("--", begin) if "--" in command[begin:] else len(command)

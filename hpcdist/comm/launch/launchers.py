@@ -256,7 +256,10 @@ class MpirunStarter(Starter):
 def choose_starter(
     kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
 ) -> Starter:
-    """Return a command line builder for launcher ``kind``, the ranks in ``layout`` and --survive. Raises UsageError."""
+    """Return a `Starter`, which builds command lines of the launcher ``kind`` for the ranks in ``layout``.
+
+    ``survive`` is the value of the option --survive, or None. Raises UsageError if ``kind`` does not support an option.
+    """
     _refuse(kind, layout, survive)
     if kind is MPIRUN:
         return _mpirun(mpirun.find(environment), layout, survive is not None, environment)

@@ -239,10 +239,10 @@ def transports(
 ) -> dict[str, str]:
     """Return the environment variables that select MPI's transports, unless the user or the site sets them.
 
-    If all ranks are on one host, they use shared memory without TCP, because a TCP peer that connects but sends nothing
-    blocks a rank. If the keyword ``surviving`` is True, new ranks may replace failed ranks, and Open MPI connects to
-    them by TCP. On one host, Open MPI then uses TCP through the loopback interface. For Open MPI, libfabric is
-    excluded, because it searches for networks at each start.
+    By default, ranks that are all on one host use shared memory without TCP, because a TCP peer that connects but sends
+    nothing blocks a rank. If the keyword ``surviving`` is True, new ranks may replace failed ranks, and Open MPI
+    connects to them by TCP, on one host through the loopback interface. For Open MPI, libfabric is excluded, because it
+    searches for networks at each start.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
@@ -303,7 +303,7 @@ def _parameters(launcher: Launcher) -> list[str]:
 
 
 def answer_to_signals(launcher: Launcher) -> str:
-    """Return a text about the effect of signals to ``launcher`` on its ranks if it runs without `hpcdist run`."""
+    """Return a text for users about the signals that ``launcher`` forwards to its ranks without `hpcdist run`."""
     if launcher.vendor == OPEN_MPI:
         return (
             "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "

@@ -51,9 +51,8 @@ def repeat(
 
     ``start(n)`` runs the n-th start, from 1. ``saved()`` returns {checkpoint name: version}, the most recent first.
     After FRUITLESS starts in a row without a new checkpoint, there is no restart. ``pause(seconds)`` waits, and returns
-    the stop signal that ended the wait, or None. If too few ``nodes`` are left, the exit code is 75. ``give_up(why)``
-    gets the reason if no further start follows, except after an exit code in `FINAL_CODES`. ``say`` gets all other
-    messages.
+    the stop signal that ended the wait, or None. ``nodes`` finds failed nodes. If too few nodes are left, the exit code
+    is 75. ``give_up(why)`` is called if a failed job is not restarted. ``say(text)`` is called with all other messages.
     """
     fruitless = pauses = 0
     there = saved()

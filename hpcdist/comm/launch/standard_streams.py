@@ -139,7 +139,10 @@ class Relay:
         return not any(thread.is_alive() for thread in self._threads)
 
     def release(self, expected: int | None) -> None:
-        """Print the notices held back until now, except about the exit code ``expected``, which the caller reports."""
+        """Print Open MPI's notices about the end of ranks, which were held back until now.
+
+        If ``expected`` is an exit code, which the caller reports, only notices with another exit code are printed.
+        """
         held, self._held = self._held, []
         for number, code, text in held:
             if expected is None or code not in (expected, None):

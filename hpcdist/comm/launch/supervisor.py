@@ -113,8 +113,8 @@ class Supervision:
 
     ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
     ``surviving``: the job continues after a rank failure. The exit code that the ranks write to ``launch_dir`` counts.
-    ``telling``: the command always writes an exit code to ``launch_dir``, as training does. With ``surviving`` or
-    ``telling``, a job that wrote no exit code has failed, even if the launcher returns 0.
+    ``telling``: the ranks of this command always write an exit code. With ``surviving`` or ``telling``, a job without
+    such a code has failed, even if the launcher returns 0.
     ``kind``: properties of the launcher, such as the signals that it forwards.
     ``foreign``: the ranks run a program that is not a command of hpcdist. If no rank writes its process id within
     STARTING_S seconds, signals go to the launcher's rank processes on this host.

@@ -27,7 +27,7 @@ _EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH uses a slow algorithm 
 
 @functools.cache  # MPI has few slots for user-defined operators; these live as long as MPI
 def _extreme(mpi: Any, op: str, code: str) -> Any:
-    """Return an MPI operator for ``op`` "max" or "min" that, unlike MPI.MAX, propagates NaN."""
+    """Return an MPI operator for ``op`` "max" or "min" on dtype ``code``. Unlike MPI.MAX, it propagates NaN."""
     ufunc, dtype = _EXTREMES[op], np.dtype(code)
 
     def reduce(left: Any, right: Any, datatype: Any) -> None:

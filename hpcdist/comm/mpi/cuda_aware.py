@@ -69,7 +69,7 @@ def cache_path(key: Mapping[str, Any]) -> Path:
 
 
 def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
-    """Return the device-pointer operations cached for ``key`` and a text about their test, or None. Local."""
+    """Return the operations that accept GPU pointers, and the reason, as cached for ``key``. None if not cached."""
     try:
         path = cache_path(key)
         content = json.loads(user_cache.read(path))
@@ -81,7 +81,7 @@ def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
 
 
 def write_cached(key: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
-    """Cache the device-pointer ``operations``, and ``reason``, a text on their test. Return the error or "". Local."""
+    """Cache the ``operations`` that accept GPU pointers, and the ``reason``, for ``key``. Return the error or ""."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "format": CACHE_FORMAT,
@@ -131,7 +131,7 @@ Run = Callable[[Sequence[str], Mapping[str, str], float], "ProbeOutcome"]  # wor
 
 @dataclass(frozen=True)
 class DevicePointerSupport:
-    """Operations for which MPI accepts pointers to GPU memory, and the reason for this result."""
+    """MPI ``operations`` that accept pointers to GPU memory. The text ``reason`` explains why these and no others."""
 
     operations: frozenset[str]
     reason: str

@@ -54,10 +54,10 @@ class Members:
         return ulfm.is_revoked(self._mpi, self._comm)
 
     def check_alive(self, since: float) -> None:
-        """Let MPI make progress. Raise RankDiedError if this call and the previous one detect a dead member. Local.
+        """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead member. Local.
 
-        The first such call returns, because the failed member may already have written the data for which the caller
-        waits. ``since`` is not used: the watchdog enforces the deadline of the operation.
+        The first of these calls raises no error, because the dead member may already have written the data that the
+        caller needs. ``since`` is not used: the watchdog enforces the deadline of the operation.
         """
         self.progress()
         dead = self._dead()

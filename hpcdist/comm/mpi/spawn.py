@@ -26,8 +26,8 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 class SpawnMember:
     """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined it.
 
-    A new rank sends only its ``host``, and copies ``name``, ``checked`` (collective calls are compared) and
-    ``pointers`` (operations that accept GPU pointers). ``declared_node``: number of a simulated node, or None.
+    A new rank sends only its ``host``, and copies the next three fields from an old rank. ``name`` names the
+    communicator. ``pointers`` are operations that accept GPU pointers. ``declared_node`` numbers a simulated node.
     """
 
     host: str
@@ -84,10 +84,9 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return the declared node number of each of ``members``, or None for all if no member has one. Local.
+    """Return a list with the simulated node number of each of ``members``, or with only None if no nodes are simulated.
 
-    Nodes are declared if `start` got ``ranks_per_node``, which simulates nodes. A spawned rank gets the declared
-    node with the fewest ranks.
+    A new rank has no number yet. It gets the number of the node with the fewest ranks. Local.
     """
     nodes = [member.declared_node for member in members]
     declared = [node for node in nodes if node is not None]

@@ -85,7 +85,10 @@ def shrink(mpi: Any, comm: Any) -> Any:
 
 
 def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Return a communicator of ``comm``'s ranks and ``count`` new Python processes. Collective over all these ranks."""
+    """Spawn ``count`` Python processes, and return a communicator of ``comm``'s ranks and these processes.
+
+    Collective over ``comm``. The processes get the command-line ``arguments``, and call `join_parent`.
+    """
     # Pass variables by the command `env`, because daemons on other hosts have another environment, and a value of
     # MPI_Info holds a few hundred characters at most.
     variables = [f"{name}={value}" for name, value in environment.items()]
@@ -104,7 +107,7 @@ def _least_used_node(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any
 
 
 def join_parent(mpi: Any) -> Any | None:
-    """Return the communicator of the old and new ranks of `grow`, or None if this process is not new. Collective."""
+    """Return the communicator that `grow` returns on the old ranks, or None if `grow` did not spawn this process."""
     intercomm = mpi.Comm.Get_parent()
     return None if intercomm == mpi.COMM_NULL else _merge(mpi, intercomm, late=True)
 

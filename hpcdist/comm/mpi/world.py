@@ -130,10 +130,10 @@ def init(device: str = "cpu") -> World:
     """Start MPI, or without a launcher a world of only this process, and return the world. Collective.
 
     Later calls return the same world. If ``device`` is "gpu", the GPU with this rank's local rank becomes current
-    before MPI starts. After the call, an uncaught exception on any rank ends the job. Under `hpcdist run --out`, or if
-    HPCDIST_DEADLINE_S is set, operations are recorded for `hpcdist hang` and have a deadline. Raises ConfigurationError
-    if the launcher and the MPI library do not belong together. Raises UsageError if ``device`` is not "cpu" or "gpu",
-    or in a child process of a rank.
+    before MPI starts. After the call, an uncaught exception on any rank ends the job. Operations are recorded for
+    `hpcdist hang` if HPCDIST_DEADLINE_S is set, or under `hpcdist run --out`. Raises ConfigurationError if the launcher
+    and the MPI library do not belong together. Raises UsageError if ``device`` is not "cpu" or "gpu", or in a child
+    process of a rank.
     """
     refuse_worker()
     fail_alike(launched=True)
@@ -147,7 +147,7 @@ def init(device: str = "cpu") -> World:
 
 
 def start_world(device: str) -> World:
-    """Return the world of `init`, but do not record operations. Collective.
+    """Start MPI for ``device`` "cpu" or "gpu", and return the world. Later calls return the same world. Collective.
 
     Raises UsageError in a process that a rank started, such as a DataLoader worker.
     """
@@ -186,7 +186,7 @@ def _remove_old_records(parent: Path) -> None:
 
 
 def end_records(call: Callable[[], Value]) -> Value:
-    """Return the result of ``call()``, the program's last recorded operation, then stop the recording. Collective."""
+    """Run ``call()``, the program's last operation, then stop recording operations. Return its result. Collective."""
     if not _worlds:
         return call()
     session = _worlds[0].session

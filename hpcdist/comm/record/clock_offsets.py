@@ -26,7 +26,7 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class ClockReading:
-    """A measurement at time ``t_ns`` of rank 0's clock: the clock of ``host`` is ``offset_ns`` ahead of rank 0's clock.
+    """Clock comparison: at time ``t_ns`` on rank 0's clock, the clock of ``host`` was ``offset_ns`` nanoseconds ahead.
 
     The error of the offset is at most half of the round-trip time ``rtt_ns``.
     """
@@ -96,10 +96,10 @@ def measure_offsets(
 ) -> tuple[ClockReading, ...]:
     """Measure the offset of each rank's ``clock`` to rank 0's clock. Collective over ``comm``.
 
-    Returns one reading per rank, in rank order, on rank 0, and () on other ranks. The field ``host`` of a reading is
-    the rank. ``clock()`` returns ns. Each reading is the fastest of ``rounds`` round trips. With n > ``flat`` ranks,
-    rank 0 measures the first ranks of about sqrt(n) groups, and these ranks measure their groups. Then the error bounds
-    of both measurements add up.
+    On rank 0, returns one `ClockReading` per rank, in rank order, with the rank number as its ``host``. Other ranks
+    return (). ``clock()`` returns ns. Each reading is the fastest of ``rounds`` round trips. If there are more than
+    ``flat`` ranks, rank 0 measures only the first rank of each of about sqrt(ranks) groups. This rank measures the rest
+    of its group. Then the error bounds of both measurements add up.
     """
     # Groups of `size` = ceil(sqrt(n)) consecutive ranks, each led by its first rank, the head.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1

@@ -267,7 +267,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove from ``folder`` the files of rank ``ranks`` and higher, left by an earlier job. Local."""
+    """Remove from ``folder`` an earlier job's files of ranks that a job of ``ranks`` ranks does not have. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:

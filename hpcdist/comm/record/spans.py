@@ -201,14 +201,14 @@ class Spans(SpanSink):
     def drain(self) -> np.ndarray:
         """Return the spans since the last call, int64 of shape (spans, 3): phase, begin in ns and end in ns.
 
-        The phase is an index into `PHASES`. Adjacent spans of the same phase are merged. Spans of whole steps, and the
-        oldest spans beyond the capacity, are left out. Local.
+        The phase is an index into `PHASES`. Adjacent spans of the same phase are merged. The spans of the phase "step"
+        are left out. The oldest spans beyond the capacity are left out, too. Local.
         """
         fresh, self._fresh = self._fresh[-self.capacity :], []
         return np.array(fresh, np.int64).reshape(-1, 3)
 
     def _new_label(self, phase: str, name: str) -> tuple[int, int]:
-        """Return the index of a new label, or `_UNNAMED` if the table is full, and the index of ``phase``."""
+        """Return the indices of a new label and of its ``phase``. The label index is `_UNNAMED` if no space is left."""
         code = PHASES.index(phase)
         data = name.encode()[:255]
         start = TEXTS + self._text_used

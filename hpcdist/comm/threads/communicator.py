@@ -226,7 +226,7 @@ class ThreadCommunicator(Endpoint):
         return
 
     def free(self) -> None:
-        """Do nothing: the group is garbage-collected with its last rank."""
+        """Do nothing, because Python's garbage collector frees the communicator."""
         return
 
 

@@ -160,8 +160,8 @@ class FailureDetector:
     def check_deaths(self, peer: int | None, what: str) -> None:
         """Raise RankDiedError if operation ``what`` needs a dead rank, or after a revoke.
 
-        Rank ``peer`` is needed, or all ranks if ``peer`` is ANY or None. Ranks are threads: RankDeath ends this thread
-        if its rank was marked as dead.
+        The operation needs rank ``peer``, or all ranks if ``peer`` is ANY or None. If this rank was marked as dead,
+        raise RankDeath instead, which ends the thread of this rank.
         """
         group = self._group
         if not group.dead and not group.revoked:

@@ -34,8 +34,8 @@ def packed_bytes(n: int, bits: int) -> int:
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
     """Pack the first ``count`` of the uint8 array ``codes``, of ``bits`` bits each, into the bytes ``packed``.
 
-    For compiled kernels. ``codes`` has shape (GROUP,). Unused high bits of codes must be 0. Codes from index ``count``
-    on are padding, and become 0 in ``codes`` too.
+    For compiled kernels. ``codes`` has shape (GROUP,). Its elements from index ``count`` on are overwritten with 0.
+    Unused high bits of codes must be 0.
     """
     # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
     # vectorisation.
@@ -193,7 +193,7 @@ def inverse_of(scale: Any, levels: Any) -> Any:
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
     """Return the float32 scale of each row of ``rows``, of shape (blocks, values), on the host or a GPU.
 
-    ``kind`` is MAXIMUM or NORM. ``width`` is the size of a whole block; for NORM it must be a power of two.
+    ``kind`` is MAXIMUM or NORM. ``width``, only used for NORM, is a power of two and at least the size of a row.
     """
     xp = namespace(rows)
     if kind == MAXIMUM:
@@ -214,9 +214,9 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return two float32 factors for each of the block scales ``scales``. They map values to [-levels, levels].
+    """Return two float32 factors per block scale in ``scales``: their product maps values to [-levels, levels].
 
-    The first factor (`lift_of`) prevents overflow of the second (`inverse_of`).
+    Multiply values by the first factor, and then by the second. A single factor could overflow.
     """
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)

@@ -54,10 +54,12 @@ def places(sizes_bytes: list[int]) -> list[Range]:
 class OneBitAdam:
     """State of 1-bit Adam for ``n`` elements on rank ``rank`` of ``ranks`` ranks. All methods are local.
 
-    Each rank owns one of ``ranks`` chunks of the elements. Before `freeze`, a step calls `warm`. After `freeze`, a step
-    calls `accumulate`, `encode_worker` per chunk, an all-to-all, `add_worker` per payload in rank order,
-    `encode_server`, an all-gather, `receive` per chunk, and `direction`. The keyword ``compressor`` encodes chunks, by
-    default as signs scaled by the mean magnitude.
+    Each rank owns one of ``ranks`` chunks of the elements. A warm-up step calls `warm`. After the warm-up, `freeze`
+    fixes the variance. The keyword ``compressor`` is `SignSgd` by default. A later step has three stages:
+
+    - `accumulate`, and `encode_worker` for each chunk. The caller sends each payload to the chunk's owner.
+    - `add_worker` for each received payload, in rank order, and `encode_server`. The caller all-gathers the results.
+    - `receive` for each chunk, and `direction`.
     """
 
     def __init__(
@@ -106,9 +108,9 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze`: let the variance change again, so that the next step calls `warm`. Only in a job of one rank.
+        """Undo `freeze` in a job of one rank: the variance can change again, and the next step calls `warm`.
 
-        The compression errors are added to the momentum and set to 0, because `warm` does not send them to other ranks.
+        The compression errors are added to the momentum and set to 0.
         """
         assert self.is_frozen and self.ranks == 1, "with several ranks, the errors must be sent, not added to m"
         self.v *= np.float32(1 - self.moments.beta2**self.count)
@@ -164,9 +166,8 @@ class OneBitAdam:
     def arrays(self) -> Mapping[str, Array]:
         """Return the arrays to save in a checkpoint, by name, in addition to ``count`` and ``is_frozen``.
 
-        ``server_error`` holds the compression errors of this rank's chunk. In rank order, the ranks' arrays form one
-        array of n elements. ``worker_error`` differs between ranks. If the number of ranks changes, the caller must
-        restore the mean of the saved arrays on every rank.
+        ``server_error`` has only the elements of this rank's chunk. ``worker_error`` has all elements, and differs
+        between ranks. If the number of ranks changes, restore the mean of all saved ``worker_error`` on every rank.
         """
         return {"m": self.m, "v": self.v, "worker_error": self.worker_error, "server_error": self.server_error}
 

@@ -66,7 +66,7 @@ class BlockCompressor(DenseCompressor):
         raise NotImplementedError
 
     def payload_bytes(self, n: int) -> int:
-        """Return the payload size of n values: 4 bytes per scale, and ceil(n bits / 8) bytes of codes."""
+        """Return the payload size of n values in bytes: float32 scales, and packed codes."""
         return 4 * -(-n // self.width) + packed_bytes(n, self.bits)
 
     def _parts(self, payload: Array, n: int) -> tuple[Array, Array]:

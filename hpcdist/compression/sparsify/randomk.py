@@ -86,7 +86,7 @@ def _name(payload: Array, key: RandomKey) -> None:
 
 
 def indices(payload: Array, n: int) -> Array:  # (k,) of int64
-    """Return the random index (0 to n - 1) of each value in ``payload``. The indices differ, but may not be sorted."""
+    """Return the index of each value in ``payload``: distinct random numbers from 0 to n - 1, in any order."""
     k = (payload.size - HEADER_BYTES) // 4
     named = payload[:HEADER_BYTES].view(np.uint32)
     if is_device(payload):

@@ -61,7 +61,7 @@ class TopK(Compressor):
 
 
 def select(values: Array, payload: Array) -> None:
-    """Write the k = payload.size / 8 values of largest magnitude to the sparse ``payload``. 1 <= k <= values.size."""
+    """Write the k values of largest magnitude, and their indices, to ``payload``, which has the size 8 k bytes."""
     n, k = values.size, payload.size // coo.ENTRY_BYTES
     if payload.size % coo.ENTRY_BYTES or not (1 <= k <= n or k == n == 0) or n > coo.MOST_ELEMENTS:
         raise UsageError(
@@ -81,10 +81,10 @@ def select(values: Array, payload: Array) -> None:
 
 
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Return (candidates, indices, threshold, ties) to select the k largest magnitudes of ``words``, float32 bits.
+    """Return (candidates, indices, threshold, ties) to select the k float32 numbers of largest magnitude.
 
-    ``candidates``, from which all k can be selected, are ``words[indices]``, or all words if ``indices`` is empty. The
-    k-th largest magnitude is ``threshold``, and ``ties`` elements of this magnitude must be selected.
+    ``words`` are the bits of all numbers. ``candidates`` are ``words[indices]``, or all words if ``indices`` is empty.
+    Select the candidates with a magnitude above ``threshold``, and ``ties`` candidates with this magnitude.
     """
     n = words.size
     room = 2 * k + 1024

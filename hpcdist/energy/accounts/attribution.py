@@ -30,11 +30,11 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return time bounds of n counter updates: a list of pairs of arrays (earliest, latest), in ns, of shape (n,).
+    """Return time bounds of n observed counter updates: a list of array pairs (earliest, latest), in ns.
 
     The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``.
-    ``update_s`` is the expected period of updates in seconds, or NaN. If readings are rare, some updates are not seen.
-    The list has one pair for each plausible guess of their number.
+    ``update_s`` is the expected period of updates in seconds, or NaN. If some updates were missed, the list has a pair
+    for each plausible guess of the number of missed updates.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -148,7 +148,7 @@ class _SourceSums:
 class Attribution:
     """Estimate of the joules per training phase on one node. All methods are local.
 
-    ``sensor_of(name, kind)`` returns the sensor of the energy source with this name and kind.
+    ``sensor_of(name, kind)`` returns the `PowerSensor` of the energy counter with this name and kind.
     """
 
     def __init__(self, sensor_of: Callable[[str, str], PowerSensor]) -> None:
@@ -191,9 +191,9 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return a list with a dict for each energy source: ``name``, ``kind``, and ``activities`` from `phase_joules`.
+        """Return a list of dicts, one per energy counter: ``name``, ``kind``, and ``activities`` (joules per phase).
 
-        If the keyword ``final`` is True, use all samples, even if a rank has not yet reported its phases for them.
+        If the keyword ``final`` is False, samples newer than the reported phases are left for a later call.
         """
         if final:
             self._settle(True)
@@ -248,10 +248,10 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add n intervals between n + 1 counter updates to ``sums``, the least squares fit of each phase's watts.
+    """Add n time intervals to ``sums``, the equations of a least squares fit of each phase's watts.
 
-    Each row of ``moments``, of shape (guesses, n + 1), is a guess of the update times in ns. Only the guess with the
-    smallest residual is used. ``mixtures.between`` computes the seconds of each phase in an interval.
+    Interval i used ``joules[i]``. Each row of ``moments``, of shape (guesses, n + 1), is a guess of the times in ns
+    that bound the intervals. The guess with the best fit is used. ``mixtures`` has the seconds of each phase.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
@@ -314,7 +314,7 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
     """Return the jackknife error (Quenouille 1956, Tukey 1958) of the fitted watts of each phase index in ``used``.
 
-    It is 0 if unknown, because most seconds of the phase are in one fold (intervals left out together).
+    ``sums`` has the equations of the fit. An error that cannot be estimated is 0.
     """
     inner = np.ix_(np.arange(FOLDS), used, used)
     grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold
@@ -327,7 +327,7 @@ def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
 
 
 def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
-    """Return a list for each phase: the phases, itself included, that the fit cannot separate from it, or []."""
+    """Return, for each phase, a list of the phases that a least squares fit cannot separate from it."""
     scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
     values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
     parts = (np.abs(vectors[:, values < COLLINEAR * len(gram)]) > MIN_COMPONENT).T

@@ -54,7 +54,10 @@ class SourceHistory:
 
 @dataclass(frozen=True)
 class StartHistory:
-    """Energy histories (``courses``) of all energy sources, for the start or restart number ``session`` of a run."""
+    """Energy histories of all energy sources during one launch (first start or restart) of a run.
+
+    The attribute ``courses`` has the history of each source. ``session`` is the index of the launch.
+    """
 
     session: int
     courses: tuple[SourceHistory, ...]
@@ -160,9 +163,10 @@ def _text(value: bytes | str) -> str:
 
 
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return an array with the joules that a run used up to each of n times, in all its ``starts`` together.
+    """Return the joules that a run had used at each of n times, as an array of shape (n,).
 
-    Time i is ``seconds[i]`` after the begin of the start with index ``session[i]``.
+    Time i is ``seconds[i]`` seconds after the launch with index ``session[i]``. ``starts`` has the energy histories of
+    all launches of the run. The joules of earlier launches are included.
     """
     joules = np.full(len(seconds), math.nan)
     before = 0.0
@@ -304,10 +308,10 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return metrics of ``energy_j`` joules used in ``seconds`` seconds, such as mean power and energy x delay: a dict.
+    """Return a dict of metrics of ``energy_j`` joules used in ``seconds`` seconds, such as the mean power.
 
     The values are JSON values, None if unknown. Energy x delay: R. Gonzalez and M. Horowitz, IEEE J. Solid-State
-    Circuits 31, 1996. Energy x delay^2 weighs time as voltage scaling does: A. Martin, M. Nystroem, P. Penzes, 2001.
+    Circuits 31, 1996. Energy x delay^2: A. Martin, M. Nystroem, P. Penzes, 2001.
     """
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)

@@ -109,7 +109,7 @@ class PowerSensor:
     def paced(self, update_s: float) -> "PowerSensor":
         """Return this sensor with the update period replaced by the observed period ``update_s``, in seconds.
 
-        An averaging window equal to the old period changes too. If ``update_s`` is NaN or not above 0, nothing changes.
+        If ``window_s`` equals the old period, it changes too. If ``update_s`` is NaN or not above 0, nothing changes.
         """
         if not update_s > 0:  # also true for NaN
             return self
@@ -133,8 +133,8 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 class SensorShift:
     """Delays for the next ``steps`` training steps, so that a power sensor sees all parts of a step equally often.
 
-    The sensor measures only in a window of its update period. The period is divided into slots of at most half a
-    window. An equal share of the steps may start in each slot. A step waits for the next slot that is not full.
+    The sensor measures only during a part of each update period. The delays spread the starts of the steps evenly over
+    the period.
     """
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:

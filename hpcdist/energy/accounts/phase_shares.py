@@ -137,8 +137,8 @@ def job_activities(
 
     The result has the dicts ``joules``, ``error_j``, ``seconds`` and ``reason``, each by activity. Unknown values are
     NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. Only sources with a kind in ``kinds`` count.
-    ``training_j`` are the joules since the last start or resume, or NaN for the given ``reason``. ``earlier`` is the
-    `activities_state` from before it, or None.
+    ``training_j`` are the joules since the last start or resume, or NaN for the given ``reason``. ``earlier`` has the
+    energy before the last start or resume, as returned by `activities_state`, or is None.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())

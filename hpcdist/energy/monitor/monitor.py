@@ -105,7 +105,7 @@ class EnergyWatch:
             self._output, self.lost_output = None, str(error)
 
     def finish(self) -> dict[str, Any]:
-        """Stop measuring. Return the report of `hpcdist.energy.report.merge` and ``seconds``, the measured time."""
+        """Stop measuring. Return the dict of `hpcdist.energy.report.merge`, with the measured ``seconds`` added."""
         self._windows.leave(*_read_edge(self.sampler, self._windows))
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()
@@ -296,7 +296,7 @@ class EnergyMonitor:
         return reports.state(self.report())
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Add ``state`` (from the method `state`, or None) to later reports. Local. All ranks pass equal values."""
+        """Include ``state``, the job's energy before a restart or None, in later reports. Local. Equal on all ranks."""
         self._earlier = state
 
     def intervals(self) -> list[SourceSamples]:

@@ -25,7 +25,9 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 @dataclass(frozen=True)
 class DrainedSamples:
-    """Samples of `EnergySampler.drain`. Sources are indices, and times are in ns of the monotonic clock.
+    """Samples from `EnergySampler.drain`. Times are in ns of the monotonic clock.
+
+    A source is an index in the list of counters of the sampler.
 
     - ``samples``, int64 of shape (n, 3): rows of time, source and energy in mJ.
     - ``powers``, int64 of shape (n, 3): rows of time, source and power in mW.
@@ -238,9 +240,9 @@ class EnergySampler:
         )
 
     def intervals(self) -> list[SourceSamples]:
-        """Return the samples of each source since the previous call, and before them the last sample of that call.
+        """Return the samples of each energy source since the previous call of this method.
 
-        If the method `drain` was called twice in between, the samples from before its first call are missing.
+        The last sample of the previous call comes first. Call `intervals` before each `drain`, which drops old samples.
         """
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps

@@ -20,8 +20,7 @@ class PhaseWindow:
 class PhaseWindows:
     """Energy and time of one rank's windows. A window is a `with` block whose energy counts for a named phase.
 
-    ``total_mj`` is the energy of all windows together, by source. If a reading between two windows fails, the energy of
-    both is unknown, but ``total_mj`` includes it.
+    The attribute ``total_mj`` is the energy of all windows together in mJ, by energy source.
     """
 
     def __init__(self, sources: int) -> None:
@@ -83,10 +82,7 @@ class PhaseWindows:
         self._last[source], self._inside[source], self._outside[source] = value, False, False
 
     def totals(self) -> list[float]:
-        """Return the energy of all windows together in mJ, by source.
-
-        The energy is NaN for a source that could not be read when an outermost window began or ended.
-        """
+        """Return a list with the mJ of each energy source in all windows together, NaN if unknown."""
         return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
 
     def phases(self) -> dict[str, dict[str, Any]]:

@@ -45,7 +45,7 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Block signals until the end of the block, and then deliver them. Local."""
+    """Context manager that delays signals until the end of its ``with`` block. Local."""
     if not _in_main_thread():
         yield
         return
@@ -67,9 +67,9 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
-    """Context manager for a clean end: a fatal signal raises `EndedBySignal` in its block.
+    """Context manager that raises `EndedBySignal` if a fatal signal arrives in its ``with`` block.
 
-    After the block, ``last()`` is called, and the signal ends this process.
+    The exception leaves the block. Then ``last()`` is called, and the signal ends this process.
     """
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
@@ -158,7 +158,7 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
     ``requested``: pairs (device limit, value; None keeps the present value). ``folder``: for journal records. If a
     limit cannot be set, the others are restored. Raises ConfigurationError for a value out of range, and StorageError
     if no journal record can be written. Raises MissingCapabilityError if setting or restoring a limit fails, or if
-    another process has already changed it.
+    another process has changed the limit and not restored it yet.
     """
     change = TemporaryLimits(requested, journal.directory() if folder is None else folder)
     atexit.register(change.end)  # in case of an exception between the statements below
@@ -178,7 +178,10 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
 
 
 def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) -> None:
-    """Check that each limit of ``knobs`` may be changed. Raises MissingCapabilityError without permission. Local."""
+    """Raise MissingCapabilityError if this process may not change one of the device limits ``knobs``. Local.
+
+    ``folder`` is for journal records, which the check writes and removes.
+    """
     with limited([(knob, None) for knob in knobs], folder):
         pass
 
@@ -193,7 +196,7 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
 
 
 def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLimit]) -> None:
-    """Raise MissingCapabilityError if another process's record in ``records`` lists a power limit of ``changes``."""
+    """Raise MissingCapabilityError if the journal ``records`` list a device limit that is also in ``changes``."""
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]

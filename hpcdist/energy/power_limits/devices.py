@@ -39,7 +39,7 @@ class DeviceLimit(Protocol):
     per_unit: int  # driver units per ``unit``
 
     def allowed(self) -> LimitRange:
-        """Return the allowed range. Raises MissingCapabilityError if the device does not have this limit."""
+        """Return the range that the device allows for this limit. Raises MissingCapabilityError if unsupported."""
 
     def now(self) -> int | None:
         """Return the present limit in the driver's unit, or None. Raises MissingCapabilityError if reading it fails."""

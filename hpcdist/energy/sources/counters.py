@@ -84,7 +84,7 @@ class EnergyCounter(Protocol):
 
     @property
     def about(self) -> SourceInfo:
-        """Properties of the source, as far as they are known."""
+        """Description of the source, such as the device model and limitations of the measured joules."""
         ...
 
     def read(self) -> int:
@@ -116,7 +116,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Update the interval estimate by the reading ``value`` at time ``now_ns``, unless `settled` is True."""
+        """Improve the estimate with the counter reading ``value`` at time ``now_ns``, unless the estimate is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:

@@ -33,8 +33,9 @@ def cuda_visible(
 ) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, in its order, or () if it is not set.
 
-    Entries are indices or prefixes of UUIDs, up to the first entry that matches no GPU, as in CUDA. A MIG instance is
-    replaced by its GPU: ``parent(instance)`` returns the UUID. Raises MissingCapabilityError for ambiguous indices.
+    As in CUDA, entries are indices or prefixes of UUIDs, and the first entry that matches no GPU ends the list. A MIG
+    instance is replaced by its GPU: ``parent(instance)`` returns the UUID. Raises MissingCapabilityError for an index
+    if CUDA and NVML may number the GPUs differently.
     """
     seen: list[str] = []  # entries so far: a repeated entry ends the list, as an invalid entry does
     chosen: list[str] = []

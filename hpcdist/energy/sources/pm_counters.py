@@ -39,7 +39,7 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add files by name to the snapshot. All files of a snapshot are read between two updates of the counters."""
+        """Add the counter files with the names ``*files`` to the files that are read together."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
@@ -116,7 +116,11 @@ class PmCounter:
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable counters, the node's total first, and {}. Without a total: [] and {"node": reason}. Local."""
+    """Return a list of the readable Cray energy counters in ``directory``, and a dict. Local.
+
+    The node's total comes first, and the dict is empty. If the total is unreadable, the list is empty, and the dict is
+    {"node": reason}.
+    """
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}
     try:

@@ -187,7 +187,7 @@ class RankProcess:
 
 
 def this_process() -> RankProcess:
-    """Return the pid, start time and processors of this process, for the rank that reads the node's sensors. Local."""
+    """Return the pid, start time, PID namespace and CPU affinity of this process. Local."""
     pid = os.getpid()
     return RankProcess(pid, _started(PROC, pid), _space(), frozenset(os.sched_getaffinity(0)))
 

@@ -209,7 +209,7 @@ class LocalAttention:
 def keep_for_backward(
     saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool, window: int
 ) -> None:
-    """Save the arguments of an attention forward pass for its backward pass, except the softmax sums."""
+    """Store the keyword arguments, inputs of an attention forward pass, in ``saved`` for the backward pass."""
     seen = causal, window
     for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "seen": seen}.items():
         saved.keep(f"attention.{name}", value)
@@ -244,8 +244,8 @@ def mask_of_heads(
 ) -> Mask | None:
     """Return the attention dropout mask of this rank's ``queries`` query heads, or None without dropout.
 
-    ``context`` is the number of tokens per sample. ``part``: (first local head, heads of the layer), or None for all
-    heads.
+    ``context`` is the number of tokens per sample. ``part`` is (index of the first local head, number of heads of the
+    layer), or None if this rank has all heads of the layer.
     """
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
@@ -263,9 +263,9 @@ class _Memory:
 
 
 class KeyRows:
-    """Keys and values: views of ``kv`` (if None, ``qkv``) that begin with key head ``skipped``.
+    """Keys and values: views of the array ``kv``, or of ``qkv`` if ``kv`` is None.
 
-    ``pieces`` lists the ranges of consecutive tokens: (first row, end row, token position of the first row).
+    The array lacks the first ``skipped`` key heads of this rank. ``pieces`` maps its rows to token positions.
     """
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
@@ -275,7 +275,7 @@ class KeyRows:
 
 
 class KeyGradients:
-    """Gradients of keys and values: views of ``dkv`` (if None, ``dqkv``) that begin with key head ``skipped``."""
+    """Gradients of the keys and values in a `KeyRows`, as views of ``dkv``, or of ``dqkv`` if ``dkv`` is None."""
 
     def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
@@ -288,8 +288,8 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 class TiledForward:
     """Attention forward pass in tiles: a tile is the scores of a block of queries with a block of keys. Local.
 
-    ``sums`` receives maximum and sum of exponentials per query. ``most``: largest number of keys from a rank, or 0
-    without keys from other ranks.
+    ``sums`` receives the maximum and the sum of exponentials per query. ``most`` is the largest number of keys that
+    another rank sends, or 0.
     """
 
     def __init__(
@@ -317,9 +317,9 @@ class TiledForward:
     ) -> None:
         """Add the attention of a block of queries over the visible ``keys`` to the output.
 
-        ``chunk``: samples and heads. ``rows``: first row, end row and token position of the queries. ``dropped``:
-        dropout mask. Keywords: ``span`` (range of key rows to use), ``causal`` (hide later keys), ``begins`` (first
-        call for these queries, which must then see a key).
+        ``chunk``: samples and heads. ``rows``: (first row, end row, token position of the first row) of the queries.
+        ``dropped``: dropout mask. Keywords: ``span`` (range of key rows), ``causal`` (hide later keys), ``begins``
+        (overwrite the output).
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -358,9 +358,9 @@ class TiledForward:
 class TiledBackward:
     """Attention backward pass in tiles: a tile is a block of keys with a block of queries. Local.
 
-    ``arrays`` are qkv (queries first), the gradient of the output, and the gradient of the queries. ``pieces`` lists
-    ranges of consecutive queries: (first row, end row, token position of the first row). ``dots``: sums of dy * y, see
-    `dots_of`.
+    ``arrays``: qkv (queries first), the gradient of the output, and an array that receives the gradient of the queries.
+    ``pieces`` lists the ranges of consecutive queries: (first row, end row, token position of the first row). ``dots``
+    is the result of `dots_of`.
     """
 
     def __init__(
@@ -401,9 +401,9 @@ class TiledBackward:
     ) -> None:
         """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
 
-        ``chunk``: samples and heads. ``rows``: first row, end row and token position of the keys. ``dropped``: dropout
-        mask. Keywords: ``span`` (range of query rows to use), ``causal`` (hide later keys), ``begins`` (overwrite the
-        query gradients).
+        ``chunk``: samples and heads. ``rows``: (first row, end row, token position of the first row) of the keys.
+        ``dropped``: dropout mask. Keywords: ``span`` (range of query rows), ``causal`` (hide later keys), ``begins``
+        (overwrite the query gradients).
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))

@@ -23,11 +23,12 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     """Overwrite a tile of attention scores s with ``exp(scale (s - top))``, where ``top`` is the maximum of each row.
 
-    s has the shape (pairs, rows, columns): heads of samples, queries, keys. ``tile`` has the position of s and the
-    range of visible keys. Hidden keys become 0 in s. The tiles of a row must come in column order.
+    s has the shape (pairs, rows, columns). A pair is a head of a sample, a row is a query, and a column is a key.
+    ``tile`` has the position of s and the range of visible keys. Hidden keys become 0 in s. The tiles of a row must
+    come in column order.
 
-    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row so far, first
-      updated with s.
+    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row in all tiles so
+      far. Both are updated, and s is relative to the new maximum.
     - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)), by which earlier sums must be
       multiplied. The first tile leaves it unchanged.
     """
@@ -40,8 +41,8 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
     """Overwrite a tile of scores s with probabilities p, and overwrite d, the gradient of p, with the gradient of s.
 
-    s and d have the shape (pairs, rows, columns): heads of samples, queries, keys. ``tile`` is the position of s in the
-    array of all scores. The gradient of s is ``scale p (d - dots)``.
+    s and d have the shape (pairs, rows, columns). A pair is a head of a sample, a row is a query, a column is a key.
+    ``tile`` is the position of s in the array of all scores. The gradient of s is ``scale p (d - dots)``.
 
     - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row, from
       `softmax_advance`.
@@ -138,10 +139,10 @@ for _softmax_dtype in SAMPLE_DTYPES:
 
 
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Multiply some elements of the attention output y by the factors ``shrink``, then add ``part`` to them.
+    """Compute y <- ``shrink`` * y + ``part`` in place, for some heads and tokens of the attention output y.
 
-    y has the shape (batch, context, heads * head size). Its pair b * heads + h is head h of sample b. ``part``, of
-    shape (pairs, rows, head size), and ``shrink``, of shape (pairs, rows), begin at pair ``pair`` and token ``first``.
+    y has the shape (batch, context, heads * head size). The row ``part[p, i]`` and the factor ``shrink[p, i]`` are for
+    token ``first`` + i of head h of sample b, where b * heads + h = ``pair`` + p.
     """
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
@@ -180,8 +181,8 @@ def accumulate(
     """Sum ``part`` over each group of query heads, and write the sums to ``target``, or add them if ``add``.
 
     ``part`` has the shape (pairs * groups, rows, head size): ``groups`` consecutive query heads share a key head.
-    ``target``, of shape (batch, context, columns), has ``heads`` key heads from column ``column`` on. Pair b * heads +
-    h is key head h of sample b. The sums begin at pair ``pair`` and token ``first``.
+    ``target``, of shape (batch, context, columns), has ``heads`` key heads from column ``column`` on. Row i of sum p is
+    for token ``first`` + i of key head h of sample b, where b * heads + h = ``pair`` + p.
     """
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)

@@ -41,11 +41,11 @@ class Heads:
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """View the queries, keys or values in x as an array of shape (batch, shared, group, context, size).
+        """View the queries, keys or values in x as a 5-dimensional array.
 
-        The axes are samples, key heads, query heads per key head (1 for keys and values), tokens and head columns. The
-        columns of x, of shape (batch, context, columns), have queries, keys and values, or some of these three.
-        ``part`` is the index of the array to view among them.
+        The axes are samples, key heads, query heads per key head (1 for keys and values), tokens and columns of a head.
+        x has the shape (batch, context, columns). Its columns hold one or more of queries, keys and values. ``part`` is
+        the index of the one to view.
         """
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
@@ -66,8 +66,8 @@ class Heads:
     ) -> Iterator["HeadChunk"]:
         """Yield `HeadChunk` objects that cover the key heads [first_head, last_head), by default all, of all samples.
 
-        If ``everything``, a single chunk has all heads of all samples. Otherwise a chunk has as many heads as fit: a
-        tile of their scores has about TILE numbers. If the keyword ``apart`` is true, a chunk has at most one sample.
+        If ``everything``, a single `HeadChunk` has all heads of all samples. Otherwise its size is limited, so that a
+        tile of its attention scores has about TILE elements. If the keyword ``apart`` is True, it has only one sample.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -114,19 +114,19 @@ class HeadChunk:
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return the samples and heads of this `HeadChunk` from ``view``, which begins with key head ``skipped``."""
+        """Return the samples and heads of this `HeadChunk` in ``view``, which lacks the first ``skipped`` heads."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return one range [first, end) of this rank's token rows for each document in this `HeadChunk`.
+        """Return the range [first, end) of this rank's token rows for each document of one packed sample.
 
-        The `HeadChunk` must have one sample. ``documents`` None: the sample is not packed, and one range has all rows.
-        ``pieces`` lists this rank's ranges of consecutive tokens.
+        The sample is the only one in this `HeadChunk`. If ``documents`` is None, one range has all rows. ``pieces``
+        maps this rank's rows to token positions.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply the dropout mask of all scores to ``tile``, which begins at query ``first`` and key ``start``."""
+        """Apply the dropout mask ``dropped`` to ``tile``: attention scores from query ``first``, key ``start`` on."""
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -175,8 +175,7 @@ def blocks(
     """Yield blocks (start row, end row, token position of the start row) of an array of tokens, in row order.
 
     A block has at most ``long`` rows of the range [first, last), and lies within one of the ``pieces``, the ranges of
-    consecutive tokens in the array. Rows with token positions outside the range ``places`` are omitted, but up to
-    QUERY_BLOCK - 1 of them can remain at each end of a piece.
+    consecutive tokens in the array. Blocks need not have the rows with a position outside ``places``.
     """
     for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)
@@ -191,7 +190,7 @@ def band(distance: int, window: int, *, causal: bool) -> Span:
     """Return the range of columns [low, high) that the first row of a tile of attention scores sees.
 
     Both ends increase by one with each later row, and may lie outside the tile. Rows are queries, columns are keys. The
-    first query is ``distance`` positions after the first key. The keyword ``causal`` hides later keys. ``window`` is
-    the number of keys that a query sees, itself included (0: all).
+    first query is ``distance`` positions after the first key. The keyword ``causal`` hides keys after the query.
+    ``window`` hides keys that are ``window`` or more positions before the query (0: no window).
     """
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

@@ -22,9 +22,10 @@ def _by_warps(name: str, warps: int, *args: Any, real: Any) -> None:
 
 
 def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Array) -> None:
-    """Write each token's ``chosen`` experts (int32) and the experts' weights ``gates``, from its router ``logits``.
+    """Choose experts for each token. Write their int32 indices to ``chosen``, and their weights to ``gates``. On a GPU.
 
-    ``sigmoid`` True: scores are sigmoids, else a softmax. ``bias`` has a float64 number per expert. On a GPU.
+    The scores are the sigmoids of the router ``logits`` if ``sigmoid``, else their softmax. ``bias``, one float64
+    number per expert, is added to the scores for the choice only.
     """
     tokens, experts = logits.shape
     _by_warps("choose", tokens, logits, bias, chosen, gates, tokens, experts, chosen.shape[1], int(sigmoid),
@@ -38,11 +39,12 @@ def count(chosen: Array, runs: Array, counts: Array) -> None:
 
 
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
-    """Write, on a GPU, the row that each token gets for each of its experts, among all token rows sorted by expert.
+    """Write to ``places`` the row of each token's copy for each of its experts. Copies are sorted by expert. On a GPU.
 
-    ``chosen``, of shape (tokens, k), has each token's experts. ``places``, of the same shape, receives the rows, or -1
-    for dropped tokens. ``runs``, of shape (samples, ranges, 2), divides each sample's tokens into ranges [first, end).
-    For each range, ``table``, of shape (samples, ranges, experts, 2), has each expert's first row and number of rows.
+    ``places[t, j]`` is the row of the copy of token t for the expert ``chosen[t, j]``. ``runs[s, r]`` is a range
+    [first, end) of tokens of sample s. ``table[s, r, e]`` is a pair: the first row of expert e for this range, and the
+    number of rows. If more tokens of the range chose the expert, the last ones get no copy, and ``places`` keeps its
+    value.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],

@@ -43,7 +43,7 @@ class ExpertGradients(NamedTuple):
 
 
 class StayingRows:
-    """Transfer of token rows if all experts are on this rank. Classes for remote experts replace this one. Local."""
+    """Token exchange if this rank has all experts: nothing is sent. Subclasses send tokens to other ranks. Local."""
 
     attends = False  # True if ranks compute together, even ranks without samples
 
@@ -60,21 +60,23 @@ class StayingRows:
         """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
 
         The rows of expert e begin at ``starts[e]``. The returned function returns the received rows sorted by expert,
-        and an array with the first row of each local expert. Call this with ``back=True`` if the rows are gradients.
+        and an array with the first row of each local expert. Set the keyword ``back`` to True if ``rows`` are
+        gradients.
         """
         if not back:
             saved.keep("experts.received", rows)
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return weights and biases of the experts that this rank computes, of the layer ``prefix``: `UP` or `DOWN`."""
+        """Return this rank's expert weights and biases, of the first (``prefix`` `UP`) or last (`DOWN`) layer."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return the arrays to which the caller must write the gradients of the weights and biases from `tensors`.
+        """Return the arrays to which the caller must write the weight and bias gradients of this rank's experts.
 
-        ``prefix`` is `UP` or `DOWN`. Call this for `UP` and for `DOWN` before you pass gradient rows to `send_out`.
+        ``prefix`` is `UP` for the first linear layer of the experts, `DOWN` for the last. Call this for both layers
+        before you pass gradient rows to `send_out`.
         """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
@@ -88,7 +90,7 @@ class StayingRows:
     ) -> Array:
         """Return memory, named ``name`` in ``saved``, for the experts' results, to be passed to `bring_back`.
 
-        Call this with ``back=True`` if the results are gradients.
+        Set the keyword ``back`` to True if the results are gradients.
         """
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
@@ -96,13 +98,13 @@ class StayingRows:
         """Send the experts' results ``rows`` back to the ranks of their tokens.
 
         Return the results for this rank's tokens, in the order in which the tokens were sent. ``name`` is the unique
-        name of the returned array in ``saved``. Call this with ``back=True`` if the results are gradients.
+        name of the returned array in ``saved``. Set the keyword ``back`` to True if the results are gradients.
         """
         return rows
 
 
 class WholeExperts:
-    """Communication before and after experts that tensor parallelism does not shard: no method sends data. Local."""
+    """Exchange between tensor ranks if ranks have whole experts: nothing is sent. Subclasses exchange data. Local."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
@@ -112,11 +114,11 @@ class WholeExperts:
         return x
 
     def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
-        """Return uninitialised memory of shape ``shape`` for this rank's partial sum of the experts' output."""
+        """Return an uninitialised array of this shape, stored in ``saved``, for this rank's partial expert output."""
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Return the experts' output for this rank's tokens: the sum of ``partial`` over the tensor ranks."""
+        """Sum the output arrays ``partial`` of the tensor ranks. Return only the rows for this rank's tokens."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
@@ -143,11 +145,11 @@ class WholeSamples:
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Count each expert's choices in a sample: before each range of local tokens, and in total. Return both arrays.
+        """Count the tokens that chose each expert: before each token range, and per sample. Return both arrays.
 
-        A choice is one token's selection of one expert. ``counts``, of shape (samples, ranges, experts), has the
-        choices in each range of local tokens. The first result has the same shape. It counts earlier tokens of the
-        sample on any rank. The second result has the shape (samples, experts).
+        ``counts``, of shape (samples, ranges, experts), has the numbers for the tokens in each range of local tokens.
+        The first result, of the same shape, counts all tokens of the sample before the range, on any rank. The second
+        result, of shape (samples, experts), counts all tokens of the sample.
         """
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -159,10 +161,11 @@ UNCUT: Final = WholeSamples()
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """Router and experts of all transformer blocks, as `hpcdist.models.stage.ExpertsOperation`.
+    """Router and experts of all transformer blocks. Implements `hpcdist.models.stage.ExpertsOperation`.
 
-    With E experts of inner width f and tokens of width h, ``router.weight`` has the shape (E, h), ``experts.up.weight``
-    (E, f, h), or (E, 2, f, h) for gates and values, and ``experts.down.weight`` (E, h, f). Biases are optional.
+    A block has E experts of inner width f, on all ranks together, for tokens of width h. Before sharding,
+    ``router.weight`` has the shape (E, h), ``experts.up.weight`` (E, f, h), or (E, 2, f, h) for gates and values, and
+    ``experts.down.weight`` (E, h, f). Biases are optional.
 
     - ``predictions(tokens)``: number of targets of a sample with ``tokens`` tokens.
     - ``state``: router biases and statistics.
@@ -314,7 +317,8 @@ class LocalExperts:
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
     """Return ``operations`` with `LocalExperts` if ``config`` has experts, else ``operations`` unchanged.
 
-    ``predictions(tokens)``: number of targets in a sample of ``tokens`` tokens, which multiplies balance and z losses.
+    ``predictions(tokens)`` is the number of targets in a sample of ``tokens`` tokens: the weight of the sample in the
+    balance and z losses.
     """
     if not config.experts:
         return operations
@@ -322,10 +326,10 @@ def with_experts(operations: Operations, config: ModelConfig, predictions: Calla
 
 
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Return ranges [first, end) of rows without padding, of shape (samples, ranges, 2), in an array of local tokens.
+    """Return ranges [first, end) of the rows of an array of tokens that are not padding, of shape (samples, ranges, 2).
 
-    Each sample has ``tokens`` rows in the array, and ``sizes[s]`` tokens before padding. ``pieces`` divides these rows
-    into ranges: first row, end row, position of the first token in the sample.
+    The array has ``tokens`` rows per sample. ``sizes[s]`` is the full length of sample s without padding. ``pieces``
+    lists the ranges of a sample's rows: first row, end row, position of the first token in the sample.
     """
     start, end, place = np.array(pieces).T
     first = tokens * np.arange(len(sizes))[:, None] + start

@@ -56,7 +56,7 @@ class RouterState:
         return bias[layer - self.first_layer]
 
     def figures_of(self, layer: int, like: Array) -> Array:
-        """Return a view of the sums of entropy, balance loss and z loss of ``layer``, on the device of ``like``."""
+        """Return a view of ``layer``'s entropy, balance loss and z loss, summed over tokens, on ``like``'s device."""
         if not is_device(like):
             return self.seen_of(layer)[self.experts + 1 :]
         if self._figures_there is None:
@@ -74,7 +74,8 @@ class RouterState:
     def take(self) -> np.ndarray:
         """Return the router statistics since the last call, one row per layer, and reset them to 0.
 
-        Columns: choices of each expert; then dropped choices, entropy, balance loss and z loss.
+        The first columns have the number of tokens that chose each expert. The last four have the number of dropped
+        choices, and sums over tokens of entropy, balance loss and z loss.
         """
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
@@ -119,7 +120,7 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
     """Return the number of choices of each expert in each token range: int32 of shape (samples, ranges, experts).
 
     ``chosen``, of shape (tokens, k), has the experts of each token. ``runs``, of shape (samples, ranges, 2), int64 on
-    the same device, divides each sample's tokens without padding into ranges [first, end). On a GPU the host waits.
+    the same device, lists ranges [first, end) of tokens that are not padding. On a GPU the host waits.
     """
     counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
     (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
@@ -134,7 +135,7 @@ def place(
     Return ``starts``: expert e's rows begin at ``starts[e]``, in token order. ``starts[-1]`` is the number of rows.
 
     - ``chosen``, of shape (tokens, k): the experts of each token.
-    - ``runs``, of shape (samples, ranges, 2): ranges [first, end) that divide each sample's tokens without padding.
+    - ``runs``, of shape (samples, ranges, 2): the ranges [first, end) of each sample's tokens that are not padding.
     - ``counts``, of shape (samples, ranges, experts): the result of `count` for ``runs``.
     - ``before``, of the same shape: choices of each expert by earlier tokens of the sample, on any rank.
     - ``rooms``, per sample: number of choices that each expert accepts. Later choices are dropped.
@@ -168,7 +169,7 @@ def gradient_of_logits(
     - ``chosen``, ``gates``, of shape (tokens, k): the experts of each token and their weights, from `choose`.
     - ``dgates``: the gradient of ``gates``.
     - ``kind``: the score function, "softmax" or "sigmoid".
-    - ``runs``, of shape (samples, ranges, 2): ranges [first, end) that divide each sample's tokens without padding.
+    - ``runs``, of shape (samples, ranges, 2): ranges [first, end) of tokens. Padding, outside them, gets gradient 0.
     - ``table``, of shape (samples, experts + 2): each expert's share of the choices, then the coefficients of the
       balance loss and the z loss.
     - ``figures``, of shape (3,): sums of entropy, balance loss and z loss.

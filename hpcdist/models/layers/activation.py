@@ -33,10 +33,6 @@ class LocalActivation:
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
-        """Return the activation ``kind`` of x. The keyword ``bias``, if given, is first added to x in place.
-
-        ``saved`` keeps x, without a copy, under the keyword ``name``. The caller must not change x after this call.
-        """
         assert kind in KINDS, f"unknown activation {kind!r}; choose one of {', '.join(KINDS)}"
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
         y = saved.empty(f"{name}.y", (*x.shape[:-1], width), x.dtype)

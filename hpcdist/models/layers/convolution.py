@@ -156,7 +156,7 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (index of a window pixel, slices of output pixels, slices of the input pixels that they read there)."""
+    """Yield (window pixel index, output slices, input slices): the window pixel of these outputs is these inputs."""
     for i in range(SIZE):
         for j in range(SIZE):
             outputs, inputs = [slice(None)], [slice(None)]

@@ -113,8 +113,8 @@ def norm_backward(
 ) -> None:
     """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds``.
 
-    After ``adds``, pass a pair (array, True to add to the array) for the gradient of the scale. After `norm`, also pass
-    a pair for the gradient of the bias.
+    Further arguments: a pair (array, True to add to the array) for the gradient of the scale. For `norm`, a second pair
+    for the gradient of the bias.
     """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
@@ -194,7 +194,7 @@ def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
 
 
 def dropout(x: Array, first: int, last: int, width: int, *place_and_counter: int, factor: float) -> None:
-    """Apply dropout to x in place, with the arguments of the CPU loop in `hpcdist.models.layers.dropout`."""
+    """Apply dropout to ``x[:, first:last, :width]`` in place. `hpcdist.models.layers.dropout.Mask.drop` calls this."""
     n = x.shape[0] * (last - first) * -(-width // 4)
     EMBEDDING.launch("drop", *elementwise(n), x, n, x.shape[1], x.shape[2], first, last, width, *place_and_counter,
                      float(factor), REAL=x.dtype)  # fmt: skip

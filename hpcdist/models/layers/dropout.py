@@ -30,11 +30,11 @@ def fits_counter(rows: int, columns: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Dropout mask of one site (a use of dropout in a layer), and the mask rows to apply to an array. Local.
+    """Dropout mask of one use of dropout in a layer, and the rows of the mask that belong to an array. Local.
 
-    A sample's mask has ``rows_per_sample`` rows of ``columns`` elements. The array, of shape (samples * groups, rows,
-    columns), has ``groups`` blocks of mask rows per sample, such as one block per attention head. In a sample's mask,
-    the first block starts at row ``first_row``. Each next block starts ``pitch`` rows later.
+    A sample's mask has ``rows_per_sample`` rows of ``columns`` elements. The array has the shape (samples * groups,
+    rows, columns), such as one group per attention head. Row 0 of group g of a sample belongs to row ``first_row + g *
+    pitch`` of the sample's mask. ``site`` is the number of the use of dropout in the layer.
     """
 
     draw: Draw
@@ -48,10 +48,10 @@ class Mask:
     pitch: int = 0
 
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
-        """Apply the mask to ``x[:, first:last, :width]`` in place. x is contiguous.
+        """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
 
-        x[g] belongs to block g of mask rows, such as an attention head. The element x[g, 0, 0] belongs to row ``above``
-        of this block, and to column ``left`` of the mask, a multiple of 4.
+        The first dimension counts samples and groups, as in `Mask`. If x is a tile of the array, ``above`` and ``left``
+        are the array row and column of the tile's first element. ``left`` must be a multiple of 4.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -65,15 +65,16 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Kernel arguments: attributes that locate the array in the mask, and the number of counters per mask row."""
+        """Kernel arguments for the array's position in the mask: four attributes, and Philox counters per mask row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
     @property
     def counters(self) -> tuple[int, int, int, int, int, int]:
-        """Kernel arguments for random numbers: first sample's index in the batch, site, step, two seed words, limit.
+        """Kernel arguments of the Philox random generator: three counter words, two seed words, and the dropout limit.
 
-        A kernel drops an element if its 32-bit random number is below the limit.
+        The counter words are the index of the first sample in the batch, the number of the use of dropout in the model,
+        and the step. A kernel drops an element if its 32-bit random number is below the limit.
         """
         # An element is dropped if its word is below the limit: with probability ``rate``, rounded to 2^-32.
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
@@ -82,7 +83,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """GPU address of the integers (index of the first sample, step), or 0 if kernels get both from `counters`."""
+        """GPU address of two of the counter words, first sample and step, or 0 if kernels get both from `counters`."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property
@@ -92,10 +93,10 @@ class Mask:
 
 
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
-    """Return the mask of dropout ``site``, such as `ATTENTION`, in the layer of ``saved``, or None without dropout.
+    """Return the mask of one use of dropout in the layer of ``saved``, or None without dropout.
 
-    Further keyword arguments set fields of `Mask`: ``rows_per_sample`` and ``columns``. If the array covers only some
-    rows of the mask, also set ``first_row``, ``groups`` and ``pitch``.
+    ``site`` is the number of this use in the layer, such as `ATTENTION`. Further keyword arguments set fields of
+    `Mask`: at least ``rows_per_sample`` and ``columns``.
     """
     if not rate or saved.draw is None:
         return None

@@ -104,10 +104,10 @@ class LocalRotary:
     """Rotary position encoding of query and key heads. Position 0 is the start of a sample or document."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the heads in the first ``rotated`` columns of x in place, by angles for the token positions. Return x.
+        """Rotate the heads in the first ``rotated`` columns of x in place, by rotary angles. Return x.
 
-        x is contiguous, of shape (batch, context, columns). ``rotated`` must be a multiple of ``head_size``. ``saved``
-        has the positions in packed samples. Raises ConfigurationError for an odd ``head_size``.
+        x is contiguous, of shape (batch, context, columns). ``rotated`` must be a multiple of ``head_size``. Raises
+        ConfigurationError for an odd ``head_size``.
         """
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)
@@ -120,9 +120,9 @@ class LocalRotary:
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Rotate the first ``rotated`` columns of contiguous x, of shape (batch, tokens, columns), in place. Return x.
+    """Rotate heads of packed documents in x in place, by the rotary angle of each token's document position. Return x.
 
-    The angles are for the token positions in ``documents``. ``sign`` -1 rotates back.
+    x is contiguous, of shape (batch, tokens, columns). Its first ``rotated`` columns change. ``sign`` -1 rotates back.
     """
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)

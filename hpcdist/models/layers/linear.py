@@ -12,7 +12,7 @@ from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
 class LocalLinear:
-    """Linear layer ``y = x weight^T + bias``: weight of shape (outputs..., inputs), bias of shape (outputs...)."""
+    """Linear layer ``y = x weight^T + bias`` without communication, for a weight of shape (outputs, inputs)."""
 
     weight_reads = ("x",)
 

@@ -144,7 +144,7 @@ from_ordered_bits = Primitive(_number, "the float32 or float64 that an int32 or 
 
 @jit
 def row_maximum(row: Any) -> Any:
-    """Return the largest element of a non-empty row. NaN counts as largest, or as smallest with a negative sign."""
+    """Return the largest element of a non-empty row. NaN counts as largest, or as smallest if its sign bit is set."""
     top = ordered_bits(row[0])
     for j in range(row.size):
         top = max(top, ordered_bits(row[j]))

@@ -82,7 +82,7 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Take the largest free block that is worth enlarging to ``nbytes``. Return its index, or None."""
+        """Remove a block that may grow to ``nbytes`` bytes from the free blocks. Return its index, or None."""
         for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
             size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:
@@ -107,7 +107,7 @@ class Arena:
         self._recorded, self._uses_before = set(), list(self._uses)
 
     def end_record(self) -> BlockUse:
-        """End the recording that `begin_record` started. Return the changes in block use, as input of `repeat`."""
+        """End the recording that `begin_record` started. Return the blocks taken and the changes in their use."""
         assert self._recorded is not None
         before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
         changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
@@ -116,11 +116,11 @@ class Arena:
         return BlockUse(taken, tuple(change for change in changes if change[1]), tuple(self._scratch.values()))
 
     def has_free(self, use: BlockUse) -> bool:
-        """Return True if all blocks ``use.taken`` are free, as `repeat` requires. ``use``: result of `end_record`."""
+        """Return True if all blocks taken in the recording ``use``, a result of `end_record`, are free now."""
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Make the changes in block use again that `end_record` returned as ``use``. `has_free` must be True before."""
+        """Take and free the blocks as in the recording ``use``, a result of `end_record`. First check `has_free`."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -150,7 +150,7 @@ class Arena:
         return _shaped(block, shape, dtype)
 
     def forget(self, key: tuple[int, int], released: "ArenaSaved") -> None:
-        """Forget ``released`` if it is the object that `saved` returns for ``key`` = (layer, micro-batch)."""
+        """Remove the object of ``key`` = (layer, micro-batch) from the arena, if this object is ``released``."""
         if self._live.get(key) is released:
             del self._live[key]
 
@@ -231,7 +231,7 @@ class ArenaSaved:
         return SavedState(dict(self._values), tuple(self._taken), tuple(self._held), dict(self.deferred), self.draw)
 
     def restore(self, state: SavedState) -> None:
-        """Restore the arrays and objects of ``state``. First call `Arena.repeat`, which marks their memory as used."""
+        """Store the arrays and objects of ``state`` again, after `Arena.repeat`. Array contents are not restored."""
         self._values, self._taken, self._held = dict(state.values), list(state.taken), list(state.held)
         self.deferred, self.draw = dict(state.deferred), state.draw
 

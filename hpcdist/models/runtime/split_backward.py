@@ -129,7 +129,10 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
 
 @dataclass(frozen=True)
 class SplitLinear:
-    """Linear layer ``inner`` that defers its weight gradients. ``name``: the field of `Operations` that it replaces."""
+    """Wrapper of a linear layer ``inner`` that defers weight gradients until `weight_gradients` is called.
+
+    ``name`` is the field of `hpcdist.models.stage.Operations` with this layer, such as "linear_row".
+    """
 
     name: str
     inner: LinearOperation
@@ -175,7 +178,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Attention ``inner`` that saves its input gradient, for the deferred weight gradient of the layer before it."""
+    """Wrapper of attention ``inner`` whose input gradient stays valid until the activations are released."""
 
     inner: AttentionOperation
 

@@ -52,11 +52,11 @@ def launch_adam_direction(
     tensors: TensorOptions,
     *scalars: float,
 ) -> None:
-    """Update Adam's moments m and v on a GPU. Write the direction to ``step``, which may be the gradient array.
+    """Update Adam's moments m and v on a GPU. Write the update before the learning rate to ``step``.
 
-    See `adam_direction`. Add the squares of weights and direction to ``partial``, an array from `partial_sums`.
-    ``tensors`` has the weight decays. Further positional arguments are the factor of ``gradient``, beta1, 1 - beta1,
-    beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
+    ``step`` may be the gradient array. For each tensor, the squares of ``weights`` and ``step`` are added to
+    ``partial``, an array from `partial_sums`. ``tensors`` has the weight decays. Further positional arguments are the
+    factor of ``gradient``, beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -72,16 +72,19 @@ def launch_scaled_direction(
 
 
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
-    """Return a zeroed GPU array of shape (rows, 2), for partial sums of squares of weights and of update directions.
+    """Return a zeroed GPU array of shape (rows, 2), for partial sums of squares of weights and of their updates.
 
     The sums are for ``tensors`` tensors in a flat vector of ``size`` elements. A tensor has one row for each block of
-    `TILE` elements that it overlaps. So splitting the vector at block boundaries keeps the bits of a tensor's sum.
+    `TILE` elements that it overlaps. So a split of the vector at block boundaries does not change a tensor's sum.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return the sums of squares of each tensor's weights and update directions, as float64 of shape (tensors, 2)."""
+    """Return each tensor's sums of squares of weights and of updates, as a float64 array of shape (tensors, 2).
+
+    ``partial``: partial sums from `partial_sums`. ``tensors``: bounds of each tensor.
+    """
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
     return sums
@@ -99,10 +102,10 @@ def launch_update(
     """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
     Write the rounded weights to ``working``, if given. ``tensors`` has each tensor's weight decay and rate factor. The
-    arguments after ``tensors`` are the scalars. Expected ``slots`` and scalars for each name:
+    arguments after ``tensors`` are the scalars. Scale multiplies the gradient. Expected ``slots`` and scalars by name:
 
     "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
-    "momentum": slot velocity; scalars scale, momentum, a, b, rate, with (a, b) from `shares_of_step`.
+    "momentum": slot velocity; scalars scale, momentum, a, b, rate. The step is a * gradient + b * velocity.
     "plain": no slot; scalars scale, rate.
     "descend": no slot, no scalar. The gradient is an update direction, and rate factors are learning rates.
     "descend_with_velocity": slot velocity; scalar momentum. Gradient and rate factors as for "descend".
@@ -378,7 +381,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return two tuples of kernel arguments (float32, float64): ``buffers`` arrays, then ``scalars`` numbers."""
+    """Return arguments to compile a kernel for float32 and float64: ``buffers`` arrays, then ``scalars`` numbers."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

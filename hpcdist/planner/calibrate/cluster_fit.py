@@ -149,9 +149,10 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Return the fits of all measured operations, the links (such as between nodes), and remarks on their speeds.
+    """Return the fits of all measured operations, the links (such as between nodes), and remarks on the links.
 
-    If messages were not measured, the result has the links of ``base``. ``lines`` gets a line of text per fit.
+    Links are fitted to measured point-to-point messages, or copied from ``base`` if messages were not measured.
+    ``lines`` gets a line of text per fit.
     """
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []

@@ -45,7 +45,7 @@ class MeasuredProduct(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Harmonic mean of m, k and n, as in `hpcdist.planner.cluster.hardware.EfficiencyCurve`."""
+        """Size of the matrix product: the harmonic mean of its dimensions m, k and n."""
         return 3.0 / (1.0 / self.m + 1.0 / self.k + 1.0 / self.n)
 
 
@@ -75,9 +75,9 @@ def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
     """Fit the efficiency curve of a device to measured matrix products of one dtype.
 
-    The efficiency is a fraction of the peak rate, which is the rate of the fastest product. The fit minimises the Huber
-    loss of log(efficiency), a piecewise linear function of log(size). Every third product, in order of size, is left
-    out of the fit to measure its error. Raises UsageError for fewer than `LEAST_SIZES` sizes.
+    The efficiency of a product is its rate, as a fraction of the rate of the fastest product. The curve of
+    log(efficiency) over log(size) is piecewise linear. The fit minimises the Huber loss. Every third product, in order
+    of size, is left out of the fit to measure its error. Raises UsageError for fewer than `LEAST_SIZES` sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
@@ -148,7 +148,10 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """Fitted device rates and time between two kernels. ``errors``: relative errors at steps left out of the fit."""
+    """Fitted fractions of a device's memory bandwidth and peak FLOP rate, and fitted seconds per kernel.
+
+    ``errors``: relative errors of the predicted times of steps that the fit left out.
+    """
 
     memory_share: float
     attention_share: float
@@ -162,7 +165,7 @@ class FittedShares:
 
 
 def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
-    """Fit the device constants `FittedShares` to ``steps``. Raises UsageError for fewer than `LEAST_STEPS` steps."""
+    """Fit the constants of a device to measured ``steps``. Raises UsageError for fewer than `LEAST_STEPS` steps."""
     if len(steps) < LEAST_STEPS:
         raise UsageError(
             f"fitting memory_share and attention_share of the device needs at least {LEAST_STEPS} measured steps, got "

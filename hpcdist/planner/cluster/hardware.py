@@ -136,9 +136,9 @@ def _wrong(unit: str, dimension: str) -> str:
 
 
 class QuantityField(NamedTuple):
-    """Rules for a field of a cluster file: key, type of value (key of `UNITS`, "count", "number", "text"), and bounds.
+    """Rules for a field of a cluster file: its name, the type of its value, and inclusive bounds in base units.
 
-    The bounds are inclusive and in base units. ``zero``: 0 is also allowed.
+    ``kind``: "count", "number", "text", or a quantity such as "time". ``zero``: 0 is allowed despite the bounds.
     """
 
     key: str
@@ -289,7 +289,7 @@ class Cluster:
 
     @property
     def most_mfu(self) -> float:
-        """Highest MFU that a plan may predict: the highest published one, or 0 (no limit) for calibrated clusters."""
+        """Limit of the MFU in plans: the best MFU published for this device type. 0: no limit, as after calibration."""
         return 0.0 if self.calibrated else self.device.best_mfu
 
     @property

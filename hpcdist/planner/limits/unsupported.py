@@ -45,7 +45,7 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why this version cannot run ``layout``, or () if ``layout.implementation`` is "megatron"."""
+    """Return the reasons why hpcdist cannot run ``layout``. Layouts for Megatron-LM are not checked: () is returned."""
     return () if layout.implementation == "megatron" else refusals(layout)
 
 

@@ -38,8 +38,7 @@ class UnitActivations(NamedTuple):
     """Activation bytes of one model unit (such as a transformer block) per sample.
 
     ``kept``: stored from forward to backward. ``held``: stored from the input gradient to the weight gradient, if
-    backward is split. ``again``: additional bytes during recomputation. ``border``: input of the unit, if it is the
-    first of a pipeline chunk.
+    backward is split. ``again``: additional bytes during recomputation. ``border``: bytes of the unit's input.
     """
 
     kept: float
@@ -90,9 +89,9 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the sizes of the attention in model unit ``unit``, and the name of the context-parallel method.
+    """Return the sizes of an attention (such as heads and tokens), and the name of its context-parallel method.
 
-    The sizes include the tokens per sample, the heads per tensor rank, and the ``samples`` per micro-batch.
+    ``unit``: model unit with the attention, such as a block. ``samples``: samples per micro-batch.
     """
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
@@ -238,12 +237,11 @@ def _again(description: ModelDescription, tensor: int, by_tokens: bool, expert: 
 def scratch_of(
     description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...], *, accumulates: bool
 ) -> float:
-    """Return the bytes of temporary kernel arrays on a device for the implementation "hpcdist". Local.
+    """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
 
     ``present``: indices of the device's model units, which share temporary arrays of the same name. The keyword
     ``accumulates``: True if gradients of several micro-batches are summed. A weight gradient is then computed in a
-    temporary array, before it is added to the sum. The result includes this array, except if kernels compute in float32
-    for 16-bit parameters. In this case, `hpcdist.planner.memory.model_states.whole_units` includes it.
+    temporary array, before it is added to the sum. Float32 copies of 16-bit parameters and gradients are not included.
     """
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch

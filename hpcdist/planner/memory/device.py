@@ -38,9 +38,9 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the numbers of live micro-batches on pipeline rank ``rank`` at its possible memory peaks. Local.
+    """Return the numbers of live micro-batches at each possible memory peak of pipeline rank ``rank``. Local.
 
-    Each element is a peak, with one `LiveMicroBatches` per model chunk. ``microbatches``: micro-batches per step.
+    The result has a tuple per peak, with a `LiveMicroBatches` per model chunk. ``microbatches``: number per step.
     ``chunks``: chunks per rank. The keyword ``recompute``: chunks recompute their activations. Raises
     ConfigurationError if the schedule is read from a file or does not support these numbers.
     """
@@ -106,9 +106,9 @@ class PipelinePart(NamedTuple):
     ``cut``: dense parameters that the tensor axis shards, before sharding.
     ``experts``: expert parameters, before sharding.
     ``copied``: tied parameters of this rank that another rank also has.
-    ``longest``: dense parameters of the unit with the most parameters of both types.
-    ``longest_experts``: expert parameters of the same unit.
-    ``longest_dense``: dense parameters of the unit with the most dense parameters.
+    ``longest``: dense parameters of the model unit with the most parameters.
+    ``longest_experts``: expert parameters of this model unit.
+    ``longest_dense``: largest number of dense parameters in a model unit.
     ``chunks``: per chunk, (first unit, ((unit, number of identical units in the chunk), ...)).
     ``present``: all units of the rank.
     ``borders``: units whose inputs this rank sends or receives as pipeline messages.
@@ -131,8 +131,8 @@ class PipelinePart(NamedTuple):
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
     """Return the `PipelinePart` of each pipeline rank that can have the highest memory use. Local.
 
-    Of ranks with the same layers, these are only the first and the last. ``cut``: layout fields that determine the
-    split of the model into pipeline stages.
+    Of several ranks with the same layers, the first or the last needs the most memory. The others are left out.
+    ``cut``: layout fields that determine the split of the model into pipeline stages.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, cut)):
@@ -143,10 +143,10 @@ def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, .
 
 @lru_cache(maxsize=65536)
 def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
-    """Return the model units and parameters of pipeline rank ``rank``. Local.
+    """Return the model units (such as blocks) and the parameter counts of pipeline rank ``rank``. Local.
 
-    ``cut`` holds the layout fields that determine the split into stages. Raises ConfigurationError for fewer model
-    units than pipeline chunks.
+    ``cut`` holds the layout fields that determine the split into pipeline stages. Raises ConfigurationError if the
+    model has too few units for this split.
     """
     grouped = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]

@@ -36,7 +36,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Sharded model states, in bytes per parameter of the device's pipeline stage. ``rule``: formula of their total."""
+    """Sharded model states, in bytes per parameter of the device's pipeline stage. ``rule``: text on their sum."""
 
     parameter: float
     gradient: float
@@ -147,9 +147,8 @@ def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_
     """Return the bytes of hpcdist's buffers for collectives over the data axis, on a device.
 
     ``parameters``: number of parameters on the device. ``longest``: parameters of the largest model unit, before tensor
-    parallelism shards it. ``bucket_bytes``: gradient bytes per allreduce. The receive buffer has half of a bucket for
-    recursive halving, and 1 / ranks of a bucket for the ring. With ZeRO, the gradients of the largest model unit take
-    the place of a bucket. With compression, the buffers have a sent and a received payload instead.
+    parallelism shards it. ``bucket_bytes``: gradient bytes per allreduce. An uncompressed allreduce needs a
+    receive buffer: half of a bucket for recursive halving, or 1 / ranks of a bucket for the ring.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor

@@ -48,16 +48,15 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelUnit:
-    """Group of ``count`` identical consecutive units: an embedding, transformer blocks, a head, or layers of an mlp.
+    """Group of ``count`` identical consecutive layers: an embedding, transformer blocks, a head, or layers of an mlp.
 
-    All values but ``count`` are per unit.
+    All values but ``count`` are for one layer of the group.
 
     ``cut_parameters``: number of the ``parameters`` that the tensor axis shards.
     ``expert_parameters``: number of the ``parameters`` that the expert axis shards.
     ``moved``: elements that elementwise operations read and write in forward, per sample.
-    ``moved_cut``: number of the ``moved`` elements that the tensor axis shards. It shards the other elements only with
-    sequence parallelism.
-    ``counted``: FLOPs and array sizes of the unit in hpcdist's implementation, or None if they are unknown.
+    ``moved_cut``: number of the ``moved`` elements that the tensor axis shards without sequence parallelism.
+    ``counted``: FLOPs and array sizes of a layer in hpcdist's implementation, or None if they are unknown.
     """
 
     name: str

@@ -114,7 +114,7 @@ class UnitGroup(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Model chunk on pipeline rank ``rank``. ``shares``: its layers or blocks in model order, grouped if identical."""
+    """Model chunk on pipeline rank ``rank``. ``shares``: groups of identical layers or blocks, in model order."""
 
     rank: int
     shares: tuple[UnitGroup, ...]
@@ -139,12 +139,12 @@ class SplitKey(NamedTuple):
 
     @property
     def layout(self) -> ParallelLayout:
-        """`ParallelLayout` with the fields of this `SplitKey`, such as ``pipeline`` and ``chunks``, and defaults."""
+        """`ParallelLayout` with the fields of this `SplitKey`. All other fields have their default values."""
         return ParallelLayout(**self._asdict())
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layers or blocks of each pipeline rank. Local. Raises ConfigurationError if they are too few."""
+    """Return the layers or blocks of each pipeline rank. Local. Raises ConfigurationError for a too small model."""
     return stages_of_split(description, SplitKey.of(layout))
 
 
@@ -280,9 +280,11 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
     """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
 
-    Full recomputation leaves out the first and the last unit of the model. In an hpcdist pipeline, it leaves out only
-    the last chunk, and only with the schedules 1f1b and interleaved. Selective recomputation is for units with
-    attention in Megatron-LM, and for no units in hpcdist. Raises ConfigurationError for fewer units than chunks.
+    - Full recomputation: all units, except the first and the last unit of the model.
+    - Full recomputation in hpcdist with several pipeline ranks: all units. With the schedules 1f1b and interleaved, the
+      last chunk recomputes nothing.
+    - Selective recomputation: units with attention. In hpcdist, no units.
+    Raises ConfigurationError for fewer units than chunks.
     """
     return _repeated(
         description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute

@@ -46,8 +46,8 @@ _COMMON: Final = (
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
     """Return the description of the transformer ``shape``: an embedding, blocks and a head.
 
-    ``name``: name of the model. ``documents``: for packed samples, the mean number of query-key pairs of a sample whose
-    tokens are in the same document. Raises ConfigurationError for invalid sizes.
+    ``name``: name of the model. ``documents``: for packed samples, the mean numbers of query-key pairs inside
+    documents, per sample. Raises ConfigurationError for invalid sizes.
     """
     _check(shape)
     config = config_of(shape)
@@ -75,10 +75,10 @@ def of_config(
 ) -> ModelDescription:
     """Return the description of the model that the recipe section ``config`` selects.
 
-    The keywords ``context`` to ``classes`` give the size of a sample. A transformer needs ``context`` (tokens). An mlp
-    needs ``features`` and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. The keyword
-    ``documents``: mean number of query-key pairs per packed sample. Features and images are assumed to be stored as
-    float32. Raises ConfigurationError for a missing size, or for a model that user code creates.
+    Further keywords give the size of a sample. A transformer needs the keyword ``context`` (tokens). An mlp needs
+    ``features`` and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. The keyword
+    ``documents``: mean numbers of query-key pairs inside documents, per packed sample. Features and images are assumed
+    to be stored as float32. Raises ConfigurationError for a missing size, or for a model that user code creates.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(

@@ -45,7 +45,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Refusals of grids (parallel degrees) or layouts by one limit. ``example``: message of the first refusal."""
+    """Number of layouts or of parallel degrees that break the same rule. ``example``: first error message."""
 
     limit: str
     count: int
@@ -57,9 +57,9 @@ class RefusalCount:
 class SearchResult:
     """Result of a search. ``found`` has the best layouts, best first.
 
-    ``layouts``: number of layouts with possible parallel degrees. Of these, ``estimated`` were estimated, ``left_out``
-    cannot be better than the last layout of ``found``, and the others were refused. ``nothing``: if no layout fits into
-    memory, messages on the missing memory and on changes that would help.
+    ``layouts``: number of layouts in the search. Of these, ``estimated`` were estimated. ``left_out`` layouts cannot be
+    better than the last layout of ``found``. The others cannot run, for example for lack of memory. ``nothing``: if no
+    layout fits into memory, messages on the missing memory and on changes that would help.
     """
 
     objective: str

@@ -83,10 +83,10 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective value of the layout ``order``, for any data-axis strategy. Local.
+    """Return a lower bound of a layout's objective value, from its micro-batch times. Local.
 
-    The bound holds also for any compression. It leaves out gradient exchange, optimizer update and reading of samples.
-    ``flow``: times of the micro-batches of ``order``.
+    ``order``: the layout. ``flow``: its micro-batch times. The bound leaves out gradient exchange, optimizer update and
+    reading of samples. So it holds for each data-axis strategy and compression.
     """
     least_s = sum(flow.terms.values())
     if objective == "time":
@@ -97,14 +97,14 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """Times per micro-batch of the whole model, equal for all layouts of a family.
+    """Times per micro-batch of the whole model.
 
-    A family is a set of layouts that differ only in schedule, chunks, data-axis strategy and compression.
+    They are equal for layouts that differ only in schedule, chunks, data-axis strategy and compression.
 
-    ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. They include recomputation
-    only if a chunk is recomputed after its gradient arrives.
+    ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. Recomputation before a
+    gradient arrives is left out.
     ``each_s``: lower bound of the time per micro-batch on the slowest pipeline rank, with recomputation.
-    ``full``: micro-batches per replica, where a smaller last micro-batch counts as a fraction.
+    ``full``: number of full micro-batches per replica. A smaller last micro-batch adds a fraction.
     ``computing``: fraction of a micro-batch's time that is computation. The rest is collectives.
     """
 
@@ -117,9 +117,9 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the micro-batch times of the layout ``family``, for any schedule and data-axis strategy. Local.
+    """Return the times per micro-batch of a layout, summed over the whole model. Local.
 
-    All layouts that differ from it only in schedule, chunks, data-axis strategy and compression have the same result.
+    ``family``: the layout. Its schedule, chunks, data-axis strategy and compression do not affect the result.
     """
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
@@ -151,7 +151,7 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective value of a layout, for any schedule and data-axis strategy. Local.
+    """Return a lower bound of a layout's objective value, as if pipeline ranks were never idle. Local.
 
     ``family``: the layout. ``of_all``: result of `family_totals` for this layout.
     """
@@ -161,18 +161,18 @@ def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster,
 def schedule_bound(
     of_all: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of the objective value of the layout ``order`` from the idle time of its schedule. Local.
+    """Return a lower bound of a layout's objective value, including the idle time of its pipeline schedule. Local.
 
-    The bound holds for any data-axis strategy and compression. ``of_all``: result of `family_totals` for ``order``.
-    ``hop_s``: time of a message between neighbouring pipeline ranks.
+    ``order``: the layout. ``of_all``: result of `family_totals` for this layout. ``hop_s``: time of a message between
+    neighbouring pipeline ranks.
 
     Derivation, with p ranks, v chunks per rank, m micro-batches, and X = seconds per micro-batch of the slowest rank:
 
     - `closed_form` computes the idle time of the slowest rank from Y, the mean seconds of the other p - 1 ranks.
-    - Y is unknown. Z = Y + X / (p - 1) is known: it is the sum over all p ranks, divided by p - 1.
-    - Z in place of Y gives an idle time I that is too large by at most E.
+    - X and Y are unknown, but their sum over all p ranks is known: S = X + (p - 1) Y.
+    - S / (p - 1) in place of Y gives an idle time I that is too large by at most E.
     - E = X / v. If backward is split into input and weight gradients, E = X.
-    - So m micro-batches take at least m X + I - E.
+    - So m micro-batches take at least m X + I - E. A lower bound replaces X.
     - Recomputation before a gradient arrives adds X / (2 v) to E for 1F1B, and X / v for the interleaved schedule.
     """
     ranks = order.pipeline

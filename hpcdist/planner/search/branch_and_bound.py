@@ -55,6 +55,7 @@ class MemoryFilter:
         """Return the ``strategies``, pairs (strategy, compression), with which the layout ``order`` fits into memory.
 
         ``order`` has the schedule and the micro-batch size. ``sizes``: all micro-batch sizes in the search, ascending.
+        If the smallest size does not fit, larger sizes are not estimated.
         """
         stem: tuple[object, ...] = _STEM(order)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
@@ -112,8 +113,8 @@ class SearchNode(NamedTuple):
     """Node of the search tree: a set of similar layouts, given by one of them, ``layout``.
 
     In an upper node, the layouts differ only in schedule, chunks, data-axis strategy and compression. In a lower node,
-    they differ only in ``strategies``: pairs (data-axis strategy, compression). ``known``: micro-batch times of the
-    layouts. Upper nodes have `FamilyTotals`. Lower nodes have `MicrobatchFlow`, or None until it is computed.
+    they differ only in ``strategies``: pairs (data-axis strategy, compression). The attribute ``known`` has the
+    micro-batch times of the layouts, or None if they are not yet computed.
     """
 
     bound: Bound
@@ -125,17 +126,17 @@ class SearchNode(NamedTuple):
 
 @dataclass
 class Refusals:
-    """Refused grids (parallel degrees) and layouts: their number and the first message, keyed by the limit's name."""
+    """Numbers of refused parallel degrees and refused layouts for each broken rule, with its first error message."""
 
     grids: dict[str, tuple[int, str]] = field(default_factory=dict)
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def grid(self, problem: LayoutProblem) -> None:
-        """Count a refused combination of parallel degrees. ``problem``: name of the broken limit, and error message."""
+        """Count a refused combination of parallel degrees. ``problem``: name of the broken rule, and error message."""
         self._count(self.grids, problem, 1)
 
     def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` refused layouts. ``problem``: name of the limit that they break, and error message."""
+        """Count ``many`` refused layouts. ``problem``: name of the rule that they break, and error message."""
         self._count(self.layouts, problem, many)
 
     @staticmethod

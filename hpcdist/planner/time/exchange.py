@@ -43,7 +43,7 @@ TENSORS: Final = 12
 
 
 class BucketChoice(NamedTuple):
-    """Chosen gradient bytes per bucket, cost of sending all buckets, and seconds of it that computation hides."""
+    """Chosen bucket size, cost of sending all buckets, and seconds of communication that overlap computation."""
 
     cost: MessageCost
     hidden_s: float
@@ -148,15 +148,15 @@ def exchange(
     matrices: Matrices = (),
     spare_bytes: float = math.inf,
 ) -> ExchangeCost:
-    """Return the cost of a step's data-axis exchange for a device with ``parameters`` parameters.
+    """Return the cost of exchanging a device's gradients and parameters with its data-parallel replicas in a step.
 
-    ``backward_s`` and the keyword ``forward_s``: times of one micro-batch. ``microbatches``: micro-batches per step.
-    Other keywords:
+    ``parameters``: number of parameters on the device. ``backward_s`` and the keyword ``forward_s``: times of one
+    micro-batch. ``microbatches``: micro-batches per step. Other keywords:
     - ``units``: number of model units on the device.
     - ``expert_parameters``: number of the ``parameters`` in experts. Only ranks with the same experts exchange them.
     - ``ends``: parameters of the first and of the last unit, which zero3 gathers less often.
     - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. () assumes square weights.
-    - ``spare_bytes``: memory that hpcdist may use to enlarge allreduce buckets. Megatron-LM ignores it.
+    - ``spare_bytes``: memory that may be used to enlarge allreduce buckets.
     Raises UsageError for an unknown strategy.
     """
     if layout.strategy not in STRATEGIES:

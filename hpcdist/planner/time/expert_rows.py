@@ -21,7 +21,7 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Route on which ranks send tokens to experts of other ranks. ``each``: number of these ranks per node.
+    """Route on which ranks send tokens to experts of other ranks. ``each``: expert-parallel ranks per node.
 
     ``way``: "node memory" (shared memory), "hierarchical" (one message from each node to each other node), "pairs" (one
     message between two ranks), or "" without expert parallelism.
@@ -82,10 +82,10 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 
 
 def row_buffers(nbytes: float, route: RowRoute) -> float:
-    """Return the bytes of a device's additional buffers for sending tokens to experts. Local.
+    """Return the bytes of a device's buffers for sending tokens to experts of other ranks. Local.
 
-    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`. Messages between pairs of ranks need no
-    additional buffers.
+    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`. The result is 0 if the route is "pairs",
+    direct messages between two ranks.
     """
     if route.way == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients

@@ -80,7 +80,7 @@ class Payload(NamedTuple):
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
     """Return the size and coding cost (`Payload`) of ``values`` compressed gradient elements, or None for "none".
 
-    ``ranks``: number of ranks that sum these gradients. ``units``: number of model units that have these gradients.
+    ``ranks``: number of ranks that sum these gradients. ``units``: number of layers with these gradients.
     ``matrices``: (rows, columns, number of matrices) for each weight shape, used by powersgd. Raises UsageError for an
     unknown compression.
     """
@@ -121,7 +121,7 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """Gradients of one device to compress. ``values``: number of elements. ``units``: number of layers or blocks."""
+    """Gradients that a device compresses. ``values``: number of elements. ``units``: number of layers."""
 
     values: float
     units: int

@@ -40,13 +40,13 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 class LinkTier(NamedTuple):
     """Link level that a group of devices uses, such as the links between nodes.
 
-    The links of a level join smaller boxes. A box is a set of devices that the next faster level joins, such as a node.
+    The links of a level join boxes of devices: the links between nodes join nodes.
 
     ``outer``: index of the level in the cluster, 0 for the fastest level.
-    ``fan``: number of joined boxes that contain members of the group.
+    ``fan``: number of boxes that contain members of the group.
     ``lanes``: number of members of the group in each of these boxes.
-    ``crowded``: seconds in which a device sends one byte, if all devices of the job send over this level.
-    ``single``: seconds in which a device sends one byte, if one group member per box sends (flat ring).
+    ``crowded``: seconds in which a device sends one byte, if all devices of the job send.
+    ``single``: seconds in which a device sends one byte, if only one group member per box sends.
     """
 
     outer: int
@@ -93,7 +93,7 @@ class GroupSpan:
 
 
 def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
-    """Return the size and the links of the group of devices on ``axis``, one of `AXES`.
+    """Return the size, the stride and the link levels of the group of devices on ``axis``, one of `AXES`.
 
     "all": all computing devices. "replicas": devices with the same parameters (on the data and context axes).
     "expert_replicas": devices with the same experts, assumed to have equally spaced ranks. Raises UsageError for an
@@ -161,10 +161,10 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 
 
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
-    """Return the number of group members among ``box`` consecutive devices, such as the devices of a node.
+    """Return the number of group members on a node, or in another set, of ``box`` consecutive devices.
 
-    The group has ``size`` devices, ``stride`` apart. ``below``: number of group members in each smaller box, such as a
-    socket of the node, or 1 without smaller boxes. The result is a multiple of ``below`` and divides ``size``.
+    The group has ``size`` devices, ``stride`` apart. The result divides ``size``. It is a multiple of ``below``, the
+    number of group members per socket of the node, or 1 without sockets.
     """
     # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
     room = max(1, box // stride)
@@ -247,7 +247,6 @@ def _rabenseifner(n: float, span: GroupSpan) -> tuple[float, float]:
 
 
 def _fold(n: float, span: GroupSpan) -> tuple[float, float]:
-    """Return the additional seconds and bytes of an allreduce of ``n`` bytes if the group size is not a power of 2."""
     if span.size & (span.size - 1) == 0:
         return 0.0, 0.0
     tier = span.tier_at(1)

@@ -56,7 +56,7 @@ class PlannedSeconds(NamedTuple):
 
 
 class PipelineTime(NamedTuple):
-    """Time of a step on the slowest pipeline rank: seconds of computation, of waits for messages, and idle seconds.
+    """Time of a step on the slowest pipeline rank, in seconds: computation, message transfers, and other idle time.
 
     ``bubble``: fraction of this rank's time without computation, from the start of its first forward to the end of its
     last backward.
@@ -69,7 +69,7 @@ class PipelineTime(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """Total seconds of computation, waits for messages, and idle time in a step."""
+        """Total seconds of a step: computation, message transfers and other idle time."""
         return self.busy_s + self.message_s + self.idle_s
 
 
@@ -90,9 +90,9 @@ def closed_time(
 
     ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. The keyword
     ``chunks``: chunks per rank. The keyword ``message_s``: time of a message between neighbouring ranks. The keyword
-    ``blocking``: True if messages stop computation. The keyword ``steps_overlap``: True if a rank starts the next step
-    without waiting for other ranks. The keyword ``ahead_s``: seconds per micro-batch in which the slowest rank
-    recomputes activations before their gradient arrives.
+    ``blocking``: True if a rank does not compute during message transfers. The keyword ``steps_overlap``: True if a
+    rank starts the next step without waiting for other ranks. The keyword ``ahead_s``: seconds per micro-batch in which
+    the slowest rank recomputes activations before their gradient arrives.
     """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
@@ -189,7 +189,7 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 class StageTime(NamedTuple):
     """Times of a micro-batch on a pipeline rank, or in one of its chunks.
 
-    ``load``: computation and collectives of the micro-batch. ``sent``: seconds in which the rank waits for collectives.
+    ``load``: computation and collectives of the micro-batch. ``sent``: waits for these collectives, by axis.
     ``seconds``: forward and backward times, including these waits. ``ahead_s``: seconds of recomputation before the
     gradient arrives, not included in ``seconds``.
     """
@@ -212,10 +212,10 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the forward and backward times of a micro-batch on a pipeline rank or in one of its chunks. Local.
+    """Return the forward and backward times of a micro-batch with the computation and collectives ``load``. Local.
 
-    ``load``: computation and collectives of the micro-batch. ``microbatches``: number per step. ``costs``: optional
-    cache of collective costs, keyed by (axis, operation, bytes).
+    ``load``: result of `loads` or `chunk_loads`. ``microbatches``: number per step. ``costs``: optional cache of
+    collective costs, keyed by (axis, operation, bytes).
     """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
@@ -271,12 +271,12 @@ def messages_per_microbatch(layout: ParallelLayout) -> int:
 
 
 def messages_block(layout: ParallelLayout) -> bool:
-    """Return True if messages between pipeline ranks stop computation."""
+    """Return True if a pipeline rank cannot compute until its messages are complete."""
     return layout.implementation == "megatron" and layout.schedule not in SPLIT
 
 
 def steps_overlap(layout: ParallelLayout) -> bool:
-    """Return True if a rank may start its next step before others end theirs (Megatron-LM with split backward)."""
+    """Return True if a pipeline rank may start its next step before other ranks have finished the current step."""
     return layout.implementation == "megatron" and layout.schedule in SPLIT
 
 
@@ -326,8 +326,8 @@ def simulated_pipe(
 ) -> PipelineTime:
     """Return the step time of a pipeline, from simulations of its schedule with and without messages. Local.
 
-    The difference of the simulations is the wait for messages. ``m``: micro-batches per step. ``slowest``: times of the
-    slowest rank. ``hop_s``: seconds of a message between neighbouring ranks.
+    The result separates computation, message transfers and other idle time. ``m``: micro-batches per step.
+    ``slowest``: times of the slowest rank. ``hop_s``: seconds of a message between neighbouring ranks.
     """
     chunks = chunks_seconds(description, layout, cluster, m)
     # Without messages the simulation gives the idle time of the schedule; the additional time is waiting for messages.

@@ -37,9 +37,9 @@ class AxisCollective(NamedTuple):
     """Collective that a rank runs once per micro-batch for one unit of the model.
 
     ``when``: `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`.
-    ``operation``: name of the collective. An all-to-all of tokens with experts has the name of the sent data.
+    ``operation``: name of the collective. For an all-to-all of the expert axis: name of the sent data, such as "rows".
     ``nbytes``: size of the whole buffer.
-    ``tiles_s``: for ring attention, all seconds of attention that overlap the messages, else None.
+    ``tiles_s``: for ring attention, the seconds of computation that overlap the messages, else None.
     ``passes``: for ring attention, the number of blocks that a rank receives in total.
     """
 
@@ -52,11 +52,11 @@ class AxisCollective(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """Load of a micro-batch on one rank or chunk: computation, collectives with their counts, and parameters.
+    """Computation and collectives of one micro-batch in some layers of a model, and parameters of these layers.
 
     ``again_s``: seconds of recomputation. ``add_s``: seconds of gradient accumulation. ``cover_s``: seconds of
     computation that can overlap collectives. ``calls``: pairs (collective, number of calls). ``uncut``: number of
-    parameters that all tensor ranks replicate. ``units``: number of model units.
+    parameters that all tensor ranks replicate. ``units``: number of layers.
     """
 
     forward_s: float

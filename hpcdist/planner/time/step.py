@@ -81,10 +81,10 @@ TOKEN_BYTES: Final = 4  # largest type of stored tokens
 
 
 class MicrobatchFlow(NamedTuple):
-    """Times of the micro-batches of a step in seconds, independent of the strategy and compression of the data axis.
+    """Times of the micro-batches of a step in seconds, without gradient exchange and optimizer update.
 
     ``slowest``: times of the slowest pipeline rank. ``fullest``: times of the rank with the most parameters. ``hop``:
-    cost of a message between two ranks. ``terms``: the terms of `TimeEstimate` from "forward" to "bubble".
+    cost of a message between two ranks. ``terms``: seconds of each phase, such as "forward" and "backward".
     """
 
     slowest: StageTime
@@ -137,9 +137,9 @@ def timing(
     spare_bytes: float = math.inf,
     flow: MicrobatchFlow | None = None,
 ) -> TimeEstimate:
-    """Return the time of a step by terms. Local.
+    """Return the time of a step, divided into phases such as forward, backward and optimizer update. Local.
 
-    If the keyword ``simulate`` is true, the pipeline passes are simulated with the times of each chunk. The keyword
+    If the keyword ``simulate`` is true, the pipeline schedule is simulated, else computed by a formula. The keyword
     ``spare_bytes``: memory for larger gradient buckets. The keyword ``flow``: result of `microbatch_flow` for this
     layout, or for a layout that differs only in strategy or compression. Raises ConfigurationError for an impossible
     schedule or precision.
@@ -179,8 +179,8 @@ def data_exchange(
 ) -> ExchangeCost:
     """Return the cost of exchanging gradients and parameters over the data axis, on one pipeline rank. Local.
 
-    The exchange is assumed to overlap computation, but not the messages of other axes. ``stage``: load and times of the
-    pipeline rank. ``m``: number of micro-batches per step. ``spare_bytes``: memory for larger gradient buckets.
+    The exchange is assumed to overlap only computation. ``stage``: work and times of the pipeline rank. ``m``: number
+    of micro-batches per step. ``spare_bytes``: memory for larger gradient buckets.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":

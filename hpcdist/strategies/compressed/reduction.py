@@ -115,7 +115,7 @@ class CompressedReduction(Protocol):
         """Pair (encodings, decodings): mean numbers of times that a rank encodes and decodes each gradient value."""
 
     def kept(self, part: Range) -> list[Range]:
-        """Return the ascending, disjoint ranges within ``part`` for which this rank may keep residuals. Local."""
+        """Return the ascending, disjoint ranges within ``part`` that this rank compresses. Local."""
         return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
@@ -165,7 +165,7 @@ class QuantisedReduction(CompressedReduction):
         return 1.0, 2.0 - 1.0 / self.comm.size
 
     def shares(self, part: Range) -> list[Range]:
-        """Return the shards of range ``part``, one per rank in rank order. Local."""
+        """Return each rank's sub-range of the flat gradient range ``part``, in rank order. Local."""
         return [share.shift(part.start) for share in split(part.size, self.comm.size, _FLOAT32.itemsize)]
 
     def allreduce(self, values: Array, part: Range) -> None:

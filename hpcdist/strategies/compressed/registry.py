@@ -66,7 +66,7 @@ class BucketReduction:
     reduction: CompressedReduction
 
     def kept(self) -> list[Range]:
-        """Return the ranges of gradients for which this rank may keep residuals, in ascending order. Local."""
+        """Return the flat gradient ranges that this rank compresses, in ascending order. Local."""
         parts = [part for bucket in self.buckets for part in self.reduction.kept(bucket)]
         return sorted(parts, key=lambda part: part.start)
 

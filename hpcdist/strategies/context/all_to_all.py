@@ -127,8 +127,8 @@ class AllToAllAttention:
     ) -> tuple[Array, Array]:
         """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
 
-        The receive buffer is in the array ``arrives`` if it is large enough. Otherwise, both are in scratch memory of
-        ``saved``, and the receive buffer does not overlap the first ``after`` elements of this memory.
+        The send buffer is at the start of scratch memory of ``saved``. The receive buffer is in the array ``arrives``
+        if it is large enough. Otherwise, it is also in the scratch memory, after at least ``after`` elements.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
@@ -140,8 +140,9 @@ class AllToAllAttention:
     ) -> list[Array]:
         """Exchange all heads of the local tokens for the local heads of all tokens. Collective over the axis.
 
-        Return arrays of shape (batch, context, width), valid until the next call. ``arrives``: optional receive memory,
-        which may overlap ``sources``.
+        ``sources``: arrays to send to each rank. Return an array of shape (batch, context, width) for each of
+        ``widths``, valid until the next call. ``arrives``: optional receive memory. It may overlap ``sources``, which
+        are copied first.
         """
         axis, like = self._axis, sources[0][0]
         batch, columns = like.shape[0], sum(widths)
@@ -170,9 +171,10 @@ class AllToAllAttention:
     ) -> None:
         """Send the local heads of all tokens to the ranks of these tokens. Collective over the axis.
 
-        ``wholes``: arrays with these heads: outputs, or in backward gradients of queries, keys and values. ``targets``:
-        arrays to fill, in one list for outputs, or three lists for gradients. A list has a pair (array, True to add to
-        it) per sending rank. ``arrives``: optional receive memory, which may overlap ``wholes``.
+        ``wholes``: arrays with the local heads. ``targets[i][r]``: array for the i-th group of columns from rank r, and
+        True to add to this array. Outputs are one group. Gradients of queries, keys and values are three groups.
+        ``saved``: scratch memory. ``arrives``: optional receive memory. It may overlap ``wholes``, which are copied
+        first.
         """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)

@@ -72,8 +72,7 @@ class ContextAxis:
     def cut(self, samples: Array) -> Array:
         """Return a copy of this rank's tokens of ``samples``, of shape (n, context, ...).
 
-        Samples of length 0, on a rank that does not read its samples, are returned unchanged. Raises DataError for any
-        other length than ``context``.
+        Samples of length 0 are returned unchanged. Raises DataError for any other length than ``context``.
         """
         if not isinstance(samples, ArrayGroup) and samples.ndim == 2 and samples.shape[1] == 0:
             return samples  # on a rank that does not read its samples
@@ -132,8 +131,8 @@ class Ring:
     """Ring of ranks that passes each rank's block of keys and values to all ranks whose queries see the block.
 
     The block of a rank has shape (batch, tokens of the rank, ``columns``), with the batch size and dtype of the array
-    ``like``. Received blocks are in scratch memory of ``saved``. Several rings may share this memory, which has room
-    for ``most`` columns. ``window``: sliding window in tokens, or 0.
+    ``like``. ``saved`` provides scratch memory for received blocks. Several rings may share this memory: ``most`` is
+    their largest number of columns. ``window``: sliding window in tokens, or 0.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:
@@ -153,10 +152,10 @@ class Ring:
         """Pass blocks of keys and values around the ring; yield each block that local queries see. Collective.
 
         Each item is (rank, block, gradients, poll). The block has the keys and values of ``rank``. The first block is
-        ``local_block``, of this rank. The call ``poll()`` advances the messages in flight. In the forward pass,
-        ``gradients`` is None. The keyword ``back`` selects the backward pass: the caller must write the gradients of
-        another rank's block to the array ``gradients``. At the end, the scratch buffer named `operations.HOME` has the
-        sum of the other ranks' gradients of ``local_block``.
+        ``local_block``, of this rank. The call ``poll()`` advances the messages in flight. If the keyword ``back`` is
+        true, ``gradients`` is an array that the caller must overwrite with the gradients of the block. For the first
+        block, and in the forward pass, ``gradients`` is None. At the end, the scratch buffer named `operations.HOME`
+        has the sum of the other ranks' gradients of ``local_block``.
         """
         axis, blocks = self._axis, {"keys0": local_block}
         in_flight: dict[str, tuple[Request, RingOperation]] = {}  # by memory

@@ -14,10 +14,11 @@ PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads, to 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShare:
-    """Sizes of one attention over ``ranks`` context ranks.
+    """Sizes of one attention layer that ``ranks`` context ranks compute together.
 
-    There are ``samples`` samples of ``tokens`` tokens, ``heads`` query heads and ``shared`` key heads. A head has
-    ``size`` elements of ``itemsize`` bytes per token. ``window``: sliding window in tokens, or 0.
+    All sizes are totals over these ranks. There are ``samples`` samples of ``tokens`` tokens, ``heads`` query heads and
+    ``shared`` key heads. A head has ``size`` elements of ``itemsize`` bytes per token. ``window``: sliding window in
+    tokens, or 0.
     """
 
     ranks: int
@@ -107,7 +108,10 @@ def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> f
 
 
 def counts_bytes(ranks: int, samples: int, experts: int) -> int:
-    """Return the bytes of the int32 token counts per expert that a router gathers for ``samples`` samples."""
+    """Return the bytes of the int32 token counts that a router gathers from ``ranks`` context ranks.
+
+    Each rank has one count per sample, per expert and per token range of the sample (two ranges).
+    """
     return 4 * 2 * ranks * samples * experts
 
 

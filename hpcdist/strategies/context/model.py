@@ -104,11 +104,11 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sum the numbers of tokens per expert over the context ranks. Collective.
+        """Count each expert's tokens: in earlier token ranges of a sample, and in the whole sample. Collective.
 
-        ``counts``, of shape (samples, local pieces, experts): this rank's numbers. A piece is a token range of a
-        sample. Return two arrays: the numbers before each local piece, of the shape of ``counts``, and the numbers in
-        each sample, of shape (samples, experts). Without samples, the call is local.
+        ``counts``, of shape (samples, local ranges, experts): token counts in this rank's token ranges of each sample.
+        Return two arrays. The first, of the shape of ``counts``, covers all earlier tokens of the sample, on any rank.
+        The second, of shape (samples, experts), covers all tokens. Without samples, the call is local.
         """
         if not len(counts):
             return super().join(counts)

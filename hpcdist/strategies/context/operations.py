@@ -102,10 +102,11 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 
 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
-    """Return the all-to-alls of ``rank`` in one attention: from local tokens to local heads, and back to tokens.
+    """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
 
-    ``placed``: token ranges of a sample on each rank. The backward pass (the keyword ``back`` is true) begins with an
-    additional all-to-all, for the dot products of output rows and gradient rows.
+    ``placed``: token ranges of a sample on each rank. An all-to-all exchanges tokens for heads, and the last one
+    exchanges heads for tokens. If the keyword ``back`` is true, the attention is a backward pass, with one more
+    all-to-all.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

@@ -17,8 +17,8 @@ assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a dropout mask begin at 
 class Visit:
     """Key block (keys and values) of rank ``source`` that arrives at another rank in ring attention.
 
-    The receiving rank's query rows from ``from_row`` on use the tokens of the block in the ranges ``keys``. Sliding
-    windows, which exclude more keys, are ignored.
+    The receiving rank's query rows before ``from_row`` do not see the block. All later rows see the same tokens of the
+    block: those in the token ranges ``keys``. Sliding windows are ignored.
     """
 
     source: int
@@ -85,14 +85,17 @@ def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...],
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return the largest distance in token ranges of ``placed`` from a query back to a key within ``window`` tokens."""
+    """Return the largest number of preceding token ranges of a sample that a sliding ``window`` of tokens reaches."""
     every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
     starts = [first for start, end, first in every if end > start]
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))
 
 
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of query-key pairs of a sample on ``rank``. ``placed``: each rank's token ranges."""
+    """Return the number of pairs of a query on ``rank`` and a key on any rank that the query sees, in one sample.
+
+    ``placed``: token ranges of the sample on each rank.
+    """
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))
     # For each piece: the pairs of the sequence up to its end minus the pairs of the sequence up to its start.

@@ -108,7 +108,7 @@ class _RingRun:
             )
 
     def _step(self, rank: int, op: RingOperation) -> bool:
-        """Run ``op``, or return False if ``op`` must wait."""
+        """Simulate ``op``; return False if it waits for a message that has not been posted yet."""
         if op.action in (Action.SEND, Action.RECEIVE):
             self._post(rank, op)
         elif op.action is Action.WAIT:

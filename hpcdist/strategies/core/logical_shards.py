@@ -99,11 +99,11 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return a dict with a hash of the results of test computations (`fp_fingerprint`), for a checkpoint. Local."""
+        """Return a dict with a hash that identifies the floating-point rounding here, for a checkpoint. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if test computations give other results than when ``state`` was saved. Local."""
+        """Raise ConfigurationError if floating-point results have other bits than when ``state`` was saved. Local."""
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(

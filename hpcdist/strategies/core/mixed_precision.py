@@ -37,7 +37,7 @@ class NoLossScale:
     skips_overflow = False  # whether a non-finite gradient skips its step
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True. Raises NonFiniteError, which names ``step``, if the gradient ``norm`` is not finite."""
+        """Return True: ``step`` may update the model. Raises NonFiniteError if the gradient ``norm`` is not finite."""
         if not math.isfinite(norm):
             raise NonFiniteError(step)
         return True
@@ -77,7 +77,7 @@ class FixedLossScale(NoLossScale):
         return False
 
     def _grow(self) -> None:
-        """Record that a step had no gradient overflow. Only a dynamic loss scale may double then."""
+        """Record a step without gradient overflow. A fixed loss scale ignores it."""
 
     def _lower(self, step: str) -> None:
         if self.overflows >= MAXIMUM_OVERFLOWS:
@@ -152,11 +152,7 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 copies of this rank's 16-bit parameters and gradients, for each stage of the model. Local.
-
-    A tied tensor is used by several stages. Its gradient is complete after the backward pass of the first stage of this
-    rank that uses the tensor.
-    """
+    """Float32 copies of this rank's 16-bit parameters and gradients, for each stage of the model. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         super().__init__(context, exchange, copies)
@@ -217,7 +213,7 @@ class MixedPrecisionViews(ParameterViews):
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Add the float32 gradients of model stage number ``unit`` to its 16-bit gradients of earlier micro-batches."""
+        """Add the float32 gradients of model stage number ``unit`` to its 16-bit gradients, rounded to 16 bits."""
         bound, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
         bound.finish()
         wide = self._wide_gradients.at(layer).range(part)

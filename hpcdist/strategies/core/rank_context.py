@@ -32,12 +32,12 @@ _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that wo
 class RankContext:
     """Everything that a strategy needs on one rank: communicators, model, optimizer and settings.
 
-    ``world``: communicator of all ranks of a step.
+    ``world``: communicator of all training ranks, including parameter servers.
     ``data``: communicator of the replicas of this rank's stages.
     ``pipeline``: communicator of the stages of this replica.
     ``tensor``: communicator of the ranks that hold shards of the same tensors.
     ``context``: `ContextAxis` of the replicas that divide the tokens of a sample, or None if samples are not divided.
-    ``batch``: communicator of the ranks of ``data`` with different samples; None if all ranks have different samples.
+    ``batch``: communicator of the replicas with different samples; None if it is the same as ``data``.
     ``experts``: communicator of the replicas that divide the experts of this rank's stages.
     ``on``: device of the arrays, "cpu" or "gpu".
     ``computes``: False on a dedicated server.
@@ -69,12 +69,12 @@ class RankContext:
 
     @property
     def samplers(self) -> Communicator:
-        """Communicator of the replicas with different samples: ``batch``, or ``data`` if ``batch`` is None."""
+        """Communicator of the replicas of this rank's stages that have different samples."""
         return self.data if self.batch is None else self.batch
 
     @property
     def speaks(self) -> bool:
-        """True on the rank that counts the samples, among the ranks that have the same samples."""
+        """True on one of the tensor and context ranks that have the same samples. This rank counts the samples."""
         return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
@@ -89,7 +89,7 @@ class RankContext:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Indices of this rank's model stages with tensors that the attribute ``portion`` selects, in model order."""
+        """Indices of this rank's model stages with tensors that this strategy handles, in model order."""
         return tuple(unit for chunk in self.chunks for unit in chunk if self._range(unit))
 
     @property
@@ -146,8 +146,8 @@ class RankContext:
     def agree_algorithm(self) -> str:
         """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
 
-        The recipe's algorithm for small messages is used if it is "native". The recipe's algorithm "node_shared" is
-        used only if ``data`` has all ranks of ``world``. Otherwise, the name is "recursive_doubling".
+        It is the recipe's algorithm for small messages if this is "native". It is also this algorithm if this is
+        "node_shared" and all ranks are data-parallel. Otherwise, the name is "recursive_doubling".
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)

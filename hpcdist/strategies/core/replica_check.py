@@ -65,7 +65,7 @@ def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array,
     """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over the world.
 
     ``comm`` is the world, ``replica`` the number of this rank's replica, and ``what`` the name of the batch in
-    messages. ``looks`` is False on ranks that do not read their batch.
+    messages. If the keyword ``looks`` is false, the batch of this rank is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)

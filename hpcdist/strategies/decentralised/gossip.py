@@ -75,7 +75,8 @@ class Graph:
 def build(graph: str, size: int, edges: str = "") -> Graph:
     """Return the mixing graph named ``graph`` on ``size`` ranks.
 
-    ``edges``: pairs of ranks of the graph "edges", as in "0-1, 1-2". Raises ConfigurationError if they are invalid.
+    ``edges``: pairs of neighbours as text, such as "0-1, 1-2", used only by the graph named "edges". Raises
+    ConfigurationError if the pairs are invalid.
     """
     if graph == "edges":
         return _of_edges(size, parse_edges(edges))
@@ -96,7 +97,7 @@ def build(graph: str, size: int, edges: str = "") -> Graph:
 
 
 def _regular(name: str, shape: tuple[int, ...], rounds: Sequence[Sequence[tuple[int, ...]]]) -> Graph:
-    """Return a graph on a periodic grid of ``shape``. ``rounds``: offsets of a rank's neighbours in each round."""
+    """Return a graph on a periodic grid. ``rounds``: grid offsets from a rank to its neighbours, for each round."""
     size = math.prod(shape)
     sources = tuple(tuple(_neighbours(rank, shape, steps) for rank in range(size)) for steps in rounds)
     eigenvalues = np.ones(shape, np.complex128)

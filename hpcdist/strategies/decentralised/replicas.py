@@ -76,11 +76,11 @@ class Replicas(ShardedUpdateExchange):
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Average ``store`` over the data axis; return its squared distance from the mean, and the mean's squared norm.
+        """Average ``store`` over the data axis. Return the squared norms of its deviation and of the mean.
 
-        Both are sums over the elements on this rank, in one array. ``weight``: this rank's weight in the mean.
-        ``total``: sum of all ranks' weights. By default, all ranks have weight 1. If the keyword ``replace`` is true,
-        ``store`` is set to the mean. Collective; waits for a GPU.
+        The norms, in one array, cover only the elements on this rank. By default, ``store`` is set to the mean. If the
+        keyword ``replace`` is false, ``store`` is unchanged. ``weight``: this rank's weight in the mean. ``total``: sum
+        of all ranks' weights. By default, all ranks have weight 1. Collective; waits for a GPU.
         """
         squares = np.zeros(2)
         for part in self.ranges:
@@ -101,7 +101,7 @@ class Replicas(ShardedUpdateExchange):
         return squares
 
     def note(self, squares: np.ndarray) -> None:
-        """Record this step's consensus distance. ``squares``: the two squared norms from `average`. Collective."""
+        """Record this step's consensus distance. ``squares``: result of `average` for the parameters. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 

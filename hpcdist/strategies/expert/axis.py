@@ -71,7 +71,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have published ``memory``; log the wait as an all-to-all of the array ``like``."""
+        """Wait until all ranks have published ``memory``. Log the wait, with the size and dtype of ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)

@@ -21,7 +21,7 @@ COPIES: Final = {"counts": (0, 0), "rows": (1, 1), "gradients": (2, 1), "results
 
 
 def counts_bytes(experts: int) -> int:
-    """Return the bytes of the row counts (int64) that a rank sends, one count for each expert."""
+    """Return the bytes of the token counts that a rank sends: one int64 count for each expert."""
     return 8 * experts
 
 

@@ -25,10 +25,11 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 
 
 class ExpertExchange(Exchange):
-    """Strategy of a mixture of experts: one exchange for dense tensors and one for experts. Collective.
+    """Strategy of a mixture of experts: one gradient exchange for dense tensors and one for experts. Collective.
 
-    Construction calls ``make`` twice: with a context for dense tensors, and with a context for experts. ``replicas``:
-    communicator of the ranks that hold the same experts as this rank. The method `close` frees ``replicas``.
+    The function ``make`` builds an `Exchange` from a `RankContext`. It is called twice: for dense tensors and for
+    experts. ``replicas``: communicator of the ranks that hold the same experts as this rank. The method `close` frees
+    ``replicas``.
     """
 
     lock_step = True
@@ -61,7 +62,6 @@ class ExpertExchange(Exchange):
                 exchange.handlers[op.kind](part)
 
     def _own(self, index: int, op: Operation) -> list[Operation]:
-        """Return ``op`` restricted to dense tensors (``index`` 0) or experts (``index`` 1), as a list of operations."""
         if op.range is not None:
             parts = [part.intersect(op.range) for part in self._portions[index]]
             return [replace(op, range=part) for part in parts if part]
@@ -85,9 +85,9 @@ class ExpertExchange(Exchange):
         return self.dense.gradients
 
     def plan(self) -> list[Operation]:
-        """Return the operations of the dense and the expert exchange. Local.
+        """Return the operations of a step, for dense tensors and for experts. Local.
 
-        With one AGREE operation, the ranks agree on loss and norm for both exchanges.
+        A single AGREE operation, for dense tensors and experts together, agrees on the loss and the gradient norm.
         """
         agree = Operation(Kind.AGREE)
         plans = [exchange.plan() for exchange in self.both]
@@ -170,7 +170,7 @@ def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
 
 
 class JoinedStore:
-    """A layer's dense and expert stores as one store. Experts start at ``border`` in the flat parameter vector."""
+    """One store that joins a layer's stores of dense tensors and experts. Experts start at flat offset ``border``."""
 
     def __init__(self, dense: FlatStore, experts: FlatStore, border: int) -> None:
         self._dense, self._experts, self._border = dense, experts, border
@@ -180,7 +180,7 @@ class JoinedStore:
         return self._experts if part.start >= self._border else self._dense
 
     def range(self, part: Range) -> Array:
-        """Return a 1-D view of the stored elements of the flat range ``part``: dense tensors or experts, not both."""
+        """Return a 1-D view of the flat range ``part``, which must not contain both dense tensors and experts."""
         return self._of(part).range(part)
 
     def view(self, key: str) -> Array:
@@ -192,5 +192,5 @@ class JoinedStore:
         self._of(part).add(part, values)
 
     def blocks(self, part: Range) -> Iterable[Array]:
-        """Return consecutive arrays with the elements of the flat range ``part`` that this rank stores."""
+        """Return the arrays that hold the flat range ``part``, in ascending order of their offsets."""
         return self._of(part).blocks(part)

@@ -130,9 +130,9 @@ class _OwnExperts:
 
 
 def share_out(model: Model, axis: ExpertAxis) -> Model:
-    """Return ``model`` with only this rank's experts on ``axis``, or ``model`` itself on one rank. Collective.
+    """Return a copy of ``model`` with only this rank's experts. Collective over ``axis``.
 
-    Raises ConfigurationError if the model has no experts.
+    If ``axis`` has a single rank, return ``model`` itself. Raises ConfigurationError if the model has no experts.
     """
     if axis.size == 1:
         return model

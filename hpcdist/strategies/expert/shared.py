@@ -23,9 +23,9 @@ TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in (
 def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
     """Return the rank that computes each expert. ``loads``: number of token rows of each expert.
 
-    At first, each of the ``ranks`` ranks has an equal number of consecutive experts. Then busy ranks give experts to
-    idle ranks, or swap experts with them. This continues while it lowers the larger load of both ranks by more than
-    ``worth`` rows per expert that moves.
+    At first, each of the ``ranks`` ranks has an equal number of consecutive experts. Then the busiest rank gives an
+    expert to the idlest rank, or swaps one with it. This is repeated as long as the maximum of both ranks' row counts
+    falls by more than ``worth`` rows per moved expert.
     """
     at: np.ndarray = np.arange(loads.size) * ranks // loads.size
     for _ in range(2 * ranks):
@@ -107,7 +107,7 @@ class SharedRows(StayingRows):
         """Exchange the row counts of all ranks; return shared memory for the token rows that this rank sends.
 
         The rows for expert e begin at row ``starts[e]``. They have the width and dtype of the array ``like``.
-        ``parameters``: tensors of the layer. The assignment of experts to ranks is stored in ``saved``.
+        ``parameters``: tensors of the layer. The method stores the assignment of experts to ranks in ``saved``.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -161,10 +161,10 @@ class SharedRows(StayingRows):
         return arrival
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the weights and biases of the experts that this rank computes.
+        """Return the weights and biases of the experts that this rank computes, including experts of other ranks.
 
-        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: results of `send_buffer`. Tensors of
-        another rank's expert are in the shared memory of that rank.
+        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: the argument of `send_buffer`, which
+        must be called first. Tensors of another rank's expert are views of shared memory.
         """
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
@@ -180,10 +180,10 @@ class SharedRows(StayingRows):
         return ExpertTensors(each("weight", base.weights), None if base.biases is None else each("bias", base.biases))
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return arrays for the gradients of the weights and biases of the experts that this rank computes.
+        """Return arrays for the gradients of the experts that this rank computes, including experts of other ranks.
 
-        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: results of `send_buffer`. The arrays
-        are in ``gradients`` or, for another rank's expert, in shared memory.
+        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: the argument of `send_buffer`, which
+        must be called first. Arrays for another rank's expert are in shared memory, all others in ``gradients``.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

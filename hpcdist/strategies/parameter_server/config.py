@@ -97,7 +97,10 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the setting that lets workers step independently, as recipe text, or "" for lock-step. Local."""
+    """Return the recipe line that lets workers step independently, or "" if workers run in lock-step. Local.
+
+    Example: "parameter_server.consistency = 'asp'".
+    """
     if backup_workers:
         return f"parameter_server.backup_workers = {backup_workers}"
     ahead = consistency == "asp" or (consistency == "ssp" and staleness > 0)

@@ -43,7 +43,7 @@ class ReceiveQueue:
         self.begun = False
 
     def begin(self) -> None:
-        """Post the first receives, unless they are already posted."""
+        """Post a receive into each buffer, unless the receives are already posted."""
         if not self.begun:
             self.begun, self._taken = True, 0
             self._requests = [self._post(index) for index in range(len(self._buffers))]
@@ -152,7 +152,6 @@ class MessageTransport(Transport):
                 yield from (self._arrivals.take() for _ in range(self.topology.brings(worker)))
 
     def expect(self) -> None:
-        """Post the receives of new parameters, unless messages for a GPU must pass through host memory."""
         staged = self.topology.context.on == "gpu" and not self.comm.supports("device_pointers")
         if self.speaks and not staged:  # each staged receive holds pinned memory until its message arrives
             for part, server in self.topology.messages:

@@ -92,8 +92,8 @@ class KeyPartition:
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
         """Return (range, server) for each gradient message, in the order in which backward completes the gradients.
 
-        ``units``: range of each layer in the flat parameter vector. One message covers adjacent ranges of a server, if
-        they are in the same layer.
+        ``units``: range of each layer in the flat parameter vector. Adjacent ranges with the same layer and server are
+        joined into one message.
         """
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):
@@ -105,10 +105,10 @@ class KeyPartition:
 def partition_keys(
     layout: Layout, servers: int, *, whole: bool = False, within: Sequence[Range] | None = None
 ) -> KeyPartition:
-    """Return the assignment of the ranges of ``layout`` to ``servers`` servers. Every rank gets the same result.
+    """Return the assignment of the flat parameter vector to ``servers`` servers. Every rank gets the same result.
 
-    ``within``: ranges of whole layers to assign, by default all layers. ``whole``: never split a tensor. Raises
-    ConfigurationError if ``layout`` can only be split into fewer ranges than ``servers``.
+    If the keyword ``whole`` is true, no tensor is split. The keyword ``within``: flat ranges of the layers to assign,
+    by default all layers. Raises ConfigurationError if ``layout`` can only be split into fewer ranges than ``servers``.
     """
     if whole:
         return _uncut(layout, servers)

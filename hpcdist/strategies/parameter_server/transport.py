@@ -71,10 +71,10 @@ class ShardTree:
 
 
 class PartialSums:
-    """Sums of a worker's gradients over several of its micro-batches (logical shards), to be pushed. Local.
+    """Partial sums of one worker's gradients over its micro-batches (logical shards), to be pushed. Local.
 
-    There is one sum for each node in ``tree.nodes[index]``, for worker number ``index``. ``gradients``: store of the
-    current micro-batch's gradients. ``slot(n)`` allocates the n-th buffer for sums, with the ranges of ``gradients``.
+    ``tree``: order in which the gradients of all workers are added. ``index``: number of the worker. ``gradients``:
+    store of the current micro-batch's gradients. ``slot(n)`` allocates a store like ``gradients`` for the n-th sum.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
@@ -87,7 +87,7 @@ class PartialSums:
     def add(self, shard: int, part: Range) -> None:
         """Add the gradients of local micro-batch number ``shard`` in the flat range ``part`` to the partial sums.
 
-        After the last micro-batch, the gradients must not change before the push, because they may not be copied.
+        After the last micro-batch, the gradients must not change before the push, which may read them directly.
         """
         if shard >= len(self._steps):
             return
@@ -116,7 +116,7 @@ def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], lis
 
     An operation (depth, joins, stays) starts with ``depth`` partial sums on a stack, one buffer each. The gradient is
     added to the top sum, that sum to the sum below, and so on, ``joins`` times. If ``joins`` is 0, the gradient becomes
-    a new sum on top. If ``stays`` is true, this sum stays in the gradient store, with None as buffer number.
+    a new sum on top. If ``stays`` is true, this new sum is not copied to a buffer, and its buffer number is None.
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -197,7 +197,7 @@ class ServerTopology:
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """Tree that sums the gradients of micro-batches (logical shards), or None if ``shards`` is 0."""
+        """Order (a tree) in which all micro-batches' gradients are added, or None if workers push one sum each."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
@@ -214,15 +214,16 @@ class ServerTopology:
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return the `PartialSums` of this worker's ``gradients``; None on other ranks, or without logical shards."""
+        """Return the partial sums of ``gradients`` that this rank pushes, or None if it pushes no partial sums."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return the `PartialSums` of the ``gradients`` of rank ``worker``, or None without logical shards.
+        """Return the partial sums of gradients that rank ``worker`` pushes, or None if it pushes no partial sums.
 
-        ``slot(n)`` allocates the n-th buffer for partial sums.
+        ``gradients``: store of the worker's current micro-batch's gradients. ``slot(n)`` allocates the n-th buffer for
+        sums.
         """
         if self.tree is None:
             return None
@@ -252,7 +253,7 @@ class Transport(Protocol):
     loaded_bytes: int = 0  # bytes read so far from memory written by other ranks of the node; not counted as sent
 
     def push(self, part: Range) -> None:
-        """On a worker, send the gradients or partial sums of ``part``, which must stay unchanged until `settle`."""
+        """On a worker, send the gradients of the flat range ``part``, which must stay unchanged until `settle`."""
 
     def collect(self, part: Range) -> None:
         """On a server, sum the arrays that all workers pushed for the local range ``part``, in a fixed order."""
@@ -276,7 +277,7 @@ class Transport(Protocol):
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays of range ``part`` that a worker pushes: from ``partials`` or, if None, from ``gradients``."""
+    """Return the arrays that a worker pushes for flat range ``part``: ``partials`` or, if None, ``gradients``."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

@@ -195,7 +195,7 @@ class TensorSplit:
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the elements per tensor rank of an activation of size ``elements`` between tensor-parallel layers."""
+        """Return the size on one tensor-parallel rank of a layer input or output with ``elements`` elements."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
@@ -203,7 +203,7 @@ class TensorSplit:
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:
-        """Return the elements per tensor rank of a scratch array, described by ``buffer``, for ``samples`` samples."""
+        """Return the elements of the scratch array ``buffer`` on a tensor-parallel rank, for ``samples`` samples."""
         if buffer.most:  # bounded by a tile or a cache
             return buffer.of(samples)
         return samples * self.elements(KeptArray(buffer.each, buffer.cut, buffer.whole))
@@ -246,8 +246,7 @@ class SampleCounts:
     ``products``: forward FLOPs of attention products, masked scores included.
     ``additions``: forward FLOPs of an embedding, which only adds vectors.
     ``joint``: True if the input-gradient pass of a split backward pass computes all weight gradients too.
-    ``joint_linear``: forward FLOPs of the linear layers whose weight gradients the input-gradient pass computes.
-    It is 0 if ``joint`` is true.
+    ``joint_linear``: if this pass computes only some weight gradients, the forward FLOPs of their layers, else 0.
     """
 
     unit: UnitCounts

@@ -77,7 +77,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of temporary arrays while a stage of ``parameters`` elements computes, by type of array."""
+        """Return the bytes of temporary arrays of a stage with ``parameters`` parameter elements, by type of array."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -124,8 +124,8 @@ _CHANGES: Final = {
 class StageMemory:
     """Memory model of pipeline ranks. Local.
 
-    ``units``: costs of each model stage. ``live``: for each rank, the `LiveMicroBatches` of its chunks when it may need
-    the most memory. ``copies``: bytes for copies of tensors that are tied to other stages, by stage.
+    ``units``: costs of each model stage. ``live``: the result of `moments` for each rank. ``copies``: bytes for copies
+    of tensors that are tied to other stages, by stage.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ class _Task:
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return the chunk boundaries that are best if all model units but the first and last take their mean time."""
+        """Return good chunk boundaries, on the assumption that all units but the first and last take equal time."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1

@@ -72,7 +72,7 @@ class TiedCopies:
         return {tie.key for tie in self._held}
 
     def after_backward(self) -> list[Operation]:
-        """Return the operations that send gradients of copies to the owners after the last backward pass. Local."""
+        """Return the operations that send the gradients of copies of tied tensors to the owner ranks. Local."""
         return [Operation(Kind.COPY_GRADIENT, unit=unit) for unit in self._units()]
 
     def after_update(self) -> list[Operation]:
@@ -83,7 +83,7 @@ class TiedCopies:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Send gradients of copies of ``op.unit``'s tied tensors to the owner ranks. Collective over these ranks."""
+        """Send gradients of copies of ``op.unit``'s tied tensors to owners. Collective over owners and copy holders."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:

@@ -243,7 +243,7 @@ class Executor:
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _weigh(self, weight: float) -> None:
-        """Correct this step's gradient for unequal loss weights; ``weight`` is their sum over all ranks. Local."""
+        """Set the factor that corrects the gradient for loss weights. ``weight`` is their sum over all targets."""
         exchange = self.exchange
         targets = self._targets if exchange.lock_step else sum(self.sizes) * self.model.tokens_per_sample
         if not targets:  # a worker without samples in this step

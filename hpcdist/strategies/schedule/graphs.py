@@ -33,11 +33,11 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Prepare for an operation list. Return ``draws``, the values that select each micro-batch's dropout masks.
+        """Prepare for the operations of a step. Return ``draws``, which a subclass may extend with GPU copies.
 
-        A subclass may add copies of the values on the GPU. ``sizes``: number of samples of each micro-batch. ``scale``:
-        factor of the loss gradient. The keyword ``steady`` is True in a normal training step, and False in an
-        evaluation or a search for NaN.
+        ``draws``: values that select each micro-batch's dropout masks. ``sizes``: number of samples of each
+        micro-batch. ``scale``: factor of the loss gradient. The keyword ``steady`` is True in a normal training step,
+        and False in an evaluation or a search for NaN.
         """
         return draws
 
@@ -52,11 +52,11 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run the compute operation ``op`` by ``call``, and return the result.
+        """Run the compute operation ``op``: return the result of ``call(moving)``.
 
-        The argument of ``call`` is the keyword ``moving``: arrays whose addresses change from step to step. A CUDA
-        graph copies them to fixed addresses. All other arrays of the operation have fixed addresses and are not copied:
-        the activations ``saved``, and the keywords ``still`` (an input), ``parameters`` and ``gradients``.
+        The keyword ``moving`` has the arrays whose addresses change from step to step. A CUDA graph copies them to
+        fixed addresses. All other arrays of the operation have fixed addresses and are not copied: the activations
+        ``saved``, and the keywords ``still`` (an input), ``parameters`` and ``gradients``.
         """
         return call(moving)
 

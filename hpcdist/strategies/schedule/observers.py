@@ -30,11 +30,11 @@ def phase_of(kind: Kind) -> str:
 
 
 class PhaseTimer:
-    """Timer of the ``operations`` of a step, which run one after the other from construction on. Local.
+    """Timer of a step's ``operations``, constructed just before the first operation starts. Local.
 
-    Adds the time of each phase to the dict ``seconds``, with keys such as "compute_s", and the timed spans of step
-    number ``step`` to ``spans``. If ``array`` is on a GPU, consecutive operations of one phase are timed together, with
-    a GPU synchronisation at the end.
+    Adds the seconds of each phase to the dict ``seconds``, with keys such as "compute_s". Adds the start and end time
+    of each operation of step number ``step`` to ``spans``. If ``array`` is on a GPU, consecutive operations of one
+    phase are timed together, with a GPU synchronisation at the end.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PhaseTimer:
         self._clock_ns = now_ns()
 
     def done(self, index: int) -> None:
-        """Record that the operation at ``index`` of the list has just ended."""
+        """Record that the operation number ``index`` of the step (from 0) has just ended."""
         phases = self._phases
         phase = phases[index]
         ends = index + 1 == len(phases) or phase != phases[index + 1]
@@ -95,7 +95,7 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return a function that calls ``handler`` inside a profiler range of ``phase``, opened by ``ranges``."""
+    """Return ``handler`` wrapped in a profiler range of phase ``phase``; the function ``ranges`` opens the range."""
 
     def run(op: Operation) -> None:
         with ranges(phase, op.kind.name, op.microbatch, op.unit):
@@ -149,7 +149,7 @@ class NanFinder:
                 self.look(f"gradient of {segment.key}", store.range(touched))
 
     def sees_only_finite(self, values: Array) -> bool:
-        """Return True if the NaN search is active and all ``values``, which this rank computed, are finite."""
+        """Return True if all ``values`` are finite and the search for NaN is active (after `begin`)."""
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
@@ -158,7 +158,7 @@ class NanFinder:
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Stop the search for NaN if ``part``, a range of ``store`` received from another rank, is not finite."""
+        """Call `distrust` for each tensor in ``part``, a range of ``store`` that came from another rank."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

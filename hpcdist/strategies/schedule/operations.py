@@ -40,7 +40,7 @@ class StagePlacement:
         return range(self.chunks[0].start, self.chunks[-1].stop)
 
     def of(self, rank: int) -> tuple[range, ...]:
-        """Return the chunks of ``rank`` in ascending order; a chunk's index is its local chunk number."""
+        """Return the model chunks of ``rank`` in model order. Element i is the rank's local chunk i."""
         return tuple(chunk for chunk, owner in zip(self.chunks, self.ranks, strict=True) if owner == rank)
 
     def rank_of(self, unit: int) -> int:

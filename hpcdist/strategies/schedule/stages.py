@@ -44,15 +44,15 @@ class SkipExchange:
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Before the FORWARD ``op``, put the outputs that its model unit gets over skip connections into ``saved``."""
+        """Before the FORWARD ``op``, put the stored inputs of its model unit from skip connections into ``saved``."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
         """Keep ``y``, the output of the model unit of the FORWARD ``op``, for skip connections that start at the unit.
 
-        The keyword ``dropped`` is true if the unit's activations, including ``y``, are freed after this pass. Then
-        this store copies ``y`` if this rank still needs it, and frees the unit's inputs from skip connections.
+        The keyword ``dropped`` is true if the unit's activations, including ``y``, are freed after this forward pass.
+        Then ``y`` is copied if this rank still needs it, and the unit's inputs from skip connections are freed.
         """
         if dropped:
             self.end(op)
@@ -73,7 +73,7 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After the backward pass ``op``, copy the gradients of the unit's skip inputs from ``saved`` to this store."""
+        """After the backward pass ``op``, keep the gradients in ``saved`` of the unit's skip-connection inputs."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
@@ -112,8 +112,8 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 class Stages:
     """Executor of the compute operations and pipeline messages of one rank.
 
-    Activations are in ``arena``, parameters and gradients in the views ``bound``. ``watch`` searches for non-finite
-    values. ``launches`` runs the kernels, directly or as CUDA graphs.
+    ``arena``: memory of the activations. ``bound``: arrays of the parameters and gradients. ``watch`` searches for
+    non-finite values. ``launches`` runs the kernels, directly or as CUDA graphs.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class Stages:
     ) -> None:
         """Start the operation list ``operations`` with the micro-batches ``batches``, pairs (inputs, targets).
 
-        ``draw``: seed, step and first sample for the dropout masks; None means evaluation. ``scale``: factor of the
-        loss gradient.
+        ``draw``: seed, step and index of the first sample, which select the dropout masks; None means evaluation.
+        ``scale``: factor of the loss gradient.
         """
         axis = self._context.context
         cut = (lambda whole: whole) if axis is None else axis.cut

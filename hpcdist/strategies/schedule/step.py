@@ -75,7 +75,7 @@ class RunningStep(Protocol):
         """Return this rank's gradients in ``part``, a flat range within one layer, or None without gradients. Local."""
 
     def compute_again(self) -> None:
-        """Compute the current step again, and sum the loss and the gradient norm over all ranks. Collective."""
+        """Compute the current step a second time, so that an observer can compare the results. Collective."""
 
 
 NO_COUNTS: Final = np.zeros(0)
@@ -95,17 +95,17 @@ class StepObserver:
         """Called before step ``number`` starts; ``sizes`` has the number of samples of each micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Called by the executor after each backward operation ``op`` of ``step``."""
+        """Observe that the backward operation ``op`` of ``step`` has ended. Does nothing by default."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
         """Called before operation ``op`` exchanges gradients. This rank's gradients in ``op.part`` are complete."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return counters to be summed over the ranks, as a 1-D array that has the same length on all ranks."""
+        """Return this observer's numbers to sum over the ranks, as a 1-D array of the same length on all ranks."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Called before the update, when all ranks know the step's loss and gradient norm. Collective."""
+        """Observe the loss and gradient norm of ``step``, before the update. Does nothing by default. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
         """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""

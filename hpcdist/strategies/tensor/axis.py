@@ -28,7 +28,7 @@ from hpcdist.strategies.schedule.observers import NanFinder
 
 
 def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
-    """Return the subranges of ``parts``, flat ranges of ``layout``, that hold unsharded tensors. Local."""
+    """Return the ranges of unsharded tensors in ``parts``, which are ranges of the flat ``layout``. Local."""
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
 
 
@@ -73,8 +73,8 @@ ONE_NODE: Final = "node_shared"
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the allreduce algorithm for activations. Collective over ``comm``.
 
-    The result is ``chosen``, or "native" if ``chosen`` cannot be used on ``comm``. But if the keyword ``settled`` is
-    false and the keyword ``on`` is "cpu", ranks that can share memory use the shared-memory algorithm.
+    The result is ``chosen``, or "native" if ``chosen`` cannot be used on ``comm``. But if ``chosen`` is not from the
+    recipe (the keyword ``settled`` is false) and the keyword ``on`` is "cpu", ranks on one node use shared memory.
     """
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
@@ -91,8 +91,7 @@ def suited(comm: Communicator, algorithm: str) -> str:
 class TensorAxis:
     """Collectives over the tensor axis ``comm`` by ``algorithm``, or by "native" if it cannot be used on ``comm``.
 
-    Construction is collective. ``watch`` searches for NaN and infinities that this rank computed. A collective stops
-    the search if it brings such values from another rank.
+    Construction is collective. ``watch`` searches for the rank that computed the first NaN or infinity.
     """
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder | None = None) -> None:
@@ -139,7 +138,7 @@ class TensorAxis:
 
 
 class Borders:
-    """Collectives before and after the tensor-parallel part of a layer; outside this part, each rank has all tokens."""
+    """Collectives before and after the tensor-parallel part of a layer, whose input and output all ranks have."""
 
     by_rows = False  # whether a rank has only some of the tokens
 
@@ -168,7 +167,7 @@ class Borders:
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return the output gradient of all tokens, gathered from the ranks if ``dy`` has only this rank's tokens."""
+        """Return ``dy``, the gradient of the layer output, gathered over the ranks if it is sharded by tokens."""
         return dy
 
     def first_token(self, y: Array) -> int:
@@ -184,8 +183,8 @@ class SequenceBorders(Borders):
     """Collectives of sequence parallelism: before and after a tensor-parallel part, each rank has some of the tokens.
 
     Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. ``context``: tokens
-    per sample, at least one per rank. If a context axis splits samples too, ``context`` counts only this rank's
-    tokens. They are the token ranges ``pieces`` of a sample of ``whole`` tokens.
+    per sample, at least one per rank. If a context axis splits samples of ``whole`` tokens, ``pieces`` are this rank's
+    token ranges of a sample, and ``context`` counts only their tokens.
     """
 
     by_rows = True

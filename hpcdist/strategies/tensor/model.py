@@ -48,7 +48,7 @@ class ColumnLinear:
         self.weight_reads = ("whole",) if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y for all tokens, of shape (..., local outputs). ``x`` has only this rank's tokens."""
+        """Return the layer output for all tokens, of shape (..., local outputs). ``x`` has only this rank's tokens."""
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
@@ -96,7 +96,7 @@ class RowLinear:
         return y
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Store the gradients of local weights and bias in ``gradients``; return the gradient of x for all tokens."""
+        """Store the gradients of local weights and bias in ``gradients``; return the input gradient for all tokens."""
         whole = self.borders.leave_backward(dy, saved)
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
@@ -135,7 +135,7 @@ class ParallelExperts(WholeExperts):
     """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over the axis.
 
     All ranks route the tokens identically, and hold the router and the output biases. If activations are sharded by
-    tokens, only the first rank has the gradients of the router and the output biases.
+    tokens, gradients of unsharded tensors are summed later. So only the first rank stores these gradients.
     """
 
     def __init__(self, borders: Borders) -> None:

@@ -73,7 +73,7 @@ class RowPositions:
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add ``dy``, of shape (tokens, hidden) for this rank's tokens, to the gradient of the position table."""
+        """Add ``dy``, the gradient of this rank's position embeddings, to the gradient of ``{prefix}.weight``."""
         into, add = gradients.into(f"{prefix}.weight")
         if saved.documents is not None:
             add_to_positions(dy, self._places(saved.documents, dy), into, add)

@@ -104,8 +104,8 @@ class Observations:
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
     """Append ``events`` to the open metrics file ``file``. Local.
 
-    ``session``: number of this start of the run (a resumed run starts again). The first call after a start removes the
-    rows that earlier starts wrote for later steps than the first event's step.
+    ``session``: number of this start of the run; a resume is a start too. The first call after a start deletes the rows
+    of earlier starts for all steps after the first event's step.
     """
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
@@ -149,7 +149,7 @@ def _indices(file: Any, names: Sequence[str]) -> list[int]:
 
 
 def read(file: Any) -> Observations:
-    """Return the observations in the open metrics file ``file``. A file of an earlier version has no observations."""
+    """Return the series of values and the event texts in the open metrics file ``file``. Older files have none."""
     if GROUP not in file:
         return Observations()
     rows, notes = ROWS.read(file), NOTES.read(file)

@@ -126,8 +126,8 @@ class StepRow:
 class DerivedFigures:
     """Calculator of figures, such as the speed, over the last ``window`` steps. Pass steps in order.
 
-    The first step after the run starts or resumes is ignored once there are other steps. If the keyword ``lock_step``
-    is false, ranks do not wait for each other. Then the speed is computed with the total time of the slowest rank.
+    The first step after a start or resume is left out as soon as a second step is passed. Set the keyword ``lock_step``
+    to false if ranks do not wait for each other.
     """
 
     def __init__(self, window: int = WINDOW, *, lock_step: bool = True) -> None:

@@ -193,7 +193,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write buffered rows. Call each of ``appends`` with the open file and the number of this start of the run."""
+        """Write buffered rows. Then call the functions ``appends``, which add more data, as in `include`."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -215,11 +215,11 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call the function ``append`` with the open metrics file and the number of this start of the run."""
+        """Open the metrics file and call ``append(file, session)``; ``session`` is the number of earlier starts."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows to ``table`` of the metrics file. The keywords are its columns, without the session number."""
+        """Append rows to ``table`` of the metrics file. Each keyword is a column of values; "session" is added."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the recorded operations of a typical step: the median in length of the last steps that all ranks recorded.
+    """Return the recorded operations of a typical step: among the last `LAST_STEPS`, the step of median duration.
 
     Reads at most `MAX_RANKS` evenly spread ranks, including rank 0, the last rank and the rank ``slowest``. Damaged
     files are skipped. The metrics file ``metrics_path`` has the clock readings of the nodes.
@@ -203,7 +203,7 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """Energy and power from one kind of energy counter (such as gpu) over ``hours``, the run's running time so far."""
+    """Energy and power over time from one kind of energy counter (such as gpu). ``hours`` is the time axis."""
 
     hours: np.ndarray
     joules: np.ndarray
@@ -271,7 +271,7 @@ def _phases(rows: Any) -> list[PhaseEnergy]:
 
 
 def total_joules(by_kind: Mapping[str, float | None]) -> float:
-    """Return the total joules over all kinds of sources. If "node" counters exist, they include the other kinds."""
+    """Return the total joules: the value of "node" if ``by_kind`` has it, else the sum over all kinds of counters."""
     if by_kind.get("node") is not None:
         return float(by_kind["node"] or 0.0)
     return math.fsum(value for value in by_kind.values() if value is not None)
@@ -322,10 +322,10 @@ def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.nd
 def _joined_sessions(
     parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
 ) -> dict[str, EnergyCurve]:
-    """Return the energy curve of each kind of source over all sessions.
+    """Return the energy over time for each kind of energy counter, joined over all sessions.
 
-    ``parts`` maps session and kind to (times, millijoules, node) of each source. ``begins`` maps (session, node) to the
-    begin time.
+    ``parts`` maps session and kind to (times, millijoules, node) of each counter. ``begins`` maps (session, node) to
+    the begin time, which is subtracted from the times.
     """
     lasted = {
         session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)
@@ -396,7 +396,7 @@ def read_utilisation(path: Path | None) -> UtilisationCurves | None:
 
 
 def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
-    """Return the utilisation averaged over the nodes. ``rows``: columns of `UTILISATION_TABLE`, rows in any order."""
+    """Return the utilisation averaged over nodes. ``rows`` maps columns of `UTILISATION_TABLE` to their values."""
     seconds, at = np.zeros(len(rows["session"])), 0.0
     for session in np.unique(rows["session"]):
         in_session = rows["session"] == session

@@ -100,7 +100,7 @@ class PageData:
 
     @property
     def world(self) -> int:
-        """Number of ranks in the last step, or else in the flight recorder, or 0."""
+        """Number of ranks in the last step. Without a step, the number in the flight recorder (0 if unknown)."""
         return int(self.figures.get("world") or 0) or self.state.world
 
     @property
@@ -120,7 +120,7 @@ class PageData:
 def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> PageData:
     """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
 
-    ``external`` holds the values of other packages, such as recipe settings and checkpoints. ``now_ns`` is the current
+    ``external``: data that the caller has collected, such as recipe settings and checkpoints. ``now_ns`` is the current
     time, by default from the clock.
     """
     run_dir = Path(run_dir)

@@ -44,7 +44,7 @@ class CounterTotals:
         self.shown = dict(self._before)
 
     def show(self, key: str, value: float) -> float:
-        """Return the value to export for counter ``key``: total of earlier starts plus ``value``. It never falls."""
+        """Return the value to export for counter ``key``. It never falls, even if ``value`` is 0 after a restart."""
         if quantities.split(key)[0] not in RESTORED:
             value += self._before.get(key, 0.0)
         self.shown[key] = max(value, self.shown.get(key, 0.0))

@@ -28,7 +28,7 @@ WALL: Final = "wall clocks"
 class HostClock:
     """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, both clocks count as equal.
 
-    ``source`` is the origin of the readings: measured, messages or wall clocks.
+    ``source`` is the origin of the readings: clock measurements, times of messages, or wall clocks.
     """
 
     def __init__(self, readings: Sequence[ClockReading] = (), source: str = MEASURED) -> None:
@@ -54,7 +54,7 @@ class HostClock:
 
     @property
     def readings(self) -> tuple[ClockReading, ...]:
-        """Clock readings that are used. Readings that contradict others are left out."""
+        """Clock readings, in order of time, from which the offset is interpolated."""
         return tuple(self._knots)
 
     @property
@@ -99,7 +99,7 @@ class HostClock:
         return own_ns - self.offset_ns(own_ns)
 
     def bound_ns(self, own_ns: int) -> int | None:
-        """Return an error bound of `reference_ns` in ns, or None if unknown. Assumes steady drift between readings."""
+        """Return the largest error of ``reference_ns(own_ns)`` in ns, or None if unknown. Assumes steady drift."""
         if not self._knots:
             return 0
         if self.source == WALL:
@@ -131,7 +131,8 @@ def find_corrections(
 ) -> ClockCorrections:
     """Return the clock corrections of all hosts in ``logs``. Local.
 
-    Clock readings in ``sessions`` are used if available, else the uncorrected message times in ``matches``.
+    ``sessions``: readings of the hosts' clocks, by start of the run. If a host has no readings, the uncorrected message
+    times in ``matches`` are used.
     """
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
@@ -159,7 +160,7 @@ def find_corrections(
 
 
 def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
-    """Return corrections from the clock readings of the run's starts, or None if a host has no readings."""
+    """Return the clock corrections from the readings in ``sessions``, or None if a host has no readings."""
     for last in reversed(sessions):
         if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
             continue
@@ -266,10 +267,10 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Result of `causal_order`: in ``wrong`` of ``pairs`` pairs, a call ends before the call it waited for begins.
+    """Result of `causal_order`: number of checked ``pairs`` of calls, and number of pairs in the ``wrong`` order.
 
-    ``most_ns`` is the largest such time difference. ``beyond`` is the number of pairs whose difference exceeds the sum
-    of the error bounds of both ranks' clocks, or None if a bound is unknown.
+    ``most_ns`` is the largest time difference of a wrong pair. ``beyond`` is the number of pairs whose difference
+    exceeds the sum of the error bounds of both ranks' clocks, or None if a bound is unknown.
     """
 
     pairs: int
@@ -290,7 +291,7 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Check that no call ends before the call that it waited for begins. Return the `CausalOrder`. Local.
+    """Check that no receive ends before its send begins, and that collectives are in order too. Local.
 
     ``matches``: matching sends and receives, and collectives, with times on one clock. ``bounds_ns``: largest clock
     error of each rank, None if unknown.

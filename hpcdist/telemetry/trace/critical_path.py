@@ -34,7 +34,10 @@ class PathSegment:
 
 
 def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSegment]:
-    """Return the critical path to the latest end in ``pieces``, each rank's timeline pieces in order of time. Local."""
+    """Return the critical path of all ranks, up to the latest end time. Local.
+
+    ``pieces`` maps each rank to its timeline pieces in order of time.
+    """
     ends = {rank: [piece.end_ns for piece in row] for rank, row in pieces.items()}
     last = max(((row[-1].end_ns, rank) for rank, row in pieces.items() if row), default=None)
     if last is None:

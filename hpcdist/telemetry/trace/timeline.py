@@ -72,9 +72,10 @@ def build(
     *,
     tail: bool = False,
 ) -> RunTimeline:
-    """Return a timeline of ``logs`` in ``steps``, with all times on one clock.
+    """Return the timeline of the steps ``steps`` from the ranks' ``logs``, with all times on one clock.
 
-    A log without any of these steps is included whole. ``tail``: also include all records after these steps.
+    A log without any of these steps is included whole. ``corrections`` are the clock corrections. ``matches`` are the
+    matching calls of different ranks. The keyword ``tail`` includes all records after these steps.
     """
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
@@ -200,10 +201,9 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Split ``leaves``, the timeline pieces of a rank from `flatten`, at the begins and ends of the rank's ``calls``.
+    """Split a rank's timeline pieces ``leaves`` at the begin and end times of its communication ``calls``.
 
-    Nonblocking calls split only communication pieces. ``causes`` maps the id of a call to the fields ``by`` and
-    ``since_ns`` of its piece.
+    Nonblocking calls split only communication pieces. ``causes`` has the result of `_causes`.
     """
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]

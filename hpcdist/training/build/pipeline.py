@@ -101,11 +101,11 @@ def plan_partition(
     origin: StateSource | None,
     documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
-    """Return the partition of the ``whole`` model over the pipeline, or None if it has only one model chunk.
+    """Return the partition of the model ``whole`` over pipeline ranks, or None if there is only one model chunk.
 
     For a measured partition, passes of ``local_model`` are timed; the call is then collective over ``comm``, the world.
-    ``schedule`` is None unless it was read from a file. ``origin`` is the state to resume from. ``documents`` counts
-    the query-key pairs in packed samples. All ranks return the same partition or raise ConfigurationError.
+    ``schedule`` is None unless it was read from a file. ``origin`` is the state to resume from. ``documents`` has the
+    mean numbers of query-key pairs per packed sample. All ranks return the same partition or raise ConfigurationError.
     """
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -148,7 +148,7 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return the checkpoint scalars that store a partition into stages by measured times; else {}. Local."""
+    """Return the partition as {name: value} to store in checkpoints, or {} if times were not measured. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 

@@ -45,7 +45,7 @@ class AlgorithmSelection:
     note: str = ""
 
     def described(self) -> str:
-        """Return the log line about the algorithm and how it was chosen, or "" if the recipe names it. Local."""
+        """Return the log line about the choice of the collective algorithm, or "" if nothing is to report. Local."""
         text = {
             "checkpoint": "kept from the checkpoint",
             "cache": "measured in an earlier start",

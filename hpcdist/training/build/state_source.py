@@ -86,7 +86,7 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """State source on disk: the checkpoint in the directory ``path``."""
+    """Checkpoint in the directory ``path``, from which a run can resume."""
 
     path: Path
     read: Mapping[str, Any] | None = None

@@ -86,7 +86,7 @@ class Trainer:
         return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
-        """Return an iterator that prefetches this replica's batches up to step number ``steps``, from 1. Local.
+        """Return an iterator that prefetches this replica's batches for all steps up to step number ``steps``. Local.
 
         The iterator is also a context manager. Only the first and last rank of a pipeline read samples; if samples are
         packed, all ranks do. On other ranks, the arrays have one row per sample, but no columns.
@@ -145,7 +145,7 @@ class Trainer:
         return data.SampleOrder(self.recipe.run.seed, self.source.training.count, self.sample_order)
 
     def targets(self, step: int) -> int:
-        """Return the number of targets of all replicas in step number ``step``, from 1. Local."""
+        """Return the number of loss terms in step number ``step``, summed over the replicas. Local."""
         samples = self.samples(step)
         if not self.recipe.data.packed:
             return round(samples * self.model.tokens_per_sample)
@@ -153,7 +153,7 @@ class Trainer:
         return cast(FilledSamples, self.source.training).targets(np.array(self._order.indices(before, samples)))
 
     def first_sample(self, step: int) -> int:
-        """Return the index of this replica's first sample in the global batch of step ``step``, from 1. Local."""
+        """Return the 0-based index of this replica's first sample in the global batch of step ``step``. Local."""
         return data.own_samples(self.recipe, self.data_axis, step - 1, self.shares).start
 
     def learning_rate(self, step: int) -> float:

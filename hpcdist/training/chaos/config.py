@@ -112,8 +112,8 @@ class ChaosConfig:
     """Section ``[chaos]``: stragglers and faults to inject into a run, for tests.
 
     Each step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward take
-    ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). On a replica with
-    the mean number of samples, forward and backward take at least ``step_s`` seconds; with more samples, longer.
+    ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). Forward and backward take at least
+    ``step_s`` seconds in every step. This minimum is for the mean number of samples; it is proportional to the samples.
 
     Each fault happens once per run directory, even if its step is repeated:
 
@@ -171,8 +171,9 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError if a setting names a rank that does not exist, or that never does the affected work.
+        """Raise ConfigurationError if a fault or slowdown cannot occur on the rank that a setting names.
 
+        Either the rank does not exist, or it is a parameter server without the work that the setting would disturb.
         ``world`` is the number of ranks. The first ``computing`` ranks compute; the others are parameter servers. The
         keyword ``lock_step`` is True if servers make steps together with the workers.
         """

@@ -49,7 +49,7 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Record the compute time of an operation. Return the time to sleep after the operation, in seconds."""
+        """Record the compute time of an operation. Return the seconds to sleep after it, to simulate a slow rank."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)

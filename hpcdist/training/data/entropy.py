@@ -66,10 +66,10 @@ def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts
 
 @jit
 def _count(positions: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
-    """Add the occurrences of each n-gram of ``order`` tokens (1 to 3) in a text to ``counts``.
+    """Add the occurrences of each n-gram of ``order`` tokens (1 to 3) in a text to the array ``counts``.
 
-    Token i of the text has the number numbers[positions[i]], from 0 to ``kinds - 1``. The trigram of numbers a, b and c
-    has the index (a * kinds + b) * kinds + c in ``counts``.
+    The array ``numbers`` maps each value of ``positions``, one per token of the text, to a token id below ``kinds``.
+    The trigram of token ids a, b and c has the index (a * kinds + b) * kinds + c in ``counts``.
     """
     third, second = kinds * kinds if order == 3 else 0, kinds if order >= 2 else 0
     two_before, before = 0, 0

@@ -341,7 +341,7 @@ def _walk(root: Path, excluded: set[str]) -> list[str]:
 
 
 def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
-    """Concatenate ``files`` in a cache file that a node's processes share. Return its bytes and the end offsets."""
+    """Concatenate ``files`` in a cache file of the node. Return its content, and the end offset of each file in it."""
     state = hashlib.blake2b(os.fsencode(root) + b"\0" + _RULES, digest_size=16)
     for name in files:
         status = (root / name).stat()

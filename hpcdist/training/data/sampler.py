@@ -147,7 +147,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's shift in tokens."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the samples' shift in tokens."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -221,7 +221,7 @@ class SampleShares:
 
     @property
     def newest(self) -> ShareSizes:
-        """Number of samples of every replica after the last `change`, which may apply only to future batches."""
+        """Number of samples per batch of each replica, as set by the last call of `change`: a tuple."""
         return self._sizes[-1][1]
 
     def change(self, first: int, sizes: ShareSizes) -> None:
@@ -230,12 +230,12 @@ class SampleShares:
         self._sizes.append((first, sizes))
 
     def forget(self, batch: int) -> None:
-        """Drop the stored numbers of samples per replica that apply only to batches before ``batch``."""
+        """Forget the numbers of samples per replica in all batches before ``batch``."""
         while len(self._sizes) > 1 and self._sizes[1][0] <= batch:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return the samples per replica from ``batch`` on: a list of [first batch, [samples of each replica]]."""
+        """Return [batch number, [number of samples of each replica]] for ``batch`` and for each later change."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 

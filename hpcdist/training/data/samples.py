@@ -169,7 +169,7 @@ class ArraySlice:
 
 
 def slice_of(whole: Sliceable, start: int, stop: int) -> Sliceable:
-    """Return elements ``start`` to ``stop - 1`` of ``whole`` without reading them."""
+    """Return a lazy view of elements ``start`` to ``stop - 1`` of ``whole``."""
     return whole[start:stop] if isinstance(whole, np.ndarray) else ArraySlice(whole, start, stop)
 
 
@@ -193,7 +193,7 @@ class Samples(Protocol):
     shifts: int
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return new arrays: inputs and targets of the samples ``indices``, moved forward by ``shift`` tokens."""
+        """Return inputs and targets of samples ``indices``, which all begin ``shift`` tokens later: new arrays."""
         ...
 
 
@@ -260,7 +260,7 @@ class TableRows:
         self.count = stop - start
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets of the n rows ``indices``. ``shift`` is ignored, because rows cannot be moved.
+        """Return inputs and targets of the n table rows ``indices``. The argument ``shift`` has no effect.
 
         Flattened inputs have the shape (n, features), other inputs (n, ...). Targets have the shape (n,).
         """
@@ -293,7 +293,7 @@ class MaskedSamples:
         self.count, self.shifts = windows.count, windows.shifts
 
     def in_epoch(self, seed: int, epoch: int) -> "MaskedSamples":
-        """Return these samples with the choice of masked tokens of epoch ``epoch`` in a run with seed ``seed``."""
+        """Return the same samples, with masked tokens chosen at random by ``seed`` and ``epoch``."""
         return MaskedSamples(self._windows, self._mask, self._vocabulary, seed, epoch)
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:

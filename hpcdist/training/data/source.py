@@ -56,10 +56,10 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 
 
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
-    """Return a digest of all data in ``columns`` as this rank reads them. Collective.
+    """Return a hash of all data in this rank's ``columns``. Collective over ``comm``.
 
-    ``columns`` must have equal shapes on all ranks. ``what`` names the data in messages. If ``kept_only``, return the
-    cached digest, or "" if none is cached. If a rank cannot read the data, all ranks raise StorageError.
+    ``columns`` must have equal shapes on all ranks. ``what`` names the data in messages. With the keyword
+    ``kept_only``, return the cached hash, or "". If a rank cannot read the data, all ranks raise StorageError.
     """
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
@@ -186,8 +186,9 @@ LARGEST_INPUT = 1 << 40  # products of three inputs still fit NumPy's numbers
 class Source:
     """Training and validation samples of a run, with facts about the data.
 
-    ``tokens`` is the training text for next-token prediction, else None. ``inputs`` are model arguments that follow
-    from the data. ``fingerprint`` is a hash of a few evenly spaced elements. ``digest`` is a hash of all data, or "".
+    ``tokens`` is the training text for next-token prediction, else None. ``inputs`` are model sizes that the
+    data determines, such as the number of classes. ``fingerprint`` is a hash of a few evenly spaced elements.
+    ``digest`` is a hash of all data, or "".
     """
 
     description: str

@@ -124,8 +124,8 @@ class Membership:
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
         """Start a process for each training rank whose process died. Collective over the living ranks.
 
-        Return ``change``, updated by the number of started processes. In each new process, `join` returns this result
-        and ``description``, a picklable object.
+        Return ``change``, with the number of started processes added to its field ``added``. In new processes, `join`
+        returns this result and ``description``, a picklable object.
         """
         vacant = self._vacant(self._places())
         if vacant:

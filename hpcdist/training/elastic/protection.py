@@ -41,7 +41,7 @@ class SurvivorState:
         """Fill the arrays of ``pieces`` from this rank's memory, or else from the memory of other ranks.
 
         ``optional`` are kinds of pieces, such as "optimizer.m", that stay unchanged if no rank has them. Collective
-        over the communicator ``holders`` of this state, or over ``comm`` if ``holders`` is None.
+        over the attribute ``holders``, or over ``comm`` if ``holders`` is None.
         """
         reshard(self.holders or comm, self.held, pieces, optional)
 

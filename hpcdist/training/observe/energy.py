@@ -284,11 +284,11 @@ class EnergyRecorder:
             atomic.save(self._path, json.dumps(state))
 
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
-        """Return the energy figures of a run of ``steps`` steps as JSON values, and store the energy. Collective.
+        """Return the energy figures of a run of ``steps`` steps as JSON values. Collective.
 
         ``j_per_step`` in the result is the energy without checkpoints and validation, divided by ``steps``. A repeated
         step costs energy, but counts once in ``steps``. ``tokens_per_sample`` is None if samples are not made of
-        tokens. Only rank 0 raises StorageError.
+        tokens. Rank 0 also writes the energy to a file of the run directory, and only rank 0 raises StorageError.
         """
         report = self.monitor.report()
         phases = {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}

@@ -245,10 +245,10 @@ class EventPublisher:
         fetched: Sequence[Mapping[str, int]],
         data_s: float,
     ) -> None:
-        """Add an event about collectives: mean seconds and total bytes per operation, over the ranks that ran it.
+        """Add an event with the time and bytes of collectives, layer prefetches and waits for batches.
 
-        The first three arguments have one item per rank. ``operations`` has (calls, seconds, bytes) by operation,
-        ``overlapped`` the seconds of background collectives, and ``fetched`` the hits and misses of layer prefetches.
+        The first three arguments have one mapping per rank. ``operations`` maps a collective to (calls, seconds,
+        bytes), ``overlapped`` has the seconds of background collectives, and ``fetched`` counts layer prefetches.
         ``data_s`` is the mean time that a step waits for its batch.
         """
         figures = {"data_seconds": data_s}

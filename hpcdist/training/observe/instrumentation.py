@@ -180,10 +180,10 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the numbers of samples per replica for the steps after step ``done`` to the metrics.
+        """Write the number of samples of each replica in the steps after step ``done`` to the metrics.
 
-        The load balancer sets these numbers some steps ahead. ``first`` is 0 to write them for the next step and for
-        all later changes, or -1 to write only the last change.
+        The load balancer changes these numbers some steps ahead. If ``first`` is 0, the numbers of the next step and
+        all later changes are written. If ``first`` is -1, only the last change is written.
         """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:

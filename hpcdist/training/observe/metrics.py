@@ -140,7 +140,7 @@ class RunMetrics:
             self._writer.put(table, **columns)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """Write the validation loss, unless NaN, and the keyword arguments as attributes of this start. Rank 0 only."""
+        """On rank 0, write ``val_loss`` (unless NaN) and the keyword arguments to the metrics, and close them."""
         if self._writer is not None:
             if not math.isnan(val_loss):
                 self._writer.evaluation(steps, val_loss)
@@ -165,7 +165,7 @@ class AsyncRunMetrics(RunMetrics):
 
     `serve` sends complete rows to rank 0, which writes the row of a step after all workers have made this step. Only
     `flush` writes energy samples. The loss in a row is the mean over the workers' batches, each computed with the
-    worker's parameters at this step. Figures of pure servers are NaN. A row lacks workers that were more than
+    worker's parameters at this step. A row lacks workers that were more than
     `MOST_LEAD_STEPS` steps ahead of the slowest worker.
     """
 
@@ -190,7 +190,7 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set the steps that were made before this start. ``clocks`` maps each worker to its number of steps. Local."""
+        """Set the number of steps that each training rank made before the run was resumed, keyed by rank. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:

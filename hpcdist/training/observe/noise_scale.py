@@ -84,10 +84,9 @@ class NoiseMeter(StepObserver):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return an array of two numbers, whose sums over all ranks are |g_b|^2 and 1/b.
+        """Return this rank's terms of two sums over all ranks: an array of shape (2,) for |g_b|^2 and 1/b.
 
-        g_b is the mean gradient of the small batch: b samples of a micro-batch, or of a replica in a step. Call this
-        once per step.
+        g_b is the mean gradient of b samples, fewer than the samples of a step. Call this once per step.
         """
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
@@ -121,7 +120,7 @@ class NoiseMeter(StepObserver):
         self._rows.append((step.number, *figures))
 
     def taken(self) -> list[tuple[float, ...]]:
-        """Return the rows of the table `side_tables.NOISE_SCALE` since the last call, without the session column."""
+        """Return the measurements since the last call, as table rows: one tuple of numbers per measured step."""
         rows, self._rows = self._rows, []
         return rows
 

@@ -71,7 +71,7 @@ class SdcCheck(StepObserver):
             self._step, self._digest = step.number, xxhash.xxh3_128()
 
     def agreed(self, step: RunningStep) -> None:
-        """Compute the step a second time if it is suspicious or due for a regular check. Collective.
+        """Compute ``step`` a second time if a check is due, or if its loss or gradient norm is suspicious. Collective.
 
         If the results differ, a third computation follows. Raises DivergenceError on all ranks if all three results
         differ, or if a rank is faulty in two checks in a row.

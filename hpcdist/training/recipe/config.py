@@ -171,7 +171,7 @@ class RunConfig:
     """Section ``[run]``: length, batch size, device, and the checks and measurements during a run.
 
     ``keys.toml`` describes each key, and `hpcdist.optim.rates` describes ``batch_warmup`` and the noise scale. Replicas
-    are compared every ``sentinel_every_steps`` steps and before each save. Validation samples are evenly spaced.
+    are compared every ``sentinel_every_steps`` steps and before each save.
 
     With ``logical_shards``, gradients and losses are summed in a fixed order that does not depend on the number of
     ranks. A step is suspicious if its loss or gradient norm exceeds ``suspicious_factor`` times the median of the last

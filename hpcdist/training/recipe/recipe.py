@@ -36,7 +36,7 @@ DEFAULT: Final = "default"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings of a training run, by section. Trainings with equal recipes are the same run."""
+    """All settings of a training run, by section."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -67,8 +67,9 @@ _PHRASES: Final = (
 class Need:
     """Requirement of a recipe key: the key needs the setting ``what``, a text such as "parallel.pipeline > 1".
 
-    If ``excludes`` is true, the key must instead not be combined with this setting. The texts ``of`` and ``where`` name
-    the values of this key and of other keys for which the requirement applies; "" means all values.
+    If ``excludes`` is true, the key must instead not be combined with this setting. The requirement
+    applies only to the key's values in the text ``of``, and only if the condition in the text ``where`` holds. An empty
+    text means no restriction.
     """
 
     what: str
@@ -207,10 +208,9 @@ def _bounded(kind: str, cure: str) -> str:
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
-    """Yield the requirements that the rule ``each`` puts on the recipe key ``key``.
+    """Yield the requirement of the recipe key ``key`` that follows from a rule, if it is worth documenting.
 
-    A rule forbids a combination of settings. It is documented in one of two forms: as ``key``
-    "only with" the permitted settings of another key, or as ``key`` "not with" the forbidden settings.
+    The rule ``each`` forbids a combination of settings.
     """
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}

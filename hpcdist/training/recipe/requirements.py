@@ -50,8 +50,8 @@ def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tupl
     """Return the process grid of ``recipe`` on ``world`` ranks, and the server and worker roles, or None. Local.
 
     If parameter servers are used with several grid axes, every rank computes and serves, and the roles are None.
-    Raises ConfigurationError if the recipe does not fit the number of ranks. The keyword ``chaos`` also checks the
-    ranks in its ``[chaos]`` section.
+    Raises ConfigurationError if the recipe does not fit the number of ranks. With the keyword ``chaos``, the
+    ranks in its ``[chaos]`` section must also fit.
     """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles

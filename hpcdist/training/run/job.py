@@ -58,7 +58,7 @@ class TrainingJob:
         return self.finish(loop, *self.steps(loop))
 
     def open(self, session: Session, recipe: Recipe, origin: StateSource | None) -> TrainingLoop:
-        """Build the run from state ``origin`` (None: step 0). Print its introduction; return its loop. Collective."""
+        """Build the run from state ``origin`` (None: step 0) and return its training loop. Collective."""
         session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         trainer, _ = self.assemble(session, recipe, origin)
         progress = self.progress(trainer)
@@ -90,8 +90,7 @@ class TrainingJob:
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` of the communicator ``everyone`` hold the lock of the run directory. Collective.
 
-        ``everyone`` contains all living processes of the job. Rank ``leader`` must pass ``takes=True``, and the other
-        ranks ``takes=False``.
+        ``everyone`` contains all living processes of the job. The keyword ``takes`` is True if this rank is ``leader``.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)

@@ -44,17 +44,23 @@ class CheckpointSaver:
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return flags of this rank's background write: in progress, failed. Empty array if saves block. Local."""
+        """Return two flags, 0 or 1: this rank is still writing a checkpoint, and its last write failed. Local.
+
+        If this saver does not write in the background, the array is empty.
+        """
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if, by the summed `numbers` of all ranks, no rank still writes or a rank has failed. Local."""
+        """Return True if `settle` should be called, because all ranks have written or a rank has failed. Local.
+
+        ``sums`` is the sum of the arrays from `numbers` over all ranks.
+        """
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Advance the checkpoint in flight if no rank still writes. Return its path if it is now complete, else None.
+        """Start or complete the commit of a checkpoint that all ranks have written. If it is complete, return its path.
 
-        ``sums`` are the summed `numbers` of all ranks. Raises StorageError on all ranks if a rank failed to write.
+        ``sums`` is the sum of `numbers` over all ranks. Raises StorageError on all ranks if a rank failed to write.
         """
         return None
 

@@ -30,10 +30,10 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 class CheckpointTimer:
-    """Timer that decides when to save checkpoints, and whether the job's time is up. Only one rank decides. Local.
+    """Timer that decides when to save checkpoints, and whether the job's time is up. Local.
 
-    ``state_bytes`` is the size of this rank's state. The job ends at ``ends``, in seconds since 1970. ``starts`` is the
-    record of the run's starts and failures, from which the failure rate follows. Other ranks pass None.
+    Only one rank decides. ``state_bytes`` is the size of its state. The job ends at ``ends``, in seconds since 1970.
+    ``starts`` is the record of the run's starts and failures, from which the failure rate follows.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class StopRequests:
 
     @classmethod
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
-        """Return a `StopRequests` that handles signals, for a process that may run for ``limit_s`` seconds.
+        """Return a `StopRequests` that handles signals. The job ends after ``limit_s`` seconds or at Slurm's limit.
 
-        Until `begun` is called, a signal ends the process at once, after calls of the functions in the other arguments,
-        e.g. to release a lock. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
+        Until `begun` is called, a signal calls the functions ``*lets_go``, e.g. to release a lock, and then ends the
+        process at once. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
         """
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
@@ -178,9 +178,9 @@ class StopRequests:
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
-        """Set the ``stop_file`` that later calls of `current` look for, and the function that they call.
+        """Let `current` request a stop if the file ``stop_file`` exists or the function ``time_up`` returns True.
 
-        The function ``time_up`` returns True if the job's time is up. Call on one rank only.
+        Call on one rank only.
         """
         self._stop_file, self._time_up = stop_file, time_up
 
@@ -193,7 +193,7 @@ class StopRequests:
     def starts(self, *lets_go: Callable[[], object]) -> None:
         """Let signals end this process at once, until `begun` is called. Main thread only.
 
-        Before the exit, a signal handler calls the functions in the arguments, e.g. to release a lock.
+        Before the exit, the signal handler calls the functions ``*lets_go``, e.g. to release a lock.
         """
         for action in lets_go:
             self._at_once.before(action)
@@ -212,7 +212,7 @@ class StopRequests:
     def all_saved(self) -> Iterator[None]:
         """Context manager for work after the last save: in its body, signals end this process at once. Local.
 
-        It has no effect if signals could not end the process before the first step either (see `starts`).
+        It has no effect if `starts` was never called.
         """
         self._at_once.switch(self._at_once.started)
         try:

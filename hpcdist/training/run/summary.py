@@ -49,8 +49,8 @@ def lock_step_throughput(
     """Return the speed of a run whose ranks make each step together. Local.
 
     ``workers`` are the items of ``ranks`` except parameter servers. ``targets`` is the mean number of loss terms per
-    step. A step takes the time of its slowest worker. Bytes sent in a step are counted on the rank that sends most. The
-    result has their median over the steps, or the mean if the keyword ``alike`` is False.
+    step. A step takes the time of its slowest worker. Bytes sent in a step are counted on the rank that sends most. If
+    the keyword ``alike`` is True, ``sent_bytes`` in the result is the median over the steps, else the mean.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -123,9 +123,9 @@ def summarise(
     val_loss: float,
     entropies: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary of the run in ``directory`` after its steps, equal on all ranks. Collective.
+    """Return the summary of the run in ``directory`` after its steps. Collective.
 
-    Unknown figures are None, with a reason. ``entropies``: n-gram entropies of the training text, on rank 0 only.
+    Unknown figures are None. ``entropies``: n-gram entropies of the training text, on rank 0 only.
     """
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
@@ -242,10 +242,10 @@ def _shares(trainer: Trainer, step: int) -> list[int] | None:
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return seconds of background reductions per step and rank, in total and unhidden, and the hidden fraction. Local.
+    """Return the time of background gradient reductions per step, its unhidden part, and the hidden fraction. Local.
 
-    Hidden time overlaps with computation. Unknown figures are None. Hidden time does not always shorten a step: a
-    communication thread without a free core slows down the backward pass.
+    ``workers`` has the measurements of each rank except parameter servers. Times are means over these ranks in
+    seconds. Hidden time overlaps with computation. Unknown figures are None.
     """
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
@@ -268,8 +268,8 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
     """Return the bytes moved per step, keyed by the fields of `BytesMoved`, or None if no rank made a step.
 
-    Each value is the largest of the ranks' means over steps. ``sent`` is the number of bytes per step to report for
-    "messages" instead of this mean, or NaN.
+    Each value is the largest of the ranks' means over steps. If ``sent`` is not NaN, it is reported instead of the
+    value of the field ``messages``.
     """
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -282,7 +282,7 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the largest mean, over ``ranks``, of the bytes that a rank loads from shared memory per step.
+    """Return the mean bytes per step that a rank loads from shared memory, for the rank that loads most.
 
     Return None if no rank uses shared memory.
     """

@@ -59,7 +59,7 @@ def plan(
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
     """Return the plan of ``subject`` (model, layout, batch, steps) on ``cluster``: time, memory and energy.
 
-    If ``simulate``, the pipeline's passes are simulated, provided that the simulator is available. The plan's flags
+    With the keyword ``simulate``, the pipeline's passes are simulated if the simulator is available. The plan's flags
     contain notes for the user. Raises ConfigurationError for an impossible layout. A layout that needs too much memory
     raises no error; the plan reports it.
     """
@@ -76,9 +76,9 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return the plan from ``make(True)``, which simulates, and no notes. Without ``simulate``, call ``make(False)``.
+    """Return the plan from the function ``make``, and notes. Its argument is True to simulate the pipeline.
 
-    If the simulator cannot be loaded, return the plan from ``make(False)`` and a note.
+    ``make`` gets the keyword ``simulate``. If the simulator cannot be loaded, it gets False, and there is a note.
     """
     try:
         return make(simulate), ()

@@ -151,9 +151,8 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
     """Return ``subject``, planned with Megatron's kernel speed and memory if cluster ``on`` has no measurements.
 
-    Published trainings provide these numbers. Only plans of transformers on GPUs, for which the user chose no kernels,
-    are changed. If Megatron does not support the layout, ``subject`` is unchanged, unless the keyword ``always`` is
-    true.
+    Published trainings provide these numbers. ``subject`` is changed only if it is a transformer on GPUs and the user
+    chose no kernels. If Megatron does not support the layout, it is unchanged, unless the keyword ``always`` is true.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:

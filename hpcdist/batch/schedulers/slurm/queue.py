@@ -71,7 +71,7 @@ def _queued(row: list[str]) -> JobState:
 
 
 def accounted(jobs: Sequence[str]) -> list[JobState]:
-    """Return one state per start of ``jobs`` from sacct. Raises MissingCapabilityError without accounting data."""
+    """Return the `JobState` of each start of ``jobs`` (also after a requeue). Raises MissingCapabilityError."""
     options = ["--noheader", "--parsable2", "--duplicates"]
     code, output, complaint = _run("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
     if code:

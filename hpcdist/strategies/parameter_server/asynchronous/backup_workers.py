@@ -26,9 +26,10 @@ from hpcdist.strategies.schedule.operations import Operation
 class Quorum:
     """Decisions of the first server about pushed gradients. A step ignores the ``spare`` slowest of ``workers``.
 
-    All servers follow each decision, a `ControlFields` object. If its attribute ``dropped`` is true, the servers ignore
-    the gradient of one worker. Otherwise, they sum the gradients of several workers in rank order, and multiply the sum
-    by its attribute ``scale``. These workers then continue at the step in its attribute ``clock``.
+    All servers follow each decision, a `ControlFields` object. It is about the gradients of the workers in its
+    attribute ``workers``. If its attribute ``dropped`` is true, the servers ignore these gradients. Otherwise, they
+    apply the sum of the gradients times its attribute ``scale``. The workers then continue at the step in its attribute
+    ``clock``.
     """
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
@@ -154,7 +155,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Apply the gradients of the workers in ``turn``; return False if other servers' gradient norms are missing."""
+        """Apply the gradients of ``turn.workers``; return False if other servers' gradient norms are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -203,11 +204,11 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the step counts of all workers at a common stop. Collective over the world.
+        """Set the step count of all workers to ``updates`` while they are paused. Collective over the world.
 
-        ``clocks``: step count of each worker. ``updates``: number of updates on the servers. If a worker has made fewer
-        steps than ``updates``, all workers receive the newest parameters. All workers continue at step ``updates``.
-        ``calls``: number of requests for a stop since the start of the run, summed over the ranks.
+        ``clocks``: previous step count of each worker. ``updates``: number of updates on the servers. If a worker
+        has made fewer steps, all workers receive the newest parameters. ``calls``: number of pause requests of all
+        ranks.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:

@@ -248,32 +248,32 @@ class AsynchronousServerExchange(Exchange):
             self._told(what)
 
     def _told(self, what: ControlFields) -> None:
-        """Store values from ``what``, the fields of a server's reply to this worker. Subclasses override it."""
+        """Handle ``what``, the fields of a server's reply to this worker. The base class does nothing."""
 
     def meet(self) -> None:
-        """Stop pushing gradients until `part`, and wait until all workers have stopped. Collective over the world."""
+        """Pause training: wait until all workers have stopped between steps. Collective over the world."""
         self.meetings.meet()
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the step counts of all workers at a stop of all workers. Local.
+        """Record the step counts of all workers while training is paused. Local.
 
         ``clocks``: step count of each worker. ``updates``: number of updates on the first server. ``calls``: number of
-        requests for a stop since the start of the run, summed over the ranks.
+        pause requests that all ranks have sent since the start of the run.
         """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)
 
     def plan_rendezvous(self, clock: int) -> None:
-        """Plan a stop of all workers for when the slowest worker has made ``clock`` steps; 0 plans none. Local."""
+        """Pause training when the slowest worker has made ``clock`` steps; 0 plans no pause. Local."""
         self.meet_at = clock
 
     def part(self) -> None:
-        """End the stop of all workers that `meet` started: this rank no longer waits for other ranks. Local."""
+        """Resume training on this rank after a pause. Local."""
         self.together = False
 
     def refresh(self) -> None:
-        """Send the servers' newest parameters to all workers, between `meet` and `part`. Collective over the world."""
+        """Send the servers' newest parameters to all workers while training is paused. Collective over the world."""
         others = [server for server in self.roles.servers if server != self.rank]
         requests = [request for server in others for request in self._take_from(server)] if self.works else []
         if self.shard is not None:
@@ -297,7 +297,7 @@ class AsynchronousServerExchange(Exchange):
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of ``values`` over the world between `meet` and `part`; at other times return ``values``."""
+        """Return ``values``, summed over the world while training is paused, and unchanged during training."""
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values

@@ -74,7 +74,7 @@ class VersionVector:
         self._away.add(worker)
 
     def rejoin(self, worker: int) -> int:
-        """Record that ``worker`` pushes again; return its clock, raised to the smallest clock of the other workers."""
+        """Let ``worker`` resume after a stop; return its step count, raised to the running workers' smallest."""
         slowest = self.slowest
         if worker in self._away and slowest < math.inf:
             self.vector[worker] = max(self.vector[worker], int(slowest))
@@ -162,7 +162,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         self._vector.convene(clock_of)
 
     def part(self) -> None:
-        """End the stop of all workers; a worker beyond the staleness bound then waits for slower workers."""
+        """Resume training after a pause; a worker beyond the staleness bound first waits for slower workers."""
         super().part()
         has_steps = self.clock < self.context.total_steps
         if self.works and has_steps and self.clock - min(self.clocks) > self._bound:

@@ -72,7 +72,7 @@ class ControlChannel:
         self._sent.append(self._comm.isend(np.array([kind, *single, *workers], np.float64), peer))
 
     def tidy(self) -> None:
-        """Forget completed sends, so that they do not time out."""
+        """Remove completed sends from the list of outstanding requests."""
         self._sent = [request for request in self._sent if not request.test()]
 
     def serve(self) -> None:
@@ -137,11 +137,11 @@ LOOK_S: Final = 0.5  # interval at which a waiting rank checks whether to call t
 
 
 class Rendezvous:
-    """Stop of all workers between steps, so that the world can run collectives. Each rank has one such object.
+    """Pause of all workers between steps, so that the world can run collectives. Each rank has one such object.
 
-    On a worker, the attribute ``called`` is true if the first server has asked this worker to stop and call `meet`. On
-    the first server, the attribute ``due`` is true while its replies ask workers to stop. ``left``: function that a
-    server's object calls with the rank of each worker that has stopped pushing.
+    On a worker, the attribute ``called`` is true if the first server has asked this worker to pause and call `meet`. On
+    the first server, the attribute ``due`` is true while its replies ask workers to pause. ``left``: function of a
+    server. It is called with the rank of each worker that has paused, so that the server does not wait for this worker.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class Rendezvous:
         self._looked = 0.0
 
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Set the function ``wants``, which returns True if this rank requests a stop of all workers. Local.
+        """Set the function ``wants``, which returns True if this rank requests a pause of all workers. Local.
 
-        While a worker waits in `meet`, it calls ``wants()`` and ``meanwhile()`` every `LOOK_S` seconds.
+        While a worker waits for a pause to begin, it calls ``wants()`` and ``meanwhile()`` every `LOOK_S` seconds.
         """
         self._wants, self._meanwhile = wants, meanwhile
 
     def consider(self) -> None:
-        """Request a stop of all workers if the function passed to `ask` returns True. Local."""
+        """Request a pause of all workers if the function passed to `ask` returns True. Local."""
         if self._wants():
             self.call()
 
@@ -204,10 +204,10 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Wait until this rank's control messages have been received. Local; call it after `meet`.
+        """Wait until this rank's control messages have been received. Local; call it while all workers are paused.
 
-        ``calls``: number of requests for a stop since the start of the run, summed over the ranks. The first server
-        also waits until it has received all these requests.
+        ``calls``: number of pause requests that all ranks have sent since the start of the run. The first server also
+        waits until it has received all of them.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

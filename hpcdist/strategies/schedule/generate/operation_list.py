@@ -181,9 +181,9 @@ def insert_gathers(
 
     ``needs`` maps each model unit to the units whose parameters it uses. A unit is gathered before each operation that
     uses it, and freed after it. For m micro-batches, this takes 2 m gathers per unit (3 m with recomputation) and
-    memory for one unit. A unit that several units use stays gathered from its first to its last use in a micro-batch.
-    With the keyword ``keep``, each unit stays gathered from its first to its last use in the list: 1 gather, memory for
-    all units.
+    memory for one unit. Parameters that several units use stay gathered from their first to their last use in a
+    micro-batch. With the keyword ``keep``, all parameters stay gathered from their first to their last use in the list:
+    1 gather, memory for all units.
     """
     users = Counter(unit for used in needs.values() for unit in used)
     using = [index for index, op in enumerate(steps) if op.kind in USES]
@@ -222,9 +222,9 @@ def insert_exchange(
 ) -> list[Operation]:
     """Insert the operations in ``exchange``, which sum gradients and update, into the compute operations ``steps``.
 
-    ``units`` maps each model unit to its range of the flat parameter vector. An operation of a type in `EXCHANGED` is
-    inserted as soon as the gradients of all units in its range are complete. Other operations follow at the end. If
-    ``exchange`` begins with MIX_START, the result begins with it too.
+    ``units`` maps each model unit to its range of the flat parameter vector. An operation on gradients (a type in
+    `EXCHANGED`) is inserted as soon as the gradients of all units in its range are complete. Other operations follow at
+    the end, but a MIX_START (start of swapping parameters) that is first in ``exchange`` stays first.
 
     Gradients are complete after the last micro-batch or, with the keyword ``every_microbatch``, after each micro-batch.
     The operation ADD sums a range's gradients over micro-batches on this rank. If ``exchange`` has an ADD for a range,

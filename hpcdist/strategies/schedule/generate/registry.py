@@ -43,7 +43,7 @@ def bubble(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float | None:
-    """Return the idle fraction of the slowest pipeline rank, between its first and last pass. Local.
+    """Return the idle fraction of the rank with the longest time from its first to its last pass. Local.
 
     The result is None if ``schedule`` is not in the table below, or if the condition at the end of its row is false.
     p ranks (``stages``), m micro-batches and v chunks per rank. F, I and W: seconds of the forward pass, the input
@@ -168,9 +168,9 @@ def chunks_of(name: str, chunks: int = 1) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Check the schedule ``name``, and return its number of model chunks per rank, as `chunks_of` does.
+    """Check that the schedule ``name`` supports these numbers; return the number of chunks per rank from `chunks_of`.
 
-    Raises ConfigurationError if it does not support these numbers of ranks, micro-batches and chunks.
+    Raises ConfigurationError if it does not support the numbers of ranks, micro-batches and chunks.
     """
     if name == FILE:
         return chunks

@@ -42,7 +42,7 @@ def compact(passes: Passes) -> np.ndarray:
 def program(
     passes: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> Program:
-    """Return the program of all ranks for the simulator; ``passes`` has each rank's passes from `compact`. Local."""
+    """Return the simulator input for all ranks. ``passes`` has one array per rank, made by `compact`. Local."""
     rows = [_Row(passes[rank], placement, rank, recompute) for rank in range(placement.stages)]
     count = 1 + max((int(row.microbatch.max(initial=0)) for row in rows), default=0)
     code, chunk, way = (np.concatenate([getattr(row, name) for row in rows]) for name in ("code", "chunk", "way"))
@@ -76,7 +76,7 @@ def program(
 
 
 class _Row:
-    """Simulator entries of one rank: up to 3 per pass (receive, compute, send), or 4 with recomputation."""
+    """Operations of one rank in the simulator: each pass, and the messages and recomputation around it."""
 
     def __init__(self, passes: np.ndarray, placement: StagePlacement, rank: int, recompute: bool) -> None:
         way, microbatch, local = passes
@@ -114,7 +114,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return the `Peak` of micro-batches in progress on each rank in the simulator ``program``. Local."""
+    """Return one `Peak` per rank: its largest numbers of micro-batches in progress during ``program``. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 

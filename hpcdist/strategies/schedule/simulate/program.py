@@ -68,7 +68,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Seconds of each model unit, one row per pass type: FORWARD, BACKWARD, INPUT, WEIGHT, AGAIN (recomputed)."""
+        """Seconds per model unit, one sequence for each type of pass. A recomputed forward pass takes ``forward_s``."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
@@ -144,10 +144,11 @@ def run(program: Program) -> Times:
 def _run(
     rows: tuple[np.ndarray, ...], links: np.ndarray, travel_s: np.ndarray, at: np.ndarray, times: tuple[np.ndarray, ...]
 ) -> None:
-    """Simulate until each rank has ended or waits; update ``at`` and ``times``, the arrays of `Times`.
+    """Simulate until each rank has ended or waits for a message. Update ``at`` and ``times`` in place.
 
-    ``at``: index of each rank's next entry. ``rows``: the arrays starts, code, target and seconds of `Program`.
-    ``links``: link number of each message. ``travel_s``: ``carries_s`` and ``latency_s`` of `LinkCost`.
+    ``at``: index of each rank's next operation. ``rows``: the fields starts, code, target and seconds of `Program`.
+    ``links``: link number of each message. ``travel_s``: seconds on the link, and latency. ``times``: fields of
+    `Times`.
     """
     starts, code, target, seconds = rows
     begin_s, end_s, cause, before, arrival_s = times

@@ -72,13 +72,13 @@ class StepTimeline:
 
     @property
     def bubble(self) -> float:
-        """Idle fraction of the slowest pipeline rank, between its first pass and its last pass."""
+        """Idle fraction of the rank with the longest time between its first and its last pass."""
         longest = max(stage.span_s for stage in self.stages)
         return max(stage.bubble for stage in self.stages if stage.span_s >= longest * (1 - 1e-12))
 
     @property
     def makespan_rate(self) -> float:
-        """Idle fraction of all computing ranks between the first pass and the last pass of any rank."""
+        """Idle fraction from the first to the last pass of all ranks, averaged over the ranks that have passes."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0

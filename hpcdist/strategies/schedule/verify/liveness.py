@@ -43,7 +43,7 @@ def prove(
 
 
 def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
-    """Check that ``steps`` pass each micro-batch once forward and back through each chunk; return the rank's `Peak`."""
+    """Check the passes ``steps`` of one rank, and return its largest numbers of micro-batches in progress."""
     done: dict[tuple[int, int], Kind] = {}  # (micro-batch, chunk) -> its last pass
     live = held = 0
     most = Peak(0, 0, 0)

@@ -24,9 +24,9 @@ from hpcdist.strategies.zero.config import ShardingDegrees
 class Proof:
     """Peak memory use and message counts of a step whose operation lists were proven to be correct.
 
-    Four fields have each pipeline rank's largest number of micro-batches in one of these states:
+    Four fields have the largest number of micro-batches on each pipeline rank, counted by their state:
         ``live``: after the forward pass, before the backward pass or its input-gradient half
-        ``whole``: live, with activations in memory
+        ``whole``: live, and the activations are not dropped for recomputation
         ``held``: after the input-gradient half of the backward pass, before the weight-gradient half
         ``both``: live or held
 
@@ -57,10 +57,11 @@ def verify(
 ) -> Proof:
     """Prove that the operation lists of all ranks form one correct step. Raises ScheduleError if not. Local.
 
-    ``lists``: one list per rank of the keyword ``grid``, then one per parameter server. Keywords: ``units`` maps each
-    model unit to its flat parameter range. ``needs`` maps it to the other units whose parameters it uses. ``placement``
-    assigns units to pipeline ranks; by default, it is derived from ``lists``. ``experts`` maps each unit to the flat
-    range of its experts, which are sharded over ``grid.expert`` consecutive replicas.
+    ``lists``: one list per rank of the process grid, then one per parameter server. Keywords: ``grid`` is the process
+    grid. ``units`` maps each model unit to its flat parameter range. ``needs`` maps it to the other units whose
+    parameters it uses. ``placement`` assigns units to pipeline ranks; by default, it is derived from ``lists``.
+    ``experts`` maps each unit to the flat range of its experts, which are sharded over ``grid.expert`` consecutive
+    replicas.
     """
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
@@ -137,7 +138,6 @@ def _owned(
 def _check_owners(
     shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int, experts: Mapping[int, Range]
 ) -> None:
-    """Raise ScheduleError unless each element is updated by exactly ``copies`` ranks, or by all ranks that hold it."""
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
         data, degree = neighbours.along(REPLICAS, share.rank), neighbours.grid.expert

@@ -81,7 +81,7 @@ MAX_RESUMES: Final = 40  # with more resumes, none is marked
 
 
 def observed_by_label(data: PageData, name: str) -> dict[str, ObservedSeries]:
-    """Return a dict: label (such as the number of a GPU) -> observed series of the quantity ``name``."""
+    """Return a dict: label (such as the number of a GPU) -> recorded values of the quantity ``name`` over time."""
     observed: Mapping[str, ObservedSeries] = {} if data.run is None else data.run.observed.series
     labelled = {
         key: series
