@@ -39,7 +39,7 @@ class ArrayGroup:
 
     @property
     def given(self) -> tuple[Any, ...] | dict[str, Any]:
-        """The arrays in the form in which the caller passed them: a tuple or a dict."""
+        """The arrays of this group: a dict if they have names, else a tuple."""
         return self.arrays if self.names is None else dict(zip(self.names, self.arrays, strict=True))
 
 

@@ -189,7 +189,7 @@ class FileSlice:
         self.store.read(part.shift(self.where.start), out)
 
     def write(self, part: Range, values: np.ndarray) -> None:
-        """Copy the array ``values`` to the elements ``part`` of this slice, whose first element has index 0."""
+        """Copy the array ``values`` to the range ``part`` of this slice. Indices count from the start of the slice."""
         self.store.write(part.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:

@@ -170,7 +170,10 @@ class Primitive:
         return self._build(numba)
 
     def __call__(self, *args: Any) -> Any:
-        raise TypeError(f"only functions compiled by hpcdist.arrays.jit can call this primitive: {self.__doc__}")
+        raise TypeError(
+            "Python code cannot call this primitive; call the primitive from a function compiled by "
+            f"hpcdist.arrays.jit. The primitive: {self.__doc__}"
+        )
 
 
 class Kernel:
@@ -256,11 +259,11 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Make `warm` compile the kernel for sample arguments, which ``arguments()`` returns as a tuple."""
+        """Add sample arguments for which the function `warm` compiles this kernel. ``arguments()`` returns a tuple."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Make `warm` also compile the machine code whose address the method `address` returns for ``*types``."""
+        """Add argument types ``*types`` for which the function `warm` compiles this kernel, to be called by address."""
         self._addressed.append(types)
 
 

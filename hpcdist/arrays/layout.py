@@ -16,13 +16,13 @@ ALIGN_ELEMENTS = 32
 class TensorSpec:
     """A model's declaration of one parameter tensor.
 
-    ``layer`` is the number of the layer in the model. ``adapted``: weight decay and layer-wise rates apply. ``cut`` is
-    the dim that tensor parallelism splits, or None. If the tensor is split, this rank holds the range ``box`` (start,
-    stop per dim) of the full shape ``whole``. Every rank then reserves memory for ``room`` elements, the size
-    of the largest shard.
+    ``layer`` is the number of the layer in the model. If ``adapted`` is True, weight decay and layer-wise rates apply.
+    ``cut`` is the dim that tensor parallelism splits, or None. If the tensor is split, ``whole`` is its full shape, and
+    this rank holds the region ``box`` (start, stop per dim). ``room`` is then the number of elements of the largest
+    shard, for which every rank reserves memory.
 
-    ``stacked``: number of tensors of one shape stacked along dim 0, such as query, key and value. ``expert``: dim 0
-    counts experts, which can be distributed over ranks. Expert tensors are the last of their layer.
+    ``stacked`` is the number of equal tensors stacked along dim 0, such as query, key and value. If ``expert`` is True,
+    dim 0 counts experts, which can be distributed over ranks. Expert tensors follow all other tensors of their layer.
     """
 
     layer: int
@@ -57,9 +57,9 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one rank's shard: the range ``along`` of the dim that tensor parallelism splits.
+        """Return the spec of one rank's shard: indices ``along`` of the dim that tensor parallelism splits.
 
-        ``longest`` is the maximum length of this range over all ranks. Every rank reserves space for this length.
+        ``longest`` is the length of the longest shard in this dim. Every rank reserves memory for such a shard.
         """
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
@@ -126,7 +126,7 @@ class Layout:
 
     @cached_property
     def units(self) -> dict[int, Range]:
-        """The range of each layer in the flat array, padding included. ZeRO-3 gathers and frees one layer at a time."""
+        """The range of each layer in the flat array, padding included, keyed by layer number."""
         units: dict[int, Range] = {}
         for segment in self.segments:
             stop = segment.range.start + segment.spec.padded

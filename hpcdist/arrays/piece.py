@@ -54,9 +54,10 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return the `Piece` for ``array``, which holds consecutive elements of the tensor that ``segment`` describes.
+        """Return the `Piece` for ``array``, which holds consecutive elements of one tensor.
 
-        ``touched`` is the range of these elements in the layout's flat array. ``kind`` names the state ("optimizer.m").
+        ``segment`` describes the tensor and its range in the layout's flat array. ``touched`` is the range of ``array``
+        in the same flat array. ``kind`` names the state ("optimizer.m").
         """
         spec = segment.spec
         shape = spec.whole or spec.shape
@@ -82,10 +83,10 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the runs of consecutive tensor elements that a piece holds. A shard of columns has one run per row.
+    """Return the runs of consecutive tensor elements that a piece of the tensor holds.
 
-    ``shape`` is the shape of the tensor, and ``box`` is a region of the tensor. The piece holds the range ``flat`` of
-    the elements of this region, in row-major order.
+    ``shape`` is the shape of the tensor, and ``box`` is a region of the tensor: a range per dim. ``flat`` is the range
+    of elements that the piece holds. It counts the elements of the region in row-major order.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.

@@ -108,7 +108,7 @@ class FlatStore:
         return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:
-        """Copy all elements that both stores hold from the store ``other``, which has an equal layout and dtype."""
+        """Copy all elements that are in both stores from ``other`` to this store. Layouts and dtypes must be equal."""
         on = "gpu" if backend.is_device(self.array) else "cpu"
         for part in self.parts:
             for theirs in other.parts:

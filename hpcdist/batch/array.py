@@ -28,7 +28,8 @@ class ArrayJob(BatchJob):
         super().__post_init__()
         if self.links > 1:
             raise UsageError(
-                f"--chain {self.links} with {self.option}: a stopped task restarts without a chain; leave --chain out"
+                f"--chain {self.links} with {self.option} is not supported and not needed: a stopped task restarts "
+                "without a chain; leave --chain out"
             )
         if self.at_most < 0:
             raise UsageError(f"--at-most {self.at_most}: must be at least 0 concurrent tasks (0: no limit)")
@@ -68,7 +69,10 @@ class SweepJob(ArrayJob):
                 "out"
             )
         if "\\" in str(self.run_dir):
-            raise UsageError(f"--out {self.run_dir}: Slurm cannot put a task number into a path with \\; rename it")
+            raise UsageError(
+                f"--out {self.run_dir}: Slurm cannot put a task number into a path with a backslash; rename the "
+                "directory"
+            )
 
     @property
     def count(self) -> int:

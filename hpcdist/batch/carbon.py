@@ -73,7 +73,7 @@ class CarbonForecast:
 
     @cached_property
     def _sums(self) -> list[Fraction]:
-        """Integrals of the intensity from the forecast's first row to the start of each row."""
+        """Carbon intensity integrated from the first row to the start of each row, in gCO2/kWh x microseconds."""
         lengths = [(later - sooner) // _US for sooner, later in itertools.pairwise(self.times)]
         rows = (Fraction(value) * length for value, length in zip(self.g_per_kwh, lengths, strict=False))
         return list(itertools.accumulate(rows, initial=Fraction(0)))
@@ -159,9 +159,10 @@ def _intensity(where: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class CarbonWindow:
-    """Best start time of a job: its UTC interval, its mean carbon intensity, and the intensity for a start now.
+    """Best start time of a job: its UTC interval, and its mean carbon intensity.
 
-    If the forecast does not cover a start now, ``now_g_per_kwh`` is None, and ``why_not_now`` is the reason.
+    ``now_g_per_kwh`` is the mean intensity for a start now. It is None if the forecast does not cover this interval;
+    ``why_not_now`` is then the reason.
     """
 
     begin: datetime

@@ -238,7 +238,7 @@ class BatchJob:
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """Jobs to submit after the last job of this chain. Each starts when the job submitted before it has ended."""
+        """More jobs to submit after this job, in this order. Each starts when the job before it has ended."""
         return ()
 
     def log(self, folder: Path, number: str) -> Path:

@@ -54,11 +54,11 @@ def decide(
     preempted: bool,
     lost_nodes: Callable[[], Sequence[str]],
 ) -> RequeueVerdict:
-    """Decide whether to requeue ``job`` after its start number ``restart`` ended with exit code ``code``. Local.
+    """Decide whether to requeue ``job``, which ended with exit code ``code``. Local.
 
-    ``entries`` is the run's job ledger. ``saved`` is the newest checkpoint. The keyword ``lost_nodes`` is a function
-    that starts a process on each node and returns the nodes on which this fails. It is slow, so it is called only if
-    needed.
+    ``entries`` is the content of the run's job ledger. ``restart`` is the job's restart count. ``saved`` is the newest
+    checkpoint. The keyword ``lost_nodes`` is a slow function that returns the nodes that do not answer. It is called
+    only if needed.
     """
     ledger_job = ledger.jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -89,10 +89,10 @@ def decide(
 def fruitless_starts(
     entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
 ) -> list[ledger.LedgerEntry]:
-    """Return the latest starts of the training that all began from the checkpoint ``saved``, and saved no newer one.
+    """Return the ledger entries of the latest starts since which no new checkpoint was saved.
 
-    ``entries`` is the content of the job ledger. All returned starts trained the recipe that ``digest`` identifies.
-    Starts of cancelled jobs are left out.
+    ``entries`` is the content of the job ledger. ``saved`` is the newest checkpoint, from which all these starts began.
+    All returned starts used the recipe with the digest ``digest``. Starts of cancelled jobs are left out.
     """
     starts: list[ledger.LedgerEntry] = []
     entries = list(entries)
@@ -131,7 +131,7 @@ def _crash_before(ledger_job: ledger.LedgerJob | None, restart: int) -> str:
 
 
 def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCheckpoint) -> int:
-    """Return the number of consecutive starts that made no checkpoint after the newest checkpoint, ``saved``."""
+    """Return the number of consecutive starts since which no checkpoint newer than ``saved`` was made."""
     ledger_job = ledger.jobs(entries).get(job)
     began = None if ledger_job is None else ledger_job.last(ledger.BEGAN)
     if began is None:

@@ -103,7 +103,7 @@ def inspect(path: Path) -> ListedCheckpoint:
 
 
 def load_usable(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``. Raises StorageError if no run could resume from it."""
+    """Return the manifest of the checkpoint at ``path``. Raises StorageError if it is incomplete or damaged."""
     listed = inspect(path)
     if listed.manifest is None or listed.reason:
         raise StorageError(f"{path} is {listed.state}: {listed.reason}")

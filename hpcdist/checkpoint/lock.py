@@ -190,7 +190,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in the lock file ``path``, {} if it is invalid, or None for a copied lock file."""
+    """Return the JSON object in the lock file ``path``, {} if it is invalid, or None if it is a copy from elsewhere."""
     entry = regular.json_value(path, MAX_BYTES)
     if not isinstance(entry, dict):
         return {}
@@ -215,7 +215,7 @@ def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> st
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
     """Return the JSON object in the lock file ``path``, and the age of the file in seconds.
 
-    The object is {} if the file cannot be read. It is None if there is no file, or a copied lock file.
+    The object is {} if the file cannot be read. It is None if the file is missing, or a copy from another directory.
     """
     now, age_s = atomic.temporary_path(path), 0.0
     try:

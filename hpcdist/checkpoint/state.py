@@ -58,7 +58,8 @@ class Sharded:
             fits = len(self.start) == len(self.shape) == self.array.ndim
             if not fits or min(self.start) < 0 or any(end > size for end, size in zip(ends, self.shape, strict=True)):
                 raise UsageError(
-                    f"the part of shape {self.array.shape} at {self.start} is not inside the array shape {self.shape}"
+                    f"the part of shape {self.array.shape} at {self.start} is not inside the array shape {self.shape}; "
+                    "correct start or shape"
                 )
 
 
@@ -178,7 +179,7 @@ def _stored_arrays(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 def _check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] | None) -> None:
     if stored is None:
-        raise StorageError(f"{path} has no array named {piece.tensor!r}")
+        raise StorageError(f"{path} has no array named {piece.tensor!r}; request only arrays that were saved")
     shape, dtype = stored
     if (tuple(shape), dtype) != (piece.global_shape, name_of(piece.array.dtype)):
         raise StorageError(

@@ -202,8 +202,7 @@ class _Launch:
         """Start ``command``, wait for its end, and return the outcome. Print the first failure of a rank.
 
         ``mask`` is the launcher's signal mask. ``where`` has launcher options that select nodes for a restart, or None.
-        The keyword ``repeated`` means that the caller restarts failed jobs. The command to resume by hand is then
-        printed only if the exit code forbids a restart.
+        The keyword ``repeated`` means that the caller restarts failed jobs, so users need not resume them by hand.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:
@@ -290,7 +289,8 @@ def _check_starter(starter: launchers.Starter, options: Sequence[str], *, trains
 def _check(command: tuple[str, ...], energy: bool) -> bool:
     """Return True if ``command`` is a script or other program, False if it is an hpcdist command.
 
-    Raises UsageError for an unknown command, for ``energy`` (the option --energy) without a script, and on a rank.
+    Raises UsageError if the command is unknown, if ``energy`` (the option --energy) is True without a script, or if
+    this process is already a rank of a job.
     """
     rank_commands = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # `bench` of a sweep starts ranks itself; the other benchmarks run on ranks.

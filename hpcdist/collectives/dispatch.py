@@ -53,8 +53,8 @@ class AlgorithmTable:
     def __post_init__(self) -> None:
         if len(self.names) != len(self.limits) + 1 or list(self.limits) != sorted(set(self.limits)):
             raise UsageError(
-                f"an allreduce table needs ascending limits and one more name than limits, got {self.names} and "
-                f"{self.limits}"
+                "an allreduce table needs ascending limits in bytes and one more name than limits, got "
+                f"{self.names} and {self.limits}"
             )
 
     def at(self, nbytes: int) -> str:
@@ -67,7 +67,7 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return the table of ``rows``: (largest size in bytes, algorithm name), ascending. The last size is unused."""
+        """Return the table of ``rows``: (maximum size in bytes, algorithm), ascending. The last row has no limit."""
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 
@@ -203,7 +203,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return ``function`` if it has a ``scale`` argument, else a wrapper that scales the result afterwards. Local."""
+    """Return the allreduce ``function``, wrapped if it does not accept ``scale``, a factor of the result. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 

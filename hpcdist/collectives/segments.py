@@ -52,7 +52,7 @@ def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Ar
 
 
 def count_in_ledger(array: Array) -> Array:
-    """Add the size of ``array`` to this thread's memory ledger, if it has one, and return ``array``. Local."""
+    """Count ``array`` as communication memory in this thread's memory statistics, if any. Return ``array``. Local."""
     return array if _here.ledger is None else _here.ledger.track(array, "communication")
 
 

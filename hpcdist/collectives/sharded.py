@@ -147,8 +147,8 @@ def _columns(comm: Communicator) -> list[list[int]]:
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
     """Return the buffer ranges for the two levels of a hierarchical collective: within nodes, then between nodes.
 
-    The first list has one range per local rank: the ``shares`` of all ranks with this local rank, which are adjacent.
-    The second list has the shares of the ranks with this process's local rank, one per node.
+    ``shares`` has one range per rank. In the first list, range i joins the shares of all ranks with local rank i. The
+    second list has the shares of the ranks that have the same local rank as this process, one per node.
     """
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]

@@ -112,9 +112,9 @@ def compare_native(comm: Communicator, operation: str, buffer: Array, reduction:
 def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = None) -> None:
     """Raise CommunicationError on every rank unless all ranks of ``comm`` pass an equal ``call``. Collective.
 
-    ``call`` describes the next collective. ``move(request)`` is called repeatedly until ``request``, the exchange of
-    the calls, is complete. It must progress this rank's earlier operations in flight, because other ranks may wait for
-    them.
+    ``call`` describes the next collective. While the ranks exchange their calls, ``move(request)`` is called repeatedly
+    until the exchange ``request`` is complete. It must progress this rank's earlier operations in flight, because other
+    ranks may wait for them.
     """
     everybody = _exchange_calls(comm, call, move)
     if any(other != everybody[0][0] for other, _ in everybody):
@@ -122,10 +122,10 @@ def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = 
 
 
 def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None) -> None:
-    """Inform all other ranks of ``comm`` that this rank raises ``error`` instead of making ``call``. Collective.
+    """Inform all other ranks of ``comm`` that this rank raises ``error`` instead of making ``call``.
 
-    The other ranks call `compare_calls`, which then raises CommunicationError. This function does nothing if
-    ``comm.checked`` is False. ``move(request)`` progresses other operations while ``request`` is in flight.
+    The other ranks must be in `compare_calls`, which then raises CommunicationError. This function does nothing if
+    ``comm.checked`` is False. For ``move`` see `compare_calls`.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(

@@ -93,15 +93,15 @@ class CommunicationConfig:
         if fault:
             raise ConfigurationError(
                 f"communication.algorithm: {fault}; choose one of {', '.join(ALGORITHMS)}, or a "
-                "table of them by size in bytes as `hpcdist tune` prints it, such as 'native<=4096,ring'"
+                "table of algorithms by buffer size in bytes as `hpcdist tune` prints it, such as 'native<=4096,ring'"
             )
         check_section(RULES, "communication", self)
 
 
 def fault_in_table(text: str, names: Sequence[str]) -> str:
-    """Return the fault in ``text``, which selects algorithms, or "" if it is valid. Local.
+    """Return an error message if the algorithm setting ``text`` is invalid, or "" if it is valid. Local.
 
-    ``text`` is one of ``names``, or a table of names by buffer size: "NAME<=BYTES,...,NAME".
+    ``text`` is one of ``names``, or gives a name for each range of buffer sizes: "NAME<=BYTES,...,NAME".
     """
     rows, before = text.split(","), -1
     for number, row in enumerate(rows, 1):

@@ -16,7 +16,7 @@ class CallSite(NamedTuple):
 
 
 def call_site(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
-    """Return the innermost line in the call stack of ``frame`` with a file outside the folders ``outside``, or None."""
+    """Return the innermost call in the stack of ``frame`` with source not in the folders ``outside``, or None."""
     while frame is not None and frame.f_code.co_filename.startswith(outside):
         frame = frame.f_back
     return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
@@ -54,7 +54,7 @@ NULL_SINK: Final = EventSink()
 
 
 class Observable:
-    """Base class of `endpoint.Endpoint`: a communicator's event sink, and the flag `checked` (ranks compare calls)."""
+    """Base class of communicators (`endpoint.Endpoint`) that report their operations to an event sink."""
 
     def __init__(self) -> None:
         self._sink_cell: list[EventSink] = [NULL_SINK]  # shared with all communicators derived from this one

@@ -77,8 +77,8 @@ class Session:
     def stop_recording(self) -> None:
         """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local.
 
-        In a job that survives rank failures, this call also starts a timer that ends the job. A new call of `record`
-        stops the timer, so this rank must call `record` again or exit.
+        In a job that survives rank failures, a rank must call `record` again or exit within a time limit. After this
+        limit the job ends.
         """
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -103,10 +103,9 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """Install a rule for errors: if all ranks raise an equal error, only rank 0 prints it. Local.
+        """Print an error only on rank 0 if all ranks raise an equal error. Local.
 
-        If the job survives rank failures, also install a rule for them: an uncaught error due to a rank failure does
-        not end the job.
+        If the job survives rank failures, an uncaught error due to a rank failure also does not end the job.
         """
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
@@ -204,8 +203,7 @@ def start(
 def is_worker() -> bool:
     """Return True in a process that a rank of a launched job has forked, or has started by `multiprocessing`. Local.
 
-    A process started by `multiprocessing` gets True even while it imports the rank's script. Without a launcher, the
-    result is always False.
+    Without a launcher, the result is always False.
     """
     if _rank_pids:
         return os.getpid() not in _rank_pids

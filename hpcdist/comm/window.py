@@ -36,7 +36,7 @@ class Window(Protocol):
         """Wait until all puts and gets of this rank with rank ``peer`` are complete on both ranks."""
 
     def sync(self) -> None:
-        """Make remote writes to this rank's ``memory`` visible here, and local writes visible to other ranks."""
+        """Synchronise this rank's ``memory`` with remote accesses (MPI_Win_sync)."""
 
     def close(self) -> None:
         """Free the memory. No transfer may be in flight. Collective."""
@@ -126,9 +126,9 @@ class MpiTransfers:
 
 
 class DeferredWindow:
-    """Window over memory that all ranks can access, such as the memory of threads. `flush` copies the data.
+    """Window for ranks that are threads: `put` and `get` only note a copy, and `flush` makes it.
 
-    Nothing is copied before `flush`, so that tests detect a missing flush.
+    Thus tests detect a missing flush.
     """
 
     def __init__(self, views: list[np.ndarray], rank: int) -> None:

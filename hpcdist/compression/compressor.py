@@ -61,8 +61,8 @@ _DOMAIN: Final = 0x636F6D70
 class RandomKey:
     """Key of a stream of random numbers. Every call of `Compressor.encode` needs another key.
 
-    ``tensor``: number of the encoded tensor, or of a separately encoded piece or phase of a tensor. For streams that
-    are equal on all ranks (the indices of random-k), pass ``rank`` 0 on every rank.
+    ``tensor``: number of the encoded tensor, or another number that differs between the encodings of a step. For
+    streams that are equal on all ranks (the indices of random-k), pass ``rank`` 0 on every rank.
     """
 
     seed: int
@@ -72,7 +72,7 @@ class RandomKey:
 
     @property
     def words(self) -> tuple[int, int, int, int, int]:
-        """The three upper counter words and the two key words for the generator `hpcdist.arrays.rng.philox`."""
+        """The key as integers for `hpcdist.arrays.rng.philox`: the three upper counter words and the two key words."""
         high = self.seed >> 32 & _WORD
         return self.tensor & _WORD, self.step & _WORD, self.rank & _WORD, self.seed & _WORD, high ^ _DOMAIN
 
@@ -201,8 +201,8 @@ class ErrorFeedback:
     """Compression errors (residuals) of this rank, which are added to later gradients.
 
     Residuals exist for the ranges ``parts`` of the flat parameter vector ``layout`` (None: all elements). In a step,
-    pass each range once to `encode`, or to `compensate` if the caller compresses. Then call `keep`, or `rollback` if
-    the step is skipped.
+    call `encode` once for each range, or `compensate` if the caller itself compresses the sum. Then call `keep` to end
+    the step, or `rollback` if the step is skipped.
     """
 
     def __init__(
@@ -232,13 +232,15 @@ class ErrorFeedback:
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Add ``gradient`` to the residual of range ``where``, and return a view of this sum.
+        """Add ``gradient`` in place to the residual of range ``where``, and return a view of the residual.
 
-        The caller must subtract from the view the values that the other ranks will decode.
+        The caller compresses these values, and subtracts the values that will be decoded. The rest is the new residual.
         """
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
-            raise UsageError(f"residuals of {where} overlap {overlap} in one step; end the step: keep() or rollback()")
+            raise UsageError(
+                f"residuals of {where} overlap {overlap} in one step; end the step with keep() or rollback()"
+            )
         if where:
             self._open.append(where)
         residual = self.residuals.range(where)

@@ -141,7 +141,7 @@ class PhaseState(msgspec.Struct):
 
 
 class EnergyState(msgspec.Struct):
-    """Energy report of the previous starts of a run, as restored from a checkpoint. See `merge` for the fields."""
+    """Energy that a run used before its last start, as restored from a checkpoint."""
 
     by_kind: dict[str, Amount | None]
     phases: dict[str, PhaseState]

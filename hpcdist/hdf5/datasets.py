@@ -44,9 +44,9 @@ def create(
     width: int = 0,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create table ``name`` with the columns ``described``. The first column becomes an HDF5 dimension scale.
+    """Create table ``name`` with the columns ``described``. The first column is the HDF5 dimension scale of the rows.
 
-    The keyword ``second`` names the dimension scale for the second dimension of wide (2-D) columns.
+    The keyword ``second``, if given, names another dimension scale: for the second dimension of 2-D columns.
     """
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
@@ -122,7 +122,10 @@ def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():
         if not 1 <= len(dataset.shape) <= 2 or dataset.nbytes > TIMES[len(dataset.shape)] * size + SLACK_BYTES:
-            raise ValueError(f"{name}/{column} has the shape {dataset.shape}, too large for a file of {size} bytes")
+            raise ValueError(
+                f"{name}/{column} has the shape {dataset.shape}, too large for a file of {size} bytes; the file is "
+                "damaged"
+            )
     return datasets
 
 

@@ -139,7 +139,7 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return a pair: a dict with the least intact size in bytes of each file that stores ``dataset``, and a bool.
+    """Return a dict from each file that stores ``dataset`` to its minimum size in bytes, and a bool.
 
     The bool is False if some files are not in the dict: a virtual dataset may name files by a pattern, or a file may be
     open with a special HDF5 driver. Raises StorageError for missing or truncated files and missing source datasets, for
@@ -237,7 +237,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
     path = Path(path)
     created = not path.exists()
     if not created and not path.is_file():
-        raise DamagedFileError(f"{path}: it is not a regular file")
+        raise DamagedFileError(f"{path}: it is not a regular file; remove or rename it")
     # A new file is renamed when complete: a killed writer leaves no file at `path`.
     written = atomic.temporary_path(path) if created else path
     try:
@@ -307,8 +307,8 @@ def write_contiguous(
 
     - ``attributes``: root attributes, in addition to the keywords ``schema`` and ``version``.
     - ``dataset_attributes``: attributes of datasets, by name of the dataset.
-    - The keyword ``opens``: function that creates the file at a path and returns a file object of class `Overlay`.
-    - The keyword ``outside``: hash object, which gets all bytes outside of the datasets, in file order.
+    - The keyword ``opens``: function that creates the file, by default `Overlay.created`.
+    - The keyword ``outside``: hash object, updated with all bytes of the file that belong to no dataset.
     """
     path = Path(path)
     try:

@@ -47,9 +47,9 @@ def journal_of(path: Path) -> Path:
 
 
 def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
-    """Return the journal of a commit that sets the file to ``size`` bytes and replaces ``pages``.
+    """Return the redo journal of a commit that sets the file to ``size`` bytes and replaces ``pages``.
 
-    ``pages`` maps page numbers to new contents. ``before`` maps the same numbers to the contents on the disk.
+    ``pages`` maps page numbers to new contents. ``before`` has the old contents, of which the journal stores hashes.
     """
     numbers = sorted(pages)
     digests = [xxhash.xxh3_64_intdigest(before[number]) for number in numbers]
@@ -187,7 +187,7 @@ class Overlay(io.RawIOBase):
     def commit(self, *, wait: bool = True) -> None:
         """Write the changes to the disk. Raises OSError, and then leaves the file unchanged.
 
-        If the keyword ``wait`` is False and the file was just created, the caller must then call `fsync`.
+        If the keyword ``wait`` is False, the changes may not be synced yet: call `fsync` afterwards.
         """
         if self._failure is not None:
             raise self._failure

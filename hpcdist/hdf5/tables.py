@@ -23,8 +23,8 @@ MAX_BLOCKS: Final = 1024  # each block costs a lookup in the file's chunk index
 class MetricsTable:
     """Table ``name`` of an HDF5 file. Rows are ordered by the first of ``columns``, e.g. the step.
 
-    ``second`` is the name of the scale for the second dimension of wide (2-D) columns. If ``remade`` is True, an append
-    first drops the existing rows from the first appended step on, because a resumed run repeats these steps.
+    ``second`` is the name of the HDF5 dimension scale for the second dimension of 2-D columns. If ``remade`` is True,
+    appended rows replace all existing rows of the same and later steps, because a resumed run repeats these steps.
     """
 
     name: str
@@ -33,7 +33,7 @@ class MetricsTable:
     remade: bool = False
 
     def create(self, file: h5py.File, width: int = 0, attributes: Mapping[str, Any] | None = None) -> None:
-        """Create the table in the open ``file``, if it is missing. Local."""
+        """Create the table in the open ``file``, if it is missing. ``width``: row length of 2-D columns. Local."""
         if self.name not in file:
             datasets.create(file, self.name, self.columns, second=self.second, width=width, attributes=attributes)
 

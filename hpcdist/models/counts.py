@@ -49,7 +49,7 @@ class KeptArray(NamedTuple):
 class Scratch(NamedTuple):
     """Scratch array of a stage: ``each`` elements per sample, but at most ``most`` elements in total (0: no limit).
 
-    If ``cut`` is True, tensor parallelism shards the array. If ``whole`` is True, sequence parallelism does not.
+    Tensor parallelism shards the array only if ``cut`` is True. Sequence parallelism does unless ``whole`` is True.
     """
 
     each: int
@@ -67,7 +67,7 @@ class UnitCounts:
     """Number of parameters of one stage, and its FLOPs and elements of activation memory per sample.
 
     ``kept`` lists the arrays kept for the backward pass, in the order of allocation. ``scratch`` maps the names of
-    scratch arrays to their sizes. Stages share arrays of equal names.
+    scratch arrays to their sizes. If stages have scratch arrays of equal names, these arrays use the same memory.
     """
 
     parameters: int
@@ -319,9 +319,10 @@ class Counts:
         return self.forward_flops + self.backward_flops
 
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
-        """Return the peak activation memory of one micro-batch in bytes, for elements of ``itemsize`` bytes.
+        """Return the peak activation memory of a micro-batch of ``samples`` samples, in bytes.
 
-        ``recompute``: the backward pass recomputes all stages except the first and the last.
+        The keyword ``itemsize`` is the size of an element in bytes. If the keyword ``recompute`` is True, the backward
+        pass recomputes the activations of all stages except the first and the last.
         """
         names = {name for unit in self.units for name in unit.scratch}
         scratch = sum(
@@ -334,7 +335,7 @@ class Counts:
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
     """Return the largest number of activation elements in memory per sample, if stages recompute their activations.
 
-    ``units`` has the counts of each stage. The first and the last stage do not recompute.
+    ``units`` has the counts of each stage. The first and the last of ``units`` do not recompute.
     """
     free: list[int] = []
     total = 0

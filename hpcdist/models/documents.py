@@ -56,7 +56,7 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return each document's range [first, end) of rows in an array of this rank's tokens of one sample.
+        """Return the row range [first, end) of each document, in an array with this rank's tokens of one sample.
 
         ``sample`` is the sample's index. A document without tokens on this rank has an empty range. ``pieces`` lists
         the token ranges on this rank, each as (first row, end row, position of the first token in the sample).
@@ -75,7 +75,6 @@ class Documents:
 
 
 def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
-    """Return the number of this rank's tokens before ``position`` in a sample. ``pieces``: see `Documents.spans`."""
     return sum(min(max(position - first, 0), end - start) for start, end, first in pieces)
 
 

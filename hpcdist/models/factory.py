@@ -69,7 +69,7 @@ def seal(factory: str) -> str:
 
 
 def is_sealed(factory: str, stored: object) -> bool:
-    """Return True if the file of ``factory`` still has the keyed hash ``stored``, a result of `seal`. Local."""
+    """Return True if the file of ``factory`` is unchanged since `seal` returned the hash ``stored``. Local."""
     now = seal(factory)
     return bool(now) and isinstance(stored, str) and hmac.compare_digest(now.encode(), stored.encode())
 

@@ -58,7 +58,7 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Before the forward pass of stage number ``unit``, store its inputs from skip connections in ``saved``."""
+        """Before the forward pass of stage number ``unit``, store the earlier outputs that it reads in ``saved``."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
@@ -68,7 +68,7 @@ class SkipConnections:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """After the backward pass of stage number ``unit``, copy its skip gradients from ``saved`` to this object."""
+        """Copy the gradients for earlier stages from ``saved``, after the backward pass of stage number ``unit``."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
@@ -271,8 +271,8 @@ LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a mic
 class Loss:
     """Cross entropy of the logits of the last stage, summed over samples and tokens.
 
-    If a subclass sets ``weighs`` to True, its `forward` saves the float32 loss weight of the micro-batch as
-    `LOSS_WEIGHT`. The mean loss is the sum of losses divided by the float64 sum of weights.
+    The mean loss is the sum of losses divided by the number of targets. If a subclass sets the attribute ``weighs`` to
+    True, its `forward` must store a float32 weight in ``saved`` as `LOSS_WEIGHT`. The divisor is then the weights' sum.
     """
 
     weighs: bool = False
@@ -283,7 +283,7 @@ class Loss:
         return operations.cross_entropy.forward(logits.reshape(-1, logits.shape[-1]), targets, saved)
 
     def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
-        """Return the gradient of ``scale`` times the summed loss for the logits, written over the saved logits."""
+        """Return the gradient of ``scale`` times the loss with respect to the logits. Overwrites the saved logits."""
         return operations.cross_entropy.backward(scale, saved).reshape(saved["loss.shape"])
 
 

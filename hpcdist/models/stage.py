@@ -71,13 +71,13 @@ class Saved(Protocol):
         """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
 
     def within(self) -> "Saved":
-        """Return a new, empty `Saved` for temporary activations of the same stage. The caller must release it."""
+        """Return a new, empty `Saved` object for the same stage's temporary arrays. The caller must release it."""
 
     def owns(self, array: Array) -> bool:
         """Return True if ``array`` is in memory that the method `empty` of this object returned."""
 
     def hold(self, name: str) -> None:
-        """Keep the array stored under ``name`` until `release`, even if `narrow` frees the other arrays."""
+        """Keep the array stored under ``name`` until `release`. The method `narrow` does not free this array."""
 
     def narrow(self) -> None:
         """Free all stored arrays and objects, except the names that were passed to `hold`."""
@@ -100,7 +100,7 @@ class LinearOperation(Protocol):
         """Compute all gradients. Return the gradient of x, valid until the next backward of a linear layer."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of x as `backward` does, but compute no weight gradients. Includes all communication."""
+        """Return the input gradient for the output gradient dy. Unlike `backward`, compute no weight gradients."""
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
@@ -126,7 +126,7 @@ class PositionsOperation(Protocol):
     """Interface of learned position embeddings: rows of a table by token position."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add position embeddings, rows of ``PREFIX.weight``, to y, of shape (batch, context, hidden). Return y."""
+        """Add each position's row of the table ``PREFIX.weight`` to y, of shape (batch, context, hidden). Return y."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add dy, summed over samples, to the gradient of the position table."""
@@ -139,7 +139,7 @@ class RotaryOperation(Protocol):
         """Rotate the heads in columns [0, rotated) of x, of shape (batch, context, columns), in place. Return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the heads in the first ``rotated`` columns of the gradient dx back, in place. Return dx."""
+        """Undo the rotation of the heads in the first ``rotated`` columns, for the gradient dx, in place. Return dx."""
 
 
 class NormOperation(Protocol):
@@ -162,7 +162,7 @@ class NormOperation(Protocol):
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Return dx in scratch memory. With a ``residual`` gradient, add dx to it in place and return ``residual``."""
+        """Return the input gradient in scratch memory. If ``residual`` is given, add the gradient to it instead."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -216,7 +216,7 @@ class DropoutOperation(Protocol):
         """
 
     def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return the input gradient dx, valid until the next call. Without dropout, dx is dy itself.
+        """Return the input gradient for the output gradient dy, valid until the next call. Without dropout, return dy.
 
         Pass the same ``rate`` and ``site`` as to `forward`.
         """
@@ -241,14 +241,14 @@ class ExpertsOperation(Protocol):
 
     @property
     def attends(self) -> bool:
-        """True if every rank must take part in each computation, even without samples; see `MixedStage`."""
+        """True if every rank with experts must take part in each forward and backward pass, even without samples."""
 
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the forward pass of x, of shape (batch, context, hidden). Return a function that ends it and returns y.
+        """Start the forward pass of the experts on x, of shape (batch, context, hidden). Return a function to end it.
 
-        x must not change until the returned function ends. ``activation`` is the activation function of the experts.
+        The function returns the output. x must not change before. ``activation`` is used inside the experts.
         """
 
     def begin_backward(
@@ -303,7 +303,7 @@ class Stage(Protocol):
     ) -> Array | None:
         """Return the gradient of the stage's input, or None if the input is data. dy is the gradient of the output.
 
-        The parameter gradients go to the arrays of `Gradients.into`.
+        `Gradients.into` determines if a parameter gradient overwrites its array or is added.
         """
 
 

@@ -90,18 +90,18 @@ class SegmentWise(ABC):
 
         The mean gradient is ``scale`` times ``gradient``, with one ``scale`` for the whole update. In an update, the
         ranges of all calls together contain each owned element once. If the attribute ``needs_norms`` is true, this
-        call overwrites ``gradient`` with the update direction. If not, ``gradient`` must not change until `apply`.
+        call overwrites ``gradient`` with the update direction. Otherwise, do not change ``gradient`` before `apply`.
         """
 
     def sum_exactly(self) -> None:
-        """From the next update on, compute norms exactly: bitwise equal for any division of tensors over ranks."""
+        """From the next update on, sum `partial_norms` without rounding: sharding does not affect the sums."""
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
         """Return this rank's share of sum(w^2) and sum(u^2) for each tensor, on the host.
 
-        w are weights, u update directions. The caller sums the results over the ranks that share the tensors. They are
-        float64 or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
+        w are weights, u update directions. The caller sums the shares over the ranks that shard the tensors. The shares
+        are float64 or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
         """
         return to_host(self._norms.sums()).copy()
 
@@ -111,9 +111,9 @@ class SegmentWise(ABC):
     ) -> None:
         """Complete an update: change the weights ``master`` in the flat range ``piece``.
 
-        First call the method `direction`, and pass its ``gradient`` here as ``direction``. It is undefined afterwards.
-        ``working``, if given, receives the rounded weights. ``norms``, if needed, are the `partial_norms`, summed over
-        the ranks.
+        First call the method `direction`. Pass its argument ``gradient`` here as ``direction``. This call may overwrite
+        this store. ``working``, if given, receives the rounded weights. ``norms``, if needed, are the
+        `partial_norms`, summed over the ranks.
         """
 
     def state(self) -> dict[str, float]:
@@ -186,19 +186,19 @@ BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in
 class ElementWise(SegmentWise):
     """Base class of optimizers that update each element separately, such as AdamW and SGD.
 
-    By default, `apply` does all computations, and `direction` none. `direct_before` changes this. For 16-bit gradients
-    on the host, the caller must set the attribute ``wide`` to a float32 buffer of at most `BLOCK` elements.
+    By default, the method `apply` computes the update directions. For 16-bit gradients on the host, the caller must set
+    the attribute ``wide`` to a float32 buffer of at most `BLOCK` elements.
     """
 
     wide: Array | None = None  # float32 scratch buffer of one block
     _before = False
 
     def direct_before(self) -> None:
-        """From now on, compute update directions in the method `direction`, not in `apply`."""
+        """From now on, let `direction` compute the update directions, because the weights change before `apply`."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale`` for `apply`. After `direct_before` is called, also write the direction to ``gradient``."""
+        """Store ``scale`` for `apply`. After a call of `direct_before`, write the direction to ``gradient``."""
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
@@ -385,15 +385,15 @@ class WrappedOptimizer(ABC):
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Start the update of the weights ``master`` in the flat range ``piece``, for ``scale`` times ``gradient``."""
+        """Start the update of the weights in ``piece``, like `SegmentWise.direction`; `apply` completes the update."""
 
     @abstractmethod
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Complete an update of the flat range ``piece``: change the weights ``master``.
+        """Complete the update of the weights ``master`` in the flat range ``piece``, like `SegmentWise.apply`.
 
-        First call the method `direction`, and pass its ``gradient`` here as ``direction``. ``working``, if given,
+        ``direction`` is the store that was passed as ``gradient`` to the method `direction`. ``working``, if given,
         receives rounded weights. ``norms``, if given, are the `partial_norms`, summed over ranks.
         """
 

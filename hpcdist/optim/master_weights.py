@@ -23,8 +23,8 @@ from hpcdist.optim.update import kernels
 class MasterWeights(WrappedOptimizer):
     """Optimizer for 16-bit parameters: ``inner`` updates float32 weights, which are then rounded to 16 bits.
 
-    The argument ``master`` of the methods is the store of 16-bit parameters. Gradients are 16-bit too. If ``inner`` is
-    layer-wise, update directions are stored in float32, which takes 4 more bytes per owned parameter.
+    This object has the float32 weights. Pass the store of 16-bit parameters to its methods, as ``master``. Gradients
+    are 16-bit too. If ``inner`` is layer-wise, update directions take 4 more bytes per owned parameter.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Complete the update of the float32 weights in the flat range ``piece``, and round them to 16 bits.
+        """Complete the update of the float32 weights in the flat range ``piece``, and round them to ``master``.
 
-        ``master``: store of 16-bit parameters, which gets the rounded weights. ``working`` is not used.
+        ``master``: store of the 16-bit parameters. ``working`` is not used.
         """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)

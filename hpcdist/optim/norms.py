@@ -47,7 +47,7 @@ class Norms:
         self._sums[...] = 0.0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
-        """Add the squares of ``weights`` and of update directions ``step`` to the two sums of tensor number ``tensor``.
+        """Add the squares of the arrays ``weights`` and ``step`` (update directions) to the sums of tensor ``tensor``.
 
         Both arrays have the elements of the flat range ``where``.
         """
@@ -113,7 +113,7 @@ def sum_of_squares(
 ) -> float:
     """Return the float64 sum of squares of ``store`` in the flat ranges ``parts`` (None: all), without padding.
 
-    ``watched`` are ranges whose squares are not added, but a NaN or infinity in them makes the sum NaN. The sum
+    The sum is NaN if the further ranges ``watched`` contain a NaN or infinity. Their squares are not added. The sum
     can overflow only for a float64 store. On a GPU, the host waits once for the result.
     """
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
@@ -175,8 +175,8 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
     """Return the factor that reduces a gradient to the norm ``limit``: 1 if its norm is smaller, or if ``limit`` is 0.
 
-    ``norm_squared`` is the gradient's squared norm, over all ranks. With ``normalize=True``, the factor first scales
-    the gradient to norm 1, if its norm is above 1e-30. A NaN or infinite norm raises NonFiniteError.
+    ``norm_squared`` is the gradient's squared norm, over all ranks. With ``normalize=True``, a gradient with a norm
+    above 1e-30 gets the norm 1, or ``limit`` if 0 < ``limit`` < 1. A NaN or infinite norm raises NonFiniteError.
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
@@ -190,7 +190,7 @@ def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) ->
 
 
 def first_nonfinite(store: FlatStore, part: Range | None = None) -> str | None:
-    """Return the name of the first tensor with a NaN or infinity, or None. ``part``: only search this flat range."""
+    """Return the name of the first tensor of ``store`` with a NaN or infinity, or None. ``part``: range to search."""
     for segment, where in store.tensors() if part is None else store.layout.within(part):
         if not all(bool(namespace(values).isfinite(values).all()) for values in store.blocks(where)):
             return segment.key

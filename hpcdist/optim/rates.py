@@ -80,7 +80,7 @@ def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
     if len(warmup) % 2:
         raise ConfigurationError(
             f"{setting} has an odd length, {len(warmup)}; expected two numbers per warm-up stage: the samples of the "
-            "run until the stage ends, and the samples per step"
+            "run until the stage ends, and the samples per step, e.g. [3200, 32, 16000, 64]"
         )
     stages = tuple(zip(warmup[::2], warmup[1::2], strict=True))
     for (start, _), (end, size) in pairwise([(0, 0), *stages]):
@@ -196,7 +196,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return the factor that scales the peak rate to the batch size of an update. The first ``update`` is 1."""
+        """Return the factor that scales the peak rate to the batch size of update number ``update`` (from 1 on)."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:

@@ -61,9 +61,9 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(term: str, peak_share: float) -> float:
-    """Return the utilisation (0 to 1) that determines the power of a device in one phase of a step.
+    """Return the utilisation of a device in one phase of a step: a number from 0 to 1, for the power model.
 
-    ``term``: name of the phase. ``peak_share``: fraction of the peak FLOP rate in phases with computation.
+    ``term``: name of the phase. ``peak_share``: achieved fraction of the peak FLOP rate, used in computing phases.
     """
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))

@@ -43,12 +43,12 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """Seconds of a step on the critical path, by term. The terms add up to ``step_s``.
+    """Estimated seconds of the phases of a training step. The times in ``terms`` add up to ``step_s``.
 
-    Computation terms: "forward", "backward", "recompute", "update" (optimizer).
-    Exposed communication terms: "tensor", "context", "expert" and "pipeline" (messages on these axes), "data"
-    (exchange of gradients and parameters), "rows" (with sequence parallelism: allreduce of the gradients of replicated
-    parameters over the tensor ranks).
+    Computation: "forward", "backward", "recompute", "update" (optimizer).
+    Communication that computation does not hide: "tensor", "context", "expert" and "pipeline" (messages on these axes),
+    "data" (exchange of gradients and parameters), "rows" (allreduce of the gradients of norm weights over the tensor
+    ranks, with sequence parallelism).
     "bubble": pipeline idle time. "input": reading samples.
     "correction": for ZeRO-3, time added because step times in publications exceed the formulas (`ZERO3_RATIOS`).
     "unproven": time added so that the MFU is not above the best published MFU.
@@ -148,7 +148,7 @@ class PlanEstimate:
 
     @property
     def modelled_mfu(self) -> float:
-        """MFU from the formulas alone, without the corrections by published measurements."""
+        """MFU by the formulas alone, before times are increased to match published measurements."""
         return self.work.model_flops / (self.timing.modelled_s * self.peak_flops)
 
     @property

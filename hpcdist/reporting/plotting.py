@@ -42,7 +42,7 @@ def save(figure: Any, file: str | Path) -> None:
     try:
         figure.savefig(file, dpi=120)
     except ValueError as error:  # a suffix that matplotlib does not support
-        raise UsageError(f"{file}: {error}") from error
+        raise UsageError(f"{file}: the figure cannot be saved: {error}") from error
     except OSError as error:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 

@@ -45,7 +45,7 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
     """Rename the record file ``path`` if ``error``, raised while reading it, shows that it is damaged (`is_damage`).
 
     Return a pair. The first item is True if the file was damaged: a new record may be written to ``path``. The second
-    item is a text that the caller appends to its warning, such as "; it is now NAME" after "PATH cannot be read".
+    item is the end of the caller's warning, such as "; it is now NAME".
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
@@ -140,7 +140,7 @@ def toml_of(written: str) -> dict[str, Any]:
 
 
 def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
-    """Parse the JSON file ``path``. Raises OSError like `read`, and ValueError if the file is not JSON."""
+    """Parse a JSON file. Raises OSError above ``most_bytes`` bytes, and ValueError if the file is not JSON."""
     try:
         return json.loads(read(path, most_bytes))
     except RecursionError:

@@ -33,9 +33,9 @@ def written(value: Any) -> str:
 class Condition:
     """Condition of a `Rule` on the value of a configuration key.
 
-    ``cure(key, value)`` returns the setting that the error message of the rule proposes, such as "run.steps = 1".
-    ``sign`` and ``values`` are the operator and operands of this condition in the notation of `rule`. ``sign`` is None
-    if the notation cannot express the condition.
+    ``cure(key, value)`` returns the text of the setting that the error message proposes, such as "run.steps = 1".
+    ``sign`` and ``values`` are the operator and operands of the condition, such as ">" and (1,). ``sign`` is None if
+    the condition has no operator.
     """
 
     matches: Callable[[Any], object]
@@ -114,10 +114,11 @@ def rule(
 
     In ``terms``, " with " and " where " join conditions, which must all hold. The error message does not list the
     conditions after " where ": in "A with B where C with D", it lists A and B. {NAME} in ``terms`` is replaced
-    by the values of the keyword NAME, joined by "|". The other arguments are as in `Rule`. Conditions on KEY's value:
+    by the values of the keyword NAME, joined by "|". ``why``, ``cure`` and ``relation`` are fields of the `Rule`.
+    Conditions on KEY's value:
 
     KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
-    KEY=A|B: A or B. KEY=A|B->C: A or B; the message proposes KEY = C. KEY!=A|B: neither A nor B.
+    KEY=A|B: A or B. KEY=A|B->C: also A or B, and the error message proposes KEY = C. KEY!=A|B: neither A nor B.
     KEY>1, KEY<1: more or less than 1.
     KEY~A|B: a list that contains A or B. KEY!~A|B: a list that contains neither.
     """
@@ -129,7 +130,7 @@ def rule(
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
     """Yield a `Rule` (forbidden combination of settings) for each text passed after ``why``.
 
-    The text replaces * in ``form``, and the function `rule` parses the result. ``why``: reason in the error message.
+    The text replaces * in ``form``. The result is in the notation of `rule`. ``why``: reason in the error message.
     """
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
@@ -169,15 +170,16 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return a `Condition` that a setting satisfies if its value differs from all arguments of this call."""
+    """Return a `Condition` that a setting satisfies if its value differs from all values passed to this function."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
 
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
-    """Return the rule that ``key`` must keep its ``default`` unless the value of key ``other`` is one of ``needed``.
+    """Return a `Rule` against changing ``key`` from its ``default`` without an effect.
 
-    ``cure``: advice at the end of the message (see `Rule`).
+    Changes have an effect only if the value of key ``other`` is one of ``needed``. ``cure``: advice at the end of the
+    error message.
     """
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 
@@ -206,7 +208,7 @@ def at_least(least: float, *keys: str, expected: str = "") -> Iterator[Rule]:
 
 
 def at_most(most: float, *keys: str) -> Iterator[Rule]:
-    """Yield a `Rule` that forbids values above ``most``, for each configuration key passed as a further argument."""
+    """Yield a `Rule` for each configuration key passed after ``most``: its value must not be above ``most``."""
     for key in keys:
         yield Rule(
             {key: Condition(lambda value: value > most, sign=">", values=(most,))}, cure=f"it must be at most {most}"
@@ -214,7 +216,7 @@ def at_most(most: float, *keys: str) -> Iterator[Rule]:
 
 
 def finite(key: str, holds: Callable[[float], object], expected: str) -> Rule:
-    """Return the rule that the value of ``key`` must be finite and ``holds(value)`` true."""
+    """Return a `Rule`: the value of ``key`` must be finite and ``holds(value)`` true. ``expected``: text for errors."""
     return must(key, lambda value: math.isfinite(value) and holds(value), f"it must be finite and {expected}")
 
 

@@ -148,10 +148,11 @@ def operations(
     parallel: ParallelConfig,
     schedule: Sequence[Passes] | None = None,
 ) -> list[Operation]:
-    """Return this rank's operations for one step. ``copies``: the tied tensors that several ranks hold. Local.
+    """Return this rank's operations for one step. Local.
 
-    ``context`` and ``exchange``: see `build_executor`. ``parallel``: section of the recipe. ``schedule``: order of the
-    forward and backward passes on every pipeline rank, by default the schedule named ``parallel.order``.
+    ``context`` and ``exchange``: see `build_executor`. ``copies``: tied tensors that several pipeline ranks hold.
+    ``parallel``: recipe section [parallel]. ``schedule``: order of the forward and backward passes on every pipeline
+    rank, by default the schedule named ``parallel.order``.
     """
     steps: list[Operation] = []
     if context.computes:

@@ -89,9 +89,9 @@ def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
 def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
     """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
 
-    ``heads`` and ``shared`` count query and key heads. If the keyword ``ring`` is false, ring attention is unavailable,
-    and the result is "all_to_all". With c ranks, a layer sends 6 (c - 1) / c times the size of a sample's keys by
-    "ring", and about 4 (1 + heads / shared) (c - 1) / c^2 times this size by "all_to_all".
+    ``heads``: number of query heads. ``shared``: number of key heads. If the keyword ``ring`` is false, ring attention
+    is unavailable, and the result is "all_to_all". With c ranks and K bytes of keys per sample, a layer sends
+    6 K (c - 1) / c bytes by "ring", and about 4 K (1 + heads / shared) (c - 1) / c^2 bytes by "all_to_all".
     """
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
@@ -138,7 +138,7 @@ class ParallelConfig:
 
     @property
     def recomputes_layers(self) -> bool:
-        """True if activations are recomputed layer by layer, and not for all layers of a rank at once."""
+        """True if activations are recomputed, and one layer at a time instead of all layers of a rank at once."""
         at_once = self.microbatches == 1 or self.order in ("sequential", "1f1b")
         return self.recompute and self.pipeline == 1 and at_once
 

@@ -149,7 +149,7 @@ class _Spikes:
 
 
 class _Speeds:
-    """Detector of blocks of steps that are slower than earlier ones by the fraction ``drop``, or wait long for data."""
+    """Detector of throughput drops by the fraction ``drop``, and of long waits for data, over blocks of steps."""
 
     def __init__(self, drop: float, unit: str) -> None:
         self._drop, self._unit = drop, unit
@@ -203,7 +203,7 @@ class _Speeds:
 
 
 class _Stragglers:
-    """Detector of a rank that, for `BLOCK_S` seconds, computes over `STRAGGLER` times as long as the median rank."""
+    """Detector of a rank that takes over `STRAGGLER` times the median rank's compute time per step for `BLOCK_S` s."""
 
     def __init__(self) -> None:
         self._rank, self._since_s = -1, 0.0  # the slow rank, and the time since when it is slow

@@ -28,15 +28,15 @@ _SITE: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+) \((?P<function>.*?)\)")
 class Finding:
     """A problem found in the recorded operations of a run, with the ranks that caused it.
 
-    ``kind`` is one of:
-        skipped: skipped an operation, or took another branch
+    ``kind`` names the behaviour of these ranks:
+        skipped: skipped an operation that other ranks called
         mismatch: called the same collective with other arguments
-        raised, killed: raised an exception, or was killed
-        stopped: stopped, or silent for long
+        raised, killed: raised an exception, or were killed
+        stopped: were stopped, or sent no heartbeat for long
         absent: did not reach an operation in which other ranks wait
         deadlock: wait for each other
         waiting: wait, with no known cause
-        missing, damaged: no record, or an unreadable record
+        missing, damaged: left no record, or an unreadable record
     """
 
     kind: str
@@ -76,8 +76,8 @@ def _blamed_half_first(
 ) -> tuple[list[int], list[int]]:
     """Return ``a`` and ``b``, lists of ranks that called different collectives, with the list to blame first.
 
-    A list is to blame if its last two calls never before came from the same two call sites. If this does not decide,
-    the list whose call site is further down in the source of the same function is to blame.
+    A list is to blame if its last two calls came from a pair of call sites that never occurred before. If this does not
+    decide, the list whose call site is further down in the source of the same function is to blame.
     """
 
     def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
@@ -248,7 +248,7 @@ def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
 def _process(record: RankRecord, now: int) -> str:
     """Return the kernel's state letter of the rank's process, or "" if the process has ended.
 
-    If the state cannot be read from this host, the heartbeat decides: "?" if it is in time, "" if it is late.
+    If this host cannot read the state, return "?" if the rank sent its last heartbeat recently, else "".
     """
     state = record.process_state()
     if state is None:
@@ -418,7 +418,7 @@ class WaitGraph:
         return "stopped" in dead or (bool(dead) and any(self.states[rank] not in dead for rank in circle))
 
     def deadlock(self) -> list[Finding]:
-        """Return a list with a finding about a circle of waiting ranks that no stopped or dead rank explains, or []."""
+        """Return a list with one finding about ranks that wait for each other, or [] if there are no such ranks."""
         if self.culprits:
             return []
         for first in sorted(self.waits):

@@ -70,7 +70,7 @@ dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", 
 
 
 class _Name:
-    """Descriptor of the backend name. Reading it in a DataLoader worker process raises UsageError."""
+    """Python descriptor that returns the backend name. DataLoader worker processes get a UsageError instead."""
 
     def __get__(self, instance: Any, owner: Any) -> str:
         refuse_worker()

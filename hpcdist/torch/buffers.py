@@ -84,8 +84,8 @@ class Buffer:
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
     """Return a `Buffer` of each of ``inputs``, the input tensors of one coalesced collective. Local.
 
-    All inputs are copied if the collective could overwrite an input before reading it: if an input overlaps in memory
-    with another input, or with the output of another input. ``*outputs`` are lists of output tensors.
+    Further arguments are lists with the output tensor for each input. If tensors for different inputs overlap in
+    memory, all inputs are copied, because the collective could overwrite an input before reading it.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]

@@ -179,7 +179,10 @@ def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> Non
         request = comm.irecv(token, 0, LEAVE)
         while not request.test():
             if time.monotonic() > limit:
-                raise DeadlineError(f"monitored_barrier of {comm.name}: rank 0 did not answer within {limit_s:g} s")
+                raise DeadlineError(
+                    f"monitored_barrier of {comm.name}: rank 0 did not answer within {limit_s:g} s; the error of rank "
+                    "0 names a missing rank, unless rank 0 itself has stopped"
+                )
             time.sleep(LOOK_S)
         return
     missing = set(range(1, comm.size))

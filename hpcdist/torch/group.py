@@ -52,8 +52,8 @@ class Options:
 class Group(_ProcessGroup):
     """PyTorch process group of the ranks of ``comm``. Construction is collective.
 
-    The function ``limit`` gets the name of a communicator and a timeout, and sets the deadline of its operations. The
-    method `shutdown` frees ``comm`` and calls the function ``at_end``.
+    ``limit(name, timeout)`` sets the timeout of operations on the communicator called ``name``. The method `shutdown`
+    frees ``comm`` and calls the function ``at_end``.
     """
 
     def __init__(

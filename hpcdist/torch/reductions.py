@@ -52,7 +52,7 @@ class Reduction:
 
 
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
-    """Return the hpcdist form of ReduceOp ``op`` for ``tensor``. Raises UsageError if the dtype does not support it."""
+    """Return the `Reduction` for PyTorch's ReduceOp ``op``. Raises UsageError if ``tensor``'s dtype is unsupported."""
     kind, factor = op.__getstate__()
     reduction = _reduction(kind, tensor.dtype)
     return reduction if factor is None else replace(reduction, factor=factor)

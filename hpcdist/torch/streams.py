@@ -23,7 +23,7 @@ HAS_GPU: Final = cuda.is_available()
 
 
 class _CommunicationStream:
-    """A thread's CUDA stream, as a cupy and a PyTorch object. After the thread ends, another thread can reuse it."""
+    """CUDA stream of one thread, as a cupy object and a PyTorch object. After the thread ends, the stream is reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._free = _free[device]
@@ -77,7 +77,7 @@ class Streams:
 
     @contextmanager
     def communicating(self, *marks: cuda.Event | None) -> Iterator[None]:
-        """Context manager: make this thread's communication stream current, after the stream waits for ``*marks``."""
+        """Context manager: use this thread's communication stream. It first waits for the CUDA events passed."""
         with cuda.device(self.device):
             stream = _here.streams.get(self.device)
             if stream is None:
@@ -89,7 +89,7 @@ class Streams:
                 yield
 
     def future(self) -> Any:
-        """Return a future whose callbacks and waiters run after the GPU work of the thread that sets the result."""
+        """Return a PyTorch future for results on this GPU."""
         return torch.futures.Future(devices=[self.device])
 
 

@@ -91,7 +91,7 @@ class Work(dist.Work):
         return self.done or ended.wait(seconds)  # read `done` after setting `_ended`: `end` uses the opposite order
 
     def settle(self) -> None:
-        """Set the value of the operation's future, if requested. The future's callbacks may start operations."""
+        """Complete the operation's future, if it has one. The future's callbacks may start operations."""
         if self._unsettled is None:
             return
         with _guard:
@@ -287,7 +287,7 @@ class OperationQueue:
         return work
 
     def watch(self, end_event: cuda.Event) -> None:
-        """Record an NCCL operation until ``end_event`` completes on the GPU, so that the watchdog notices a hang."""
+        """Report an NCCL operation as in flight to the watchdog, until ``end_event`` completes on the GPU."""
         token = self._events().begin(self.name, "nccl", "uint8", 0, 0, -1, 0)
         self._computing.put((end_event, token))
         if self._watcher is None:

@@ -182,7 +182,7 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
 
 
 def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> None:
-    """Raise UsageError if model factory ``named`` no longer has the hash ``seal`` from its training. Collective."""
+    """Raise UsageError if the model factory ``named`` has changed since the training of ``path``. Collective."""
     if not comm.broadcast_object(factory.is_sealed(named, seal) if comm.rank == 0 else None):
         why = (
             "is not the file that this user trained it with"

@@ -289,8 +289,8 @@ class Training:
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         """Raise DataError if the ranks of a replica passed different batches. Only some steps are checked. Collective.
 
-        ``number`` is the number of the step or evaluation, and ``what`` is its name in messages. ``before`` counts the
-        earlier steps or evaluations since the program started; the first few are always checked.
+        ``number`` is the number of the step or evaluation, and ``what`` is its name in messages. ``before`` counts from
+        the start of the program instead: the first few are always checked.
         """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:

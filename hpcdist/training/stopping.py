@@ -22,7 +22,7 @@ MARGIN_S: Final = 60.0
 
 
 class _Watch:
-    """Stop requests of this process, also for the approaching end of its job."""
+    """Watcher of signals, of the stop file, and of the approaching end of this process's job."""
 
     def __init__(self) -> None:
         folder = os.environ.get(RUN_DIR)

@@ -93,7 +93,8 @@ class JaxLoss(Loss):
             kind = "a sum" if abs(both - first - second) <= 1e-3 * abs(both) else "no mean over samples"
             raise UsageError(
                 f"the loss is {kind}: {first:.6g} and {second:.6g} for two single samples, {both:.6g} for the two "
-                "together; return losses (samples, ...), their mean as a number, or (sum, weight)"
+                "together, but the mean of the two was expected; return losses (samples, ...), their mean as a number, "
+                "or (sum, weight)"
             )
 
     def _check_divisor(self, output: Sample, target: Sample) -> None:
@@ -137,9 +138,9 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
     """Return True if the output of ``jaxpr`` is a plain mean: a sum over array elements, divided by a constant.
 
-    ``data`` contains the variables of the model output and the targets. Constants do not depend on these variables.
-    Sums, differences and multiples of plain means are also plain means. If the keyword ``divided`` is True, the caller
-    itself divides the output by a constant, so an undivided sum is enough.
+    ``data`` is the set of input variables that hold the model output and the targets. A value that does not depend on
+    them is a constant. Sums, differences and multiples of plain means are also plain means. If the keyword ``divided``
+    is True, the caller itself divides the output by a constant, so an undivided sum is enough.
     """
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     depends = set(data)

@@ -163,15 +163,18 @@ def _name(path: Sequence[Any]) -> str:
 def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence[Any]:
     leaves, structure = library().tree_util.tree_flatten(create())
     if structure != tree:
-        raise UsageError(f"the function that makes the {where} returned {structure}, but {tree} in an earlier call")
+        raise UsageError(
+            f"the function that makes the {where} returned the pytree {structure}, but {tree} in an earlier call; "
+            "return the same structure in every call"
+        )
     return list(leaves)
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Assign the user functions to stages. Return, for each stage, the indices of its functions.
+    """Assign the functions of a JAX model to stages. Return, for each stage, the indices of its functions.
 
-    ``leaves`` holds the parameter leaves of each function. A function without params joins the previous stage, or
-    the first stage if none precedes. Raises UsageError if no function has params.
+    ``leaves`` holds the parameter leaves of each function. Each function with params has its own stage. A function
+    without params joins the stage before it, or else the first stage. Raises UsageError if no function has params.
     """
     groups: list[list[int]] = []
     leading: list[int] = []

@@ -267,7 +267,7 @@ class JaxStage:
             if shape != self.output_shape(samples):
                 raise UsageError(
                     f"{self} returns shape {shape} for {samples} samples, and {self.output_shape(1)} for one sample; "
-                    "return one row per sample, whose shape does not depend on the number of samples"
+                    "return one row per sample. The shape of a row must not depend on the number of samples"
                 )
             arguments = self._arguments(samples, drawn=drawn)
             with self._noted(samples):

@@ -110,9 +110,9 @@ def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_random(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
-    """Context in which random numbers depend only on ``draw`` (seed, step, first sample) and the layer number.
+    """Context that seeds the random generators from the layer number and the seed, step and first sample in ``draw``.
 
-    On exit, the generators' states are restored. ``where`` is the device that draws random numbers.
+    On exit, the generators' states are restored. ``where`` is the device of the layer.
     """
     torch = library()
     words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class SampleCut:
     """This rank's tokens of each sample, and the attention operation over the ranks of the context axis.
 
-    ``places`` are the positions of this rank's tokens in a sample of ``whole`` tokens. ``calls`` counts the
-    attention operations of all stages since this object was made.
+    ``places`` are the positions of this rank's tokens in a sample of ``whole`` tokens.
     """
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
@@ -35,14 +34,14 @@ class SampleCut:
         self._arena, self._free, self._made = Arena(), list[Saved](), 0
 
     def take(self) -> Saved:
-        """Return a `Saved` for the activations of one attention operation. The method `back` accepts it for reuse."""
+        """Return a `Saved`: memory for the activations of one attention operation. Pass it to `back` after use."""
         if not self._free:
             self._free.append(self._arena.saved(0, self._made))
             self._made += 1
         return self._free.pop()
 
     def back(self, saved: Saved) -> None:
-        """Release the memory of ``saved``, which `take` returned, so that later operations can use it."""
+        """Release the activations in ``saved``, a result of `take`, so that a later `take` can return it again."""
         saved.release()
         self._free.append(saved)
 

@@ -73,7 +73,7 @@ class TorchLoss(Loss):
         return other
 
     def take_example(self, targets: Any) -> None:
-        """Store example targets, which `example_targets` repeats for any number of samples."""
+        """Store example targets. `example_targets` repeats them to return targets for any number of samples."""
         self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
@@ -106,7 +106,7 @@ class TorchLoss(Loss):
             return array_of(outputs.grad)
 
     def _compare_halves(self, outputs: "torch.Tensor", targets: Inputs) -> None:
-        """Raise UsageError if the losses of a batch and of its two halves contradict the reduction passed to `wrap`."""
+        """Raise UsageError if the loss is not the reduction (mean or sum over samples) passed to `wrap`."""
         half, count = len(outputs) // 2, len(outputs)
         devices = [outputs.device] if outputs.is_cuda else []
         random = library().get_rng_state if not devices else library().cuda.get_rng_state
@@ -127,7 +127,8 @@ class TorchLoss(Loss):
         if self._reduction == "mean":
             raise UsageError(
                 f"the loss is wrapped as a mean over samples, but the loss of {count} samples is {whole / count:.6g} "
-                f"and the mean of the losses of their halves is {(first + second) / count:.6g}; {_CURE}"
+                f"and the mean of the losses of their halves is {(first + second) / count:.6g}, "
+                f"expected equal losses; {_CURE}"
             )
 
     def _evaluated(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
@@ -225,7 +226,7 @@ def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
             raise UsageError(_OTHER.format("mean", "sum"))
         raise UsageError(
             f"the loss is wrapped as a mean over samples, but it ends in {node.name()}, which hides the weight of each "
-            f"sample; {_CURE}"
+            f"sample in the mean; {_CURE}"
         )
     selects = _selects(node)
     if kind.startswith("NllLoss"):
@@ -250,7 +251,10 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _terms(node: Any, reduction: int) -> int | None:
-    """Return the number of elements that ``node`` averages (``reduction`` 1) or sums (2), or None for another node."""
+    """Return the number of elements that the autograd node ``node`` averages or sums, or None.
+
+    Returns None unless ``node`` is a mean (if ``reduction`` is 1) or a sum (if 2).
+    """
     kind = _kind(node)
     if kind == {1: "Mean", 2: "Sum"}[reduction]:
         return math.prod(node._saved_self_sym_sizes)
@@ -273,7 +277,7 @@ def _counted(node: Any) -> "int | torch.Tensor":
 
 
 def _selects(node: Any) -> bool:
-    """Return True if a mask or index selects the terms of ``node``, a mean or sum in the loss's autograd graph."""
+    """Return True if a mask or index selects the input elements of ``node``, a mean or sum in an autograd graph."""
     selects = False
     for operation in _before(node):
         kind = _kind(operation)

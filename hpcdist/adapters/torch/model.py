@@ -65,7 +65,8 @@ def _check_group(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) 
             )
     if kind in ("Adam", "RMSprop") and group["weight_decay"]:
         raise ConfigurationError(
-            f"{kind} with weight_decay = {group['weight_decay']} adds it to the gradient; use AdamW, or no decay"
+            f"{kind} with weight_decay = {group['weight_decay']} adds it to the gradient; use AdamW, or "
+            "weight_decay = 0"
         )
     if kind == "RMSprop" and group["momentum"]:
         raise ConfigurationError(f"RMSprop with momentum = {group['momentum']} is not supported; use momentum = 0")

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class StageModules:
     """Modules of one stage, in the order of execution, each with its qualified name ("" if unnamed).
 
-    ``own`` maps names to the stage's parameters. ``tied`` maps names of shared parameters to their (layer, name) in an
-    earlier stage. ``modes`` maps each nested module to True if a step runs it in training mode.
+    ``own`` maps names to the parameters of the stage, except parameters that an earlier stage shares with it. ``tied``
+    maps the names of these shared parameters to (layer, name) in the earlier stage. ``modes`` maps each nested module
+    to True for training mode or False for evaluation mode.
     """
 
     modules: list[tuple[str, "torch.nn.Module"]]
@@ -205,7 +206,7 @@ def _check_statistics(cut: StageModules) -> None:
 
 @dataclass(frozen=True)
 class ParameterView:
-    """Name, shape, strides and offset of a view of a parameter. An autograd graph saves this instead of the view."""
+    """Description of a view of a parameter, from which the view can be recreated: name, shape, strides and offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -241,13 +242,13 @@ class ParameterBinding:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def initial(self, cut: StageModules) -> dict[str, np.ndarray]:
-        """Return the initial values, on the host, of the parameters that ``cut`` (the modules of a stage) owns."""
+        """Return the initial values, on the host, of the parameters in ``cut.own``, keyed by name."""
         if self._initial is None:
             raise UsageError("another run has taken the parameters of these modules; wrap new modules for this run")
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
 
     def settle(self, step: int) -> None:
-        """From step 2 on, free the initial parameter values, and the parameters of stages that only other ranks run."""
+        """If ``step`` > 1, free the initial parameter values, and parameters of stages that only other ranks run."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}
@@ -259,7 +260,7 @@ class ParameterBinding:
     def bind(self, cut: StageModules, views: Parameters, same_device: Array) -> None:
         """Move the parameters of ``cut`` (the modules of a stage) into the arrays ``views``, keyed by parameter name.
 
-        Raises ConfigurationError if the modules are on another device than the array ``same_device``.
+        Raises ConfigurationError if the modules and the array ``same_device`` are on different devices.
         """
         bound = self._bound[id(cut)]
         if views is not bound.views:
@@ -272,8 +273,8 @@ class ParameterBinding:
     def _look_at(self, bound: _StageTensors, views: Parameters, array: Array) -> None:
         if is_device(array) != (self.device.type == "cuda"):
             raise ConfigurationError(
-                f"the modules are on {self.device}, the run computes on {'gpu' if is_device(array) else 'cpu'}; move "
-                f"them there with module.to({'cuda' if is_device(array) else 'cpu'!r}), or change run.device"
+                f"the modules are on {self.device}, the run computes on {'gpu' if is_device(array) else 'cpu'}; "
+                f"move the modules with module.to({'cuda' if is_device(array) else 'cpu'!r}), or change run.device"
             )
         bound.tensors = {name: tensor_of(views[name]) for name in bound.parameters}
         bound.starts = {
@@ -282,7 +283,7 @@ class ParameterBinding:
         bound.views = views
 
     def has(self, cut: StageModules) -> bool:
-        """Return True if the training now manages the memory of the parameters of ``cut`` (the modules of a stage)."""
+        """Return True if the training has moved or freed parameters of ``cut`` (the modules of a stage)."""
         bound = self._bound[id(cut)]
         run_memory = {tensor.data_ptr() for tensor in bound.tensors.values()}
         freed = self._initial is None
@@ -297,7 +298,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def saving(self, cut: StageModules) -> Iterator[None]:
-        """Context in which autograd graphs save parameters of ``cut`` (a stage's modules) by name, not as tensors."""
+        """Context in which autograd graphs save a `ParameterView` for each parameter of ``cut`` (a stage's modules)."""
         bound = self._bound[id(cut)]
 
         def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":
@@ -315,6 +316,7 @@ class ParameterBinding:
                 raise RuntimeError(
                     "one of the tensors needed for the gradient has been modified by an inplace operation: a tensor "
                     f"{tuple(tensor.shape)} of stage {cut} is at version {tensor._version}, expected version {version}"
+                    "; replace the in-place operation on this tensor"
                 )
             return tensor
 

@@ -58,9 +58,9 @@ class TorchStage:
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
-        """Return a copy of this stage for only the tokens of this rank, which the `SampleCut` ``cut`` describes.
+        """Return a copy of this stage that computes only this rank's tokens of each sample, listed in ``cut``.
 
-        Raises ConfigurationError unless the output has one row per token.
+        Raises ConfigurationError unless the stage's output has one row per token.
         """
         other = copy.copy(self)
         if self._output is not None:
@@ -138,7 +138,10 @@ class TorchStage:
             if self.layer == 0:
                 return None
             if x.grad is None:
-                raise UsageError(f"the output of stage {self.layer}, {self.name}, does not depend on its input")
+                raise UsageError(
+                    f"the output of stage {self.layer}, {self.name}, does not depend on its input; look for detach() "
+                    "or no_grad() in the stage"
+                )
             return array_of(x.grad)
 
     def guard(self, why: str) -> None:

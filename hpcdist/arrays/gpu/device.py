@@ -123,7 +123,7 @@ def new_stream() -> Any:
 
 
 class Event:
-    """A CUDA event recorded in a stream. Deleting this object returns the CUDA event to a pool for `record`."""
+    """A CUDA event recorded in a stream. After this object is deleted, `record` can reuse the CUDA event."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

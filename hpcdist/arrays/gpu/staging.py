@@ -98,8 +98,8 @@ def refusal() -> str:
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
     """Start to copy the GPU array ``source`` to the host array ``target``. Return an event. Local.
 
-    ``target`` can be read after the returned event. The copy waits for the event ``produced``, recorded after the
-    kernels that write ``source``. If None, it is recorded now.
+    ``target`` can be read after the returned event has completed. The copy waits for the event ``produced``, recorded
+    after the kernels that write ``source``. Without ``produced``, it waits for all work queued before this call.
     """
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()

@@ -211,7 +211,7 @@ def _check_variable(name: str, value: str, accepted: Iterable[str]) -> None:
     if not _VARIABLE.fullmatch(name):
         raise UsageError(f"{name!r} is not a variable name; expected NAME=VALUE, for example HPCDIST_TUNING=off")
     if name in _TAKEN:
-        raise UsageError(f"{name} is set by the modulefile or the module system; leave it out")
+        raise UsageError(f"{name} is set by the modulefile or the module system; do not set this variable")
     if name.startswith("HPCDIST_") and name not in accepted and not name.startswith(_ANY_KEY):
         raise UsageError(f"hpcdist does not read a variable {name}; {suggestion(name, accepted, f'and {_ANY_KEY}...')}")
     if not value.isprintable():

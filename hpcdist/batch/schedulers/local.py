@@ -117,10 +117,10 @@ def _start(line: list[str], new: Path, log_fd: int) -> str:
 
 
 def state(job: str) -> JobState:
-    """Return the state of ``job``: PENDING until its start time, RUNNING, COMPLETED, FAILED or CANCELLED.
+    """Return the state of ``job``, a job on this machine without a scheduler.
 
-    FAILED without an exit code: the supervising shell was killed. NODE_FAIL: the machine rebooted. UNKNOWN: the job is
-    on another machine, or does not exist. In these three cases, the returned `JobState` has a ``reason``.
+    The state is UNKNOWN if the job is on another machine or does not exist, and NODE_FAIL if the machine was rebooted
+    during the job. FAILED without an exit code means that the shell that supervises the job was killed.
     """
     alive = _alive(job)  # before reading the code: the job may end in between
     record = _job_record(job)

@@ -124,7 +124,8 @@ class SiteGpus:
         _one_of("gpu.request", self.request, GPU_REQUESTS)
         if self.order and sorted(self.order) != list(range(self.per_node or len(self.order))):
             raise ConfigurationError(
-                f"gpu.order = {list(self.order)} with gpu.per_node = {self.per_node}: list each GPU of a node once"
+                f"gpu.order = {list(self.order)} with gpu.per_node = {self.per_node}: list each GPU of a node once, "
+                "by index from 0"
             )
 
 

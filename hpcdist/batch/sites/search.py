@@ -248,7 +248,10 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
         )
     base_path = _base(base, path, environment)
     if base_path in (*above, path):
-        raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}: the profile is based on itself")
+        raise ConfigurationError(
+            f"{BASED_ON} = {base!r} in site profile {path}: the profile is based on itself, directly or through other "
+            "profiles; name another profile"
+        )
     below = _load_tables(base_path, environment, (*above, path))
     # Tests of the base profile do not cover this profile.
     below["proven"] = f"not stated; {base} was: {below['proven']}" if below.get("proven") else ""
@@ -256,7 +259,7 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the profile ``named`` (a name or a path), which the profile at ``path`` extends."""
+    """Return the path of the base profile ``named`` (a name or a path) of the site profile in the file ``path``."""
     if os.sep in named or named.endswith(".toml"):
         return path.parent / Path(named).expanduser()
     if named == path.stem:

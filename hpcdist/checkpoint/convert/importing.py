@@ -192,7 +192,7 @@ def import_checkpoint(
 
     Args:
         step: Step of the checkpoint. None: the step in the file, or 0 if the file has no step.
-        inputs: Model sizes to store in the checkpoint, unless the file is an export of hpcdist.
+        inputs: Model sizes by name, to store in the checkpoint. Ignored if hpcdist exported the file.
         keys: Maps tensor names in the file to names in the checkpoint. Tensors without an entry are left out.
 
     Raises StorageError if a file cannot be read or written, UsageError if ``run_dir`` has checkpoints.

@@ -124,7 +124,10 @@ def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-        raise ValueError(f"the header of {length} bytes is too long or too short for a file of {size} bytes")
+        raise ValueError(
+            f"the header of {length} bytes is too long or too short for a file of {size} bytes; copy or save "
+            "the file again"
+        )
     entries = json.loads(pread_all(fd, length, 8), object_pairs_hook=unique_keys)
     if not isinstance(entries, dict):
         raise ValueError("the header is not a JSON object")
@@ -137,10 +140,15 @@ def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     position = 8 + length
     for name, location in sorted(locations.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if location.start != position:
-            raise ValueError(f"{name} begins at byte {location.start}, expected {position}: a hole or an overlap")
+            raise ValueError(
+                f"tensor {name} begins at byte {location.start}, expected {position}; save the file again without a "
+                "hole or an overlap between tensors"
+            )
         position += location.nbytes
     if position != size:
-        raise ValueError(f"tensors end at byte {position}, expected the end of the file at byte {size}")
+        raise ValueError(
+            f"tensors end at byte {position}, expected the end of the file at byte {size}; copy or save the file again"
+        )
     return locations, metadata
 
 
@@ -149,12 +157,12 @@ def _location(name: str, entry: Any, begin: int) -> TensorLocation:
         code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError):
-        raise ValueError(f"{name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}") from None
+        raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}") from None
     if not whole or code not in DTYPES:
         raise ValueError(f"{name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported")
     nbytes = math.prod(shape) * dtype_of(DTYPES[code]).itemsize
     if stop - start != nbytes:
-        raise ValueError(f"{name}: data_offsets span {stop - start} bytes; {code}{list(shape)} needs {nbytes}")
+        raise ValueError(f"tensor {name}: data_offsets span {stop - start} bytes; {code}{list(shape)} needs {nbytes}")
     return TensorLocation(DTYPES[code], shape, begin + start, nbytes)
 
 
@@ -190,7 +198,10 @@ class SafetensorsReader:
         fd, location = self._places[index]
         data = pread_all(fd, out.nbytes, location.start + part.start * out.itemsize)
         if len(data) != out.nbytes:
-            raise ValueError(f"{self.tensors[index].name} has {out.nbytes} bytes, but the file has only {len(data)}")
+            raise ValueError(
+                f"{self.tensors[index].name} has {out.nbytes} bytes, but the file has only {len(data)} of them; "
+                "copy the file again"
+            )
         out.view(np.uint8).data[:] = data
 
 

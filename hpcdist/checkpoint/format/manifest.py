@@ -129,7 +129,7 @@ class _Header:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shards(_Header):
-    """Base class that defines the typed fields of `Manifest`. `Manifest` adds two fields of arbitrary JSON values."""
+    """Typed fields of `Manifest`. They are parsed apart from its two fields of arbitrary JSON values."""
 
     step: int
     world: int
@@ -148,8 +148,8 @@ class Manifest(_Shards):
 
     ``pieces`` describes the stored parts of tensors. ``files`` maps each shard to its size in bytes. ``outside`` maps
     each shard to a digest of all its bytes except tensor data. ``about`` describes the run that saved the state. Shards
-    can be hard links to files of earlier checkpoints; ``unused`` describes tensor pieces that only these earlier
-    checkpoints need. Manifests of older versions may lack ``outside`` and ``unused``.
+    can be hard links to files of earlier checkpoints; ``unused`` describes the tensor pieces in them that this
+    checkpoint does not need. Manifests of older versions may lack ``outside`` and ``unused``.
     """
 
     scalars: dict[str, Any]
@@ -251,7 +251,10 @@ def build(
         stretches = ((piece_runs.start, piece_runs.size) for piece_runs in (part.runs() for part in parts))
         gap = first_gap(stretches, math.prod(shape))
         if gap is not None:
-            raise StorageError(f"{kind}/{tensor}: no rank saved element {gap} of {math.prod(shape)}; nothing is saved")
+            raise StorageError(
+                f"{kind}/{tensor}: no rank saved element {gap} of {math.prod(shape)}; nothing is saved. The parts of "
+                "all ranks must cover the tensor"
+            )
     return Manifest(
         schema=SCHEMA,
         version=VERSION,
@@ -276,7 +279,10 @@ def encode(manifest: Manifest) -> str:
         for name, values in (("scalars", manifest.scalars), ("about", manifest.about)):
             size = len(_canonical(values))
             if size > MAX_FREE_FORM_BYTES:
-                raise StorageError(f"{name} takes {size} bytes; a checkpoint allows at most {MAX_FREE_FORM_BYTES}")
+                raise StorageError(
+                    f"{name} takes {size} bytes; a checkpoint allows at most {MAX_FREE_FORM_BYTES} bytes for this "
+                    "field; save fewer values"
+                )
         return seal(vars(manifest) | plain)
     except TypeError as error:
         raise UsageError(f"the scalars of a checkpoint must be JSON values: {error}") from error
@@ -319,10 +325,11 @@ def load(directory: Path) -> Manifest:
         raise StorageError(f"{path} cannot be read: {error or type(error).__name__}") from error
     if manifest.byte_order != sys.byteorder:
         raise StorageError(
-            f"{path} was written on a {manifest.byte_order[:20]}-endian machine, this one is {sys.byteorder}"
+            f"{path} was written on a {manifest.byte_order[:20]}-endian machine, this one is {sys.byteorder}; "
+            "use a machine with the same byte order"
         )
     if manifest.block_bytes != BLOCK_BYTES:
-        raise StorageError(f"{path} has blocks of {manifest.block_bytes} bytes; expected {BLOCK_BYTES}")
+        raise StorageError(f"{path} has digest blocks of {manifest.block_bytes} bytes; expected {BLOCK_BYTES}")
     reason = inconsistency(manifest)
     if reason:
         raise StorageError(f"{path} {reason}")
@@ -335,7 +342,10 @@ def _read(path: Path) -> bytes:
         size = os.fstat(fd).st_size
         most = MAX_BYTES if size <= MIN_LIMIT_BYTES else min(MAX_BYTES, MIN_LIMIT_BYTES + 2 * _shard_bytes(path.parent))
         if size > most:
-            raise OSError(f"the manifest has {size} bytes; expected at most {most} for the size of the shards")
+            raise OSError(
+                f"the manifest has {size} bytes; expected at most {most} for the size of the shards; restore the "
+                "manifest from a copy"
+            )
         return pread_all(fd, size, 0)
     finally:
         os.close(fd)
@@ -359,7 +369,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     """Return the manifest in ``data``, the content of the file ``path``. Raises StorageError if it is damaged.
 
-    ``digest`` is the stored digest of ``data[:end]`` with a closing brace.
+    ``digest`` is the stored digest of the bytes ``data[:end] + b"}"``.
     """
     # `seal` replaced the final "}" of the digested text by the digest.
     computed = xxhash.xxh3_128(memoryview(data)[:end])
@@ -383,7 +393,9 @@ def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     except msgspec.DecodeError as error:
         raise StorageError(f"{path} is not valid: {error}") from error
     if not (isinstance(scalars, dict) and isinstance(about, dict)):
-        raise StorageError(f"{path} is not valid: ``scalars`` and ``about`` must be objects")
+        raise StorageError(
+            f"{path} is not valid: ``scalars`` and ``about`` must be JSON objects; restore the manifest from a copy"
+        )
     return Manifest(**vars(shards), scalars=scalars, about=about)
 
 

@@ -172,8 +172,8 @@ class WrittenShards:
     """Shard files that one writer wrote or hard-linked. ``files`` maps each shard to its size in bytes.
 
     ``outside`` maps each shard to one digest of all its bytes except tensor data. ``entries`` describes the tensor
-    pieces of this checkpoint. ``unused`` describes the other tensor pieces in hard-linked shards, which belong
-    only to earlier checkpoints.
+    pieces of this checkpoint. ``unused`` describes the tensor pieces in hard-linked shards that this checkpoint does
+    not need.
     """
 
     files: dict[str, int] = field(default_factory=dict)

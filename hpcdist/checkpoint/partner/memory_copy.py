@@ -93,12 +93,12 @@ class MemoryCopy:
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, names: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare this memory for copies of the tensor ``pieces``. ``names`` is the `CopyLayout` of these pieces."""
+        """Prepare this memory for copies of ``pieces``. The `CopyLayout` ``names`` has their byte ranges."""
         self.lay_out(*names.sizes)
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return a view of this copy's header and scalars. ``names`` True includes the tensor pieces' descriptions."""
+        """Return a view of the header and scalars, and if ``names`` is True also of the tensor pieces' descriptions."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
@@ -126,10 +126,10 @@ class MemoryCopy:
             yield block.stop
 
     def tell(self, names: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write the scalars and the descriptions of the tensor pieces to this copy, with a digest of both and ``step``.
+        """Write the scalars, the descriptions of the tensor pieces and a digest to this copy.
 
-        ``names`` is the `CopyLayout` of the pieces. ``scalars`` is JSON text. The copy is complete only after `finish`.
-        Unchanged scalars and descriptions are written, too, in case the memory was damaged.
+        The `CopyLayout` ``names`` contains the descriptions. ``scalars`` is JSON text. The digest also covers the
+        number ``step``. Unchanged scalars and descriptions are written, too, in case the memory was damaged.
         """
         start = _texts(names.sizes[0])
         self._head[_SCALARS] = len(scalars)
@@ -207,7 +207,10 @@ def _front(nbytes: int, room: int, names: int) -> int:
 
 
 def memory_bytes(nbytes: int, room: int, names: int) -> int:
-    """Return the size of a `MemoryCopy` in bytes. The arguments are the sizes of its sections in bytes. Local."""
+    """Return the size of a `MemoryCopy` in bytes, for ``nbytes`` bytes of tensor data. Local.
+
+    ``room`` is the size of its section for scalars, and ``names`` of its section for tensor descriptions, in bytes.
+    """
     return _front(nbytes, room, names) + nbytes
 
 
@@ -221,9 +224,9 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
-    """Yield, for each block of BLOCK_BYTES of ``data``, the list of moves that fill it from the tensor ``pieces``.
+    """Yield, for each block of BLOCK_BYTES of ``data``, the list of copies that fill it from the tensor ``pieces``.
 
-    A move is (index of a piece, slice of its elements, target view in ``data``). ``names`` is a `CopyLayout` with the
+    Each copy is (index of a piece, slice of its elements, target view in ``data``). The `CopyLayout` ``names`` has the
     byte range of each piece in ``data``.
     """
     number = 0  # of the first piece that ends after the start of the block

@@ -133,7 +133,7 @@ class PartnerStore:
             self._send(target, step, pieces, encoded, anew=bool(changed[0]))
 
     def checked(self) -> str:
-        """Verify all copies in this rank's memory. Return a damage message, or "". Local. Do not call during `keep`."""
+        """Verify the copies of ranks' states in this rank's memory. Return a report of damaged copies, or "". Local."""
         damages = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
@@ -161,7 +161,8 @@ class PartnerStore:
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
         """Copy this rank's state to local memory, send it to its partner rank, and receive others' copies. Collective.
 
-        ``target`` stores the copies. ``encoded``: scalars as JSON. The keyword ``anew`` also sends piece descriptions.
+        The copies are stored in ``target``. ``encoded`` holds the scalars as JSON. If the keyword ``anew`` is True, the
+        descriptions of the pieces are sent, too.
         """
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
@@ -227,9 +228,9 @@ def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None)
 def _holders(
     gathered: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
 ) -> dict[tuple[int, int], list[int]]:
-    """Return a dict: (step, owner rank) -> ranks that hold a copy of the owner's state, with the owner first.
+    """Return a dict: (step, old rank) -> current ranks that hold a copy of the old rank's state, its owner first.
 
-    ``gathered`` has (old rank, old size, result of `HeldCopies.held`) per rank, or None for a new process.
+    ``gathered`` has, per current rank, (old rank, old size, result of `HeldCopies.held`), or None for a new process.
     """
     reports = {report[0]: (rank, report) for rank, report in enumerate(gathered) if report is not None}
     holders: dict[tuple[int, int], list[int]] = {}

@@ -48,9 +48,9 @@ class ElementRuns:
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return the part of this selection that contains the selected elements in the non-empty range ``where``.
+        """Return the selected elements number ``where.start`` to ``where.stop`` - 1 as a new `ElementRuns`.
 
-        The range counts selected elements: 0 is the first element that this object selects from its array.
+        Numbers count only selected elements, from 0. ``where`` must not be empty.
         """
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
@@ -100,7 +100,10 @@ class ElementRuns:
             done += count
 
     def _hulls(self, longest: int) -> Iterator[tuple[slice, Range]]:
-        """Yield (slice of runs, range that spans them). Each span has one run, or at most ``longest`` elements."""
+        """Split the runs into groups. Yield (slice of run indices, range of array elements) per group.
+
+        The range spans the runs of the group. It has at most ``longest`` elements, or is a single run.
+        """
         ends, first = self.start + self.size, 0
         while first < ends.size:
             last = max(first + 1, int(np.searchsorted(ends, self.start[first] + longest, "right")))
@@ -148,9 +151,10 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Split the elements that all ``lines`` select into messages of at most ``longest`` bytes.
+    """Split the array elements that all ``lines`` select into messages of at most ``longest`` bytes.
 
-    Yield each message as a list of (i, range). The range counts the elements that ``lines[i]`` selects.
+    Yield each message as a list of (i, range): the elements that it takes from the selection ``lines[i]``. The range
+    counts only selected elements, from 0.
     """
     # Sender and receiver must compute the same messages.
     message: list[tuple[int, Range]] = []

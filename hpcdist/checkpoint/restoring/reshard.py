@@ -50,7 +50,7 @@ class CopyRuns:
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool array: item i is True if the copies fill element ``start[i]`` of the requested array."""
+        """Return a bool array: item i is True if a run contains element ``start[i]`` of the requested array."""
         if not self.to.size:
             return np.zeros(start.size, bool)
         inside = (
@@ -157,7 +157,7 @@ def _divided(
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Convert ``local``, a flat index in a tensor piece, to an index in the tensor. ``mine``: the piece's ranges."""
+    """Convert ``local``, a flat index in a tensor piece, to a flat index in the tensor. ``mine``: the piece's runs."""
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -244,10 +244,10 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return, for each rank, the list of element ranges to get from it. Also return one error message, or "". Local.
+    """Return, for each rank, the list of element ranges to get from it, and an error message, or "". Local.
 
-    ``offers`` describes the tensor pieces of all ranks. ``requested`` are this rank's requests. States named in
-    ``optional`` ("optimizer.m") may be absent.
+    ``offers`` describes the tensor pieces of all ranks. ``requested`` are this rank's requests. The message names the
+    first request without a matching offer. States named in ``optional`` ("optimizer.m") may be absent.
     """
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]

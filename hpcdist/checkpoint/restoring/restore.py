@@ -91,7 +91,10 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
         filled.append((to, size))
     gap = first_gap(filled, piece.flat.size)
     if gap is not None:
-        raise StorageError(f"{directory} has only a part of {piece.name}: element {gap} of the piece is missing")
+        raise StorageError(
+            f"{directory} has only a part of {piece.name}: element {gap} of the requested range is missing; restore "
+            "another checkpoint"
+        )
 
 
 def _copy(
@@ -205,7 +208,7 @@ def restore_together(
 ) -> dict[str, Any]:
     """Restore a checkpoint like `restore` on all ranks of ``comm``. Only rank 0 reads the manifest. Collective.
 
-    If any rank fails, raises StorageError on all ranks; `DamagedError` means that an earlier checkpoint may be intact.
+    If any rank fails, raises StorageError on all ranks. Its subclass `DamagedError` means that files are damaged.
     """
     directory = Path(directory)
     stored = on_first_rank(comm, lambda: _PackedEntries.of(manifest.load(directory)))

@@ -49,10 +49,10 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
+        """Copy the tensor pieces of a writer group to memory. Return, per piece, a function that yields its bytes.
 
-        ``delivery`` holds this rank's pieces, and receives pieces from the other ranks for which this rank writes.
-        These other ranks must call `GroupGather.bring`. The caller may change the pieces after this call.
+        ``delivery`` holds this rank's pieces, and receives the pieces of the other ranks in the group. These ranks send
+        them by `GroupGather.bring`. The caller may change the pieces after this call.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -110,10 +110,10 @@ class SnapshotFile:
         self._fd = -1
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor pieces of ``delivery`` to a local file. Return a function per piece that reads it back.
+        """Copy the tensor pieces of a writer group to a local file. Return, per piece, a function that reads it.
 
-        ``delivery`` holds this rank's pieces, and receives pieces from the other ranks for which this rank writes. The
-        caller may change the pieces after this call. Raises StorageError if the file cannot be written.
+        ``delivery`` holds this rank's pieces, and receives the pieces of the other ranks in the group. The caller may
+        change the pieces after this call. Raises StorageError if the file cannot be written.
         """
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
@@ -230,7 +230,7 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` can continue a checkpoint: all writes of it have ended, or a rank has failed. Local.
+        """Return True if a checkpoint is in progress, and no rank still writes it or a rank has failed. Local.
 
         ``sums`` is the sum over all ranks of the two flags that the method `numbers` returns.
         """
@@ -238,10 +238,10 @@ class BackgroundCheckpoints:
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Start the commit of the checkpoint if all ranks have written it. Return its path if the commit has ended.
+        """Continue the checkpoint in progress. Return its path if its commit has ended, else None.
 
-        Returns None in all other cases. ``sums`` is the sum over all ranks of the flags that the method `numbers`
-        returns. Raises StorageError on all ranks if a rank has failed.
+        The commit starts when all ranks have written. ``sums`` is the sum over all ranks of the two flags (still
+        writing, failed) that the method `numbers` returns. Raises StorageError on all ranks if a rank has failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 

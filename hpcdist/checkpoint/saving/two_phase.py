@@ -88,9 +88,9 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link shards of the last checkpoint into ``temporary``. Return these shards and their current pieces.
+        """Hard-link shards of the last checkpoint into ``temporary``. Return the shards and their unchanged pieces.
 
-        A shard is linked if the unchanged tensor pieces, ``same``, take a sufficient part of its bytes.
+        ``same`` holds all unchanged tensor pieces. Shards in which they take too few of the bytes are not linked.
         """
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
@@ -118,7 +118,7 @@ class IncrementalWriter:
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Remember the shards of the checkpoint just completed, so that the next `write` can hard-link them. Local."""
+        """Record that the last `write` led to a checkpoint. The next `write` can hard-link its shards. Local."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -139,9 +139,9 @@ class WriterGroup:
 
 
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
-    """Return this rank's group of ranks that together write one shard. Collective at the first call.
+    """Return this rank's group of ranks that together write one shard. The first call is collective over ``comm``.
 
-    ``writers`` is the recipe key checkpoint.writers: "rank", "node" or the number of groups.
+    ``writers`` is the recipe key checkpoint.writers: a group per "rank", a group per "node", or the number of groups.
     """
     count = comm.size
     if writers.isdecimal():
@@ -163,8 +163,8 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 class GroupGather:
     """Gather of a `WriterGroup`'s tensor pieces on its writer rank. The constructor is collective over the group.
 
-    The writer must use each of `sources` once, in order, and then call `end`, even after an error. The other ranks call
-    `bring`.
+    All other ranks call `bring`, which sends their pieces. The writer rank must read each of `sources` once, in order,
+    and then call `end`, even after an error.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -213,7 +213,7 @@ class GroupGather:
         return send_blocks(self._group.comm, 0, self.arrays, sizes)
 
     def end(self) -> None:
-        """On the writer, receive and discard all remaining tensor data, so that `bring` completes on other ranks."""
+        """On the writer, receive and discard the tensor data not yet read, so that the sending ranks can continue."""
         if len(self._slots) > 1:
             self._arriving(len(self._slots) - 1).drain()
 
@@ -335,7 +335,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return the `ShardOutcome` of every rank on rank 0. Other ranks get only the errors of all ranks. Collective."""
+    """Return the `ShardOutcome` of every rank. Only rank 0 gets complete outcomes, others only errors. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:

@@ -104,7 +104,7 @@ def _wait_for(path: Path, job: LocatedJob) -> None:
 
 
 def _poll(job: LocatedJob) -> Iterator[None]:
-    """Yield every POLL_S seconds while ``job`` runs, and once after it has ended, to read its last output."""
+    """Yield None every POLL_S seconds while ``job`` runs, and once after it has ended, to read its last output."""
     queried_s = -math.inf
     while True:
         over = False

@@ -109,11 +109,10 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 
 
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
-    """Return the seconds of work that failed ``trainings`` lost: the time from last checkpoint to last heartbeat.
+    """Return the seconds of work lost in failed ``trainings`` (executions of the training program).
 
-    Each of ``trainings`` is one execution of the training program. Only trainings that began in one of the time windows
-    ``within`` count. ``saved`` are the times of the checkpoints. The loss is an upper bound if checkpoints were
-    removed.
+    Lost is the time from the last checkpoint to the last heartbeat. ``saved`` are the checkpoint times. Only executions
+    that began in one of the time windows ``within`` count. The loss is an upper bound if checkpoints were removed.
     """
     seconds = 0.0
     for training in trainings:

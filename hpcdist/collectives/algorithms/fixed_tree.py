@@ -34,7 +34,7 @@ from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
-    """Split the shards 0 to ``shards`` - 1 into ``size`` ranges. The first ranges may have one shard more."""
+    """Split ``shards`` data shards into a range for each of ``size`` ranks. The first ranks may get one more."""
     return split(shards, size, itemsize=1, align_bytes=1)
 
 
@@ -89,7 +89,7 @@ class FixedTree:
 
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
         if shards < comm.size:
-            raise UsageError(f"{shards} logical shards for {comm.size} ranks: use at least {comm.size}")
+            raise UsageError(f"{shards} logical shards for {comm.size} ranks: use at least {comm.size} shards")
         check_op(op)
         self._comm, self._op, self._shards = comm, op, shards
         parts = shards_of(shards, comm.size)
@@ -129,7 +129,7 @@ class FixedTree:
         self._run("allreduce", buffer, chunks, lambda: all_gather(self._comm, buffer, chunks))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Overwrite ``buffer[shares[rank]]`` with the result. ``shares`` holds one range per rank. Collective."""
+        """Reduce all added arrays. Write only elements ``shares[rank]`` of the result to ``buffer``. Collective."""
         self._run("reduce_scatter", buffer, shares, lambda: None)
 
     def _run(self, name: str, buffer: Array, shares: Sequence[Range], then: Callable[[], None]) -> None:
@@ -164,7 +164,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Exchange partial sums. Return the range ``chunks[rank]`` of each sum, keyed by the sum's first shard."""
+        """Exchange partial sums. Return a dict: first shard of each sum -> elements ``chunks[rank]`` of the sum."""
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)

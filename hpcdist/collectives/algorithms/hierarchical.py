@@ -56,7 +56,7 @@ class _Place:
 
     ``intra`` joins the ranks of this node. ``inter`` is for messages between nodes, which only the first ``streams``
     ranks of each node send. A rank sends them only to ranks with the same local rank on other nodes. ``ranks`` lists
-    these ranks of ``inter`` by node. It is empty if this rank sends no messages to other nodes.
+    the ranks in ``inter`` with this local rank, one per node. It is empty if this rank sends no such messages.
     """
 
     intra: Communicator
@@ -117,8 +117,9 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
     """Ring allreduce between nodes: a reduce-scatter of one chunk per node, followed by an all-gather.
 
-    ``turns`` lists the chunks, each as a list of segments (buffer ranges). In step h, this node sends ``turns[h]`` and
-    receives ``turns[h + 1]``, with indices modulo the number of nodes. ``wire`` sends and receives segments.
+    ``turns`` lists the chunks in this node's sending order, each as a list of segments (buffer ranges). In step h, this
+    node sends ``turns[h]`` and receives ``turns[h + 1]``. Steps count through both phases, and indices are modulo the
+    number of nodes. ``wire`` sends and receives segments.
     """
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]

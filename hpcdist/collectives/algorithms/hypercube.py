@@ -28,8 +28,8 @@ from hpcdist.comm.communicator import Communicator
 class Hypercube:
     """The 2^k ranks (vertices) that take part in an algorithm, out of all ranks of a communicator.
 
-    ``size`` is 2^k. ``rank`` is this rank's vertex number, or None if it does not take part. ``pairs`` is the number of
-    pairs of ranks of which only one rank takes part.
+    ``size`` is 2^k. ``rank`` is this rank's vertex number, or None if it does not take part. Of the first 2 * ``pairs``
+    ranks of the communicator, only the odd ranks take part.
     """
 
     size: int
@@ -52,7 +52,7 @@ class Hypercube:
         return comm.rank < 2 * self.pairs
 
     def outer(self, rank: int) -> int:
-        """Return the communicator rank of hypercube vertex number ``rank``."""
+        """Return the rank, in the communicator, of the hypercube vertex with the number ``rank``."""
         return 2 * rank + 1 if rank < self.pairs else rank + self.pairs
 
 

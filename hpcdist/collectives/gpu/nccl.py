@@ -136,7 +136,7 @@ def enqueuing(allowed: bool = True) -> Iterator[None]:
 
 
 def enqueued() -> int:
-    """Return the number of this thread's NCCL calls that have returned without waiting, see `enqueuing`. Local."""
+    """Return the number of NCCL calls that this thread has enqueued in its current `enqueuing` context. Local."""
     return _here.enqueued or 0
 
 

@@ -78,7 +78,9 @@ def allocate(nbytes: int) -> Array:
     try:
         memory = cuda.Memory(size)
     except cuda.runtime.CUDARuntimeError as error:
-        raise MissingCapabilityError(f"the GPU cannot allocate {size} bytes to share ({error})") from error
+        raise MissingCapabilityError(
+            f"the GPU cannot allocate {size} bytes to share ({error}); free GPU memory"
+        ) from error
     array: Array = device.cupy().ndarray(size, np.uint8, cuda.MemoryPointer(memory, 0))
     return array
 

@@ -28,10 +28,10 @@ ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """Reduction of ``buffer`` in segments over the ranks of a node, by messages. Collective over ``intra``.
+    """Reduction of ``buffer`` in segments over the ranks of one node, by messages. Collective over the node.
 
     All ranks must make the same calls in the same order. ``order`` lists the segments (ranges of the buffer) in the
-    order in which they are summed. The first ``owners`` ranks each own a part of every segment, which they sum.
+    order in which they are summed. Each of the first ``owners`` ranks sums one part of every segment.
     """
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
@@ -47,7 +47,7 @@ class NodeFlow:
         self._totals: deque[list[Request]] = deque()
 
     def within(self, segment: Range, rank: int) -> Range:
-        """Return the range of ``segment`` that ``rank`` owns, counted from the segment's start. May be empty. Local."""
+        """Return the range of ``segment`` that ``rank`` sums, counted from the segment's start. May be empty. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
             parts = split(segment.size, self._owners, self.buffer.itemsize)
@@ -92,9 +92,9 @@ class NodeFlow:
         self.add(rows, local_part)
 
     def add(self, rows: Sequence[Array], local_part: Array) -> None:
-        """Reduce ``rows``, one array per rank, and write the result to ``local_part``. May overwrite ``rows[0]``.
+        """Reduce ``rows``, one array per rank, into ``local_part``, which is this rank's array in ``rows``.
 
-        ``local_part`` is also an operand: it is this rank's array in ``rows``.
+        ``rows[0]`` may be overwritten with intermediate results.
         """
         # Row 0 accumulates, since ``local_part`` is an operand; the last sum goes to ``local_part``. In shared
         # memory row 0 is in the slot of rank 0, in the part that only this rank reads.
@@ -121,7 +121,7 @@ class NodeFlow:
             request.wait()
 
     def finish(self) -> None:
-        """Wait until all segments passed to `spread` have been exchanged."""
+        """Wait until this rank has sent and received all data of the segments passed to `spread`."""
         while self._totals:
             self._wait_for_totals()
 
@@ -196,7 +196,7 @@ class Counters:
 
 
 class FlowMemory(Counters):
-    """Memory that the ranks of a node (``intra``) share for all their reductions by `SharedFlow`. Collective."""
+    """Memory that the ranks of a node share for reductions. Collective over the node's communicator ``intra``."""
 
     def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
         super().__init__(intra, SLOTS * (segment_bytes + part_bytes))
@@ -205,16 +205,13 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the memory in which ``rank`` shares its operands of segment ``number``.
-
-        The other ranks sum their parts of the segment. ``number`` counts on from one reduction to the next.
-        """
+        """Return a view of the memory in which ``rank`` shares its input data of segment ``number``."""
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the memory in which ``rank`` shares its sums of segment ``number``. See `addends`."""
+        """Return a view of the memory in which ``rank`` shares its part of the result of segment ``number``."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
@@ -228,9 +225,9 @@ def flow_of(
 ) -> NodeFlow:
     """Return an object that reduces ``buffer`` over the ranks of ``intra`` (one node). Collective.
 
-    The object is a `SharedFlow`, or a `NodeFlow` if the ranks cannot share memory. ``part_bytes`` is the most that one
-    rank sums of a segment of the buffer. For the other arguments see `NodeFlow`. Raises CommunicationError if an
-    earlier reduction by `SharedFlow` over ``intra`` was aborted.
+    The object is a `SharedFlow`, or a `NodeFlow` if the ranks cannot share memory. Each of the first ``owners`` ranks
+    sums at most ``part_bytes`` bytes of every segment in ``order``. Raises CommunicationError if an earlier reduction
+    by `SharedFlow` over ``intra`` was aborted.
     """
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
@@ -251,7 +248,7 @@ def flow_of(
 
 
 def keep_for(comm: Communicator, intra: Communicator) -> None:
-    """Make `release` of ``comm`` also free the memory of its node communicator ``intra``. Local."""
+    """Make `release` of ``comm`` also free the shared memory for reductions over ``intra``, its node. Local."""
     _inside[comm] = intra
 
 

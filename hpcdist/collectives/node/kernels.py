@@ -280,10 +280,7 @@ def reduce_halves_at(
 def reduce_float16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce float16 data at several addresses, multiply by ``scale``, and write the result to several addresses.
-
-    For the arguments see `reduce_halves_at`.
-    """
+    """Reduce float16 data: call `reduce_halves_at` with these arguments and ``is_bfloat16`` False."""
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
 
 

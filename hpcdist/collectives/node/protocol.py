@@ -123,9 +123,9 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
     """Copy data from this rank's buffer to its staging area, from which the other ranks reduce it next.
 
     Each rank reduces one range of the buffer, in pieces of ``row`` bytes. For every other rank q, piece number
-    ``piece`` of rank q's range is copied to row q of the area. ``data`` is the address of the buffer, and ``area`` of
-    the staging area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``rank`` is this
-    rank. Nothing is copied unless ``mode`` has the bit REDUCE.
+    ``piece`` of rank q's range is copied to offset q * ``row`` of the area. ``data`` is the address of the buffer, and
+    ``area`` of the staging area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range.
+    ``rank`` is this rank. Nothing is copied unless ``mode`` has the bit REDUCE.
     """
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
@@ -147,9 +147,9 @@ def reduce_piece(
     - allreduce: the result is also written to this rank's staging area, for the other ranks.
     - all-gather: the piece is copied from ``target`` to this rank's staging area.
 
-    ``data`` is the address of this rank's buffer. ``areas`` holds the address of each rank's staging area. A staging
-    area has one row for the range of each rank. ``bounds``, of shape (2, ranks), holds the first byte and the end of
-    each range. ``scratch`` has space for ranks + 2 addresses. ``plan`` holds constants of the call.
+    ``data`` is the address of this rank's buffer. ``areas`` holds the address of each rank's staging area. ``bounds``,
+    of shape (2, ranks), holds the first byte and the end of each range. ``scratch`` has space for ranks + 2 addresses.
+    ``plan`` holds constants of the call.
     """
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
@@ -170,10 +170,10 @@ def reduce_piece(
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
     """Copy the other ranks' finished data from their staging areas to this rank's buffer.
 
-    Each rank finishes one range of the buffer, in pieces. Piece number ``piece`` of every range is copied. A staging
-    area has one row of ``row`` bytes for the range of each rank, so the piece of rank q is in row q. ``areas`` holds
-    the address of each rank's staging area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each
-    range. ``data`` is the address of this rank's buffer. ``rank`` is this rank.
+    Each rank finishes one range of the buffer, in pieces of ``row`` bytes. Piece number ``piece`` of every range is
+    copied. In the staging area of rank q, the piece is at offset q * ``row``. ``areas`` holds the address of each
+    rank's staging area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``data`` is
+    the address of this rank's buffer. ``rank`` is this rank.
     """
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
@@ -188,7 +188,8 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
     ``state`` records the progress of this rank, and is updated. ``flags`` holds the address of each rank's progress
     counters. ``staging``, of shape (2, ranks), holds the addresses of the two halves of each rank's staging area.
-    ``data`` is the address of this rank's buffer. For the other arguments see `start_call`.
+    ``bounds``, of shape (2, ranks), holds the first byte and the end of each rank's range of the buffer. ``data`` is
+    the address of this rank's buffer. ``plan`` holds constants of the call.
     """
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
@@ -248,9 +249,10 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the buffers of all ranks are in one shared region, at equal offsets in the ranks' parts of it.
+    """Return True if the buffers of all ranks are in one shared region, at equal offsets in each rank's memory.
 
-    ``record`` describes this rank's call and buffer. For ``flags`` and ``parity`` see `calls_match`.
+    ``record`` describes this rank's call and buffer. ``flags`` holds the address of each rank's counters and call
+    descriptions. ``parity`` is the number of the call modulo 2.
     """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
@@ -265,8 +267,8 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
     """Write to ``record`` the number of the shared region that contains this rank's buffer, and the offset in it.
 
     ``address`` and ``nbytes`` describe the buffer. The number is -1 for private memory. ``regions``, of shape (regions,
-    2 + ranks), has a row per shared region. Columns 0 and 1 are the first and end address of this rank's part of the
-    region. Column 2 + r is the address of rank r's part in this process.
+    2 + ranks), has a row per shared region. Columns 0 and 1 are the start and end address of this rank's part. Column 2
+    + r is the address at which this process maps rank r's part.
     """
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
@@ -276,14 +278,14 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 
 @jit
 def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Reduce this rank's range of all ``buffers``, or gather the other ranks' ranges, in shared memory.
+    """Run this rank's share of a collective on ``buffers`` in shared memory.
 
     ``buffers`` holds the address of each rank's buffer. ``bounds``, of shape (2, ranks), holds the first byte and the
     end of each rank's range. The integer array ``scratch`` is overwritten. ``plan`` holds the constants of the call.
     ``plan[MODE]`` selects the operation:
 
     - allreduce: this rank's range is reduced, multiplied by ``scale`` and written to all buffers.
-    - reduce-scatter: the same result is written only to the array at address ``target``.
+    - reduce-scatter: it is reduced, multiplied by ``scale`` and written only to the array at address ``target``.
     - all-gather: each other rank's range is copied from its buffer to this rank's buffer.
     """
     mode, rank = plan[MODE], plan[RANK]
@@ -305,10 +307,10 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Poll for a limited time until all ranks have begun this call, and compare their calls. Finish a small allreduce.
+    """Poll for a limited time until all ranks have begun this call, and compare their calls.
 
-    Return DONE after a small allreduce. Return WAITING if `advance` must be called to continue. Return DIFFERENT if the
-    ranks made different calls.
+    Return DIFFERENT if the ranks made different calls. Return DONE after a small allreduce, which is then complete.
+    Return WAITING if `advance` must be called to continue.
 
     ``flags`` holds the address of each rank's progress counters. ``slots``, of shape (2, ranks), holds the addresses of
     each rank's two slots for small buffers. ``data`` and ``nbytes`` are address and size of this rank's buffer. For the

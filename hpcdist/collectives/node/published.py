@@ -29,8 +29,8 @@ def part_bytes(nbytes: int) -> int:
 class PublishedMemory:
     """Named arrays of each rank in shared memory. The rank writes its arrays, all ranks read them. Collective.
 
-    All ranks of ``comm`` must be on one node. `grow` allocates the arrays. The attribute ``head`` also holds
-    ``numbers`` int64 values of each rank. If ``is_shared`` is False, no method may be called.
+    All ranks of ``comm`` must be on one node. `grow` allocates the arrays. The attribute ``head`` is a separate list
+    with ``numbers`` int64 values of each rank. ``is_shared`` is False if the ranks cannot share memory.
     """
 
     def __init__(self, comm: Communicator, numbers: int) -> None:

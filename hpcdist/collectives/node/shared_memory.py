@@ -117,9 +117,9 @@ class NodeMemory:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
         ``mode`` combines the flags REDUCE, GATHER and ELSEWHERE. ``ranges`` has the range that each rank reduces or
-        contributes; None means balanced ranges. Reduced elements are multiplied by ``scale``. If ``target`` is 0, the
-        result overwrites ``buffer``. Otherwise the result is written to the array at address ``target``. With the flag
-        ELSEWHERE, all ranks share this result array.
+        contributes; None means balanced ranges. Reduced elements are multiplied by ``scale``. The result overwrites
+        ``buffer``. With the flag ELSEWHERE, it is instead written to the address ``target``, in an array that all ranks
+        share.
         """
         if self._given_up is not None:
             raise CommunicationError(
@@ -187,7 +187,10 @@ class NodeMemory:
 def _check_disjoint(ranges: Sequence[Range]) -> None:
     ordered = sorted(part for part in ranges if part)
     if any(part.stop > after.start for part, after in zip(ordered, ordered[1:], strict=False)):
-        raise UsageError(f"the ranges of two ranks overlap: {[(part.start, part.stop) for part in ranges]}")
+        raise UsageError(
+            f"the ranges of two ranks overlap: {[(part.start, part.stop) for part in ranges]}; give each rank a "
+            "separate range of the buffer"
+        )
 
 
 def _described(words: Any) -> str:
@@ -229,9 +232,9 @@ def allreduce_into(
 ) -> None:
     """Reduce ``buffer`` into ``result``, an array shared by all ranks. Collective over ``comm``, on one node.
 
-    The sum is multiplied by the keyword ``scale``. ``result`` comes from `allocate_common`. For p ranks and n bytes,
-    this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes. No rank may still read ``result`` when
-    another rank calls this function.
+    The reduced values are multiplied by the keyword ``scale``. ``result`` comes from `allocate_common`. For p ranks and
+    n bytes, this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes. The caller ensures that all ranks
+    have finished reading the previous ``result`` before any rank calls this function.
     """
     check_buffer(buffer)
     check_buffer(result)
@@ -240,8 +243,8 @@ def allreduce_into(
     memory = _shared_memory_of(comm) if comm.size > 1 else None
     if result.shape != buffer.shape or result.dtype != buffer.dtype:
         raise UsageError(
-            f"the result has {result.size} {name_of(result.dtype)}, the buffer {buffer.size} {name_of(buffer.dtype)}; "
-            "size and dtype must be equal"
+            f"the result has {result.size} elements of {name_of(result.dtype)}, the buffer {buffer.size} elements of "
+            f"{name_of(buffer.dtype)}; size and dtype must be equal"
         )
     if memory is None:
         result[...] = buffer
@@ -249,7 +252,9 @@ def allreduce_into(
         return
     address = result.ctypes.data
     if not memory.is_common(address, result.nbytes):
-        raise UsageError("the result is not in memory from node_shared.allocate_common(comm, ...)")
+        raise UsageError(
+            "the argument result is not in common memory; pass an array from node_shared.allocate_common(comm, ...)"
+        )
     _carry_out(comm, memory, buffer, op, scale, None, protocol.REDUCE | protocol.ELSEWHERE, address)
 
 

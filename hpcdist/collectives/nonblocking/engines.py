@@ -149,7 +149,7 @@ class PollEngine(ProgressEngine):
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until any request of this engine, or any of the caller's requests ``others``, is complete. Local."""
+        """Wait until a request of this engine, or one of the requests passed as arguments, is complete. Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]

@@ -53,7 +53,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a list of one generator, which starts MPI_Iallreduce on the buffer of ``task`` and yields its request."""
+    """Return the only lane of an MPI_Iallreduce on the buffer of ``task``. For lanes see `ring_lanes`."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -62,11 +62,11 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 
 
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the lanes of a ring allreduce, one lane per segment of the buffer of ``task``.
+    """Return generators that run a ring allreduce, one generator per segment of the buffer of ``task``.
 
-    A lane is a generator of lists of requests. The caller resumes the lane when a list is complete, until the lane
-    ends. All ranks of ``comm`` must run all lanes to their end; otherwise other ranks wait for ever. ``scratch(n)``
-    returns a buffer of n elements. ``tags()`` returns an unused tag, equal on all ranks.
+    Each generator yields lists of MPI requests. When all requests of a list are complete, the caller resumes the
+    generator. The caller may alternate between generators. All ranks of ``comm`` must run all of them to the end.
+    ``scratch(n)`` returns a buffer of n elements. ``tags()`` returns an unused message tag, equal on all ranks.
     """
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
@@ -80,7 +80,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
 
 
 def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a list of generators that run a ring reduce-scatter, one per buffer segment (see `ring_lanes`)."""
+    """Return generators that run a ring reduce-scatter. The arguments and the generators are as in `ring_lanes`."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
     segments = _segments(task.shares, buffer.itemsize)
     return [
@@ -267,7 +267,6 @@ class ProgressEngine(ABC):
             self._abandon()
 
     def _abandon(self) -> None:
-        """Stop the engine without waiting for the other ranks. Local."""
         return
 
 

@@ -39,8 +39,8 @@ MOST_REPEATS: Final = 8
 class Tournament:
     """Timed comparison of candidate algorithms on ``comm``.
 
-    Several groups of ranks may run the same comparison at the same time. ``everyone`` is a communicator of the ranks of
-    all these groups. Times are maxima over its ranks. A candidate is a function that calls the algorithm once.
+    Several communicators may run the same comparison at the same time. ``everyone`` is a communicator of all their
+    ranks. Times are maxima over the ranks of ``everyone``. A candidate is a function that calls the algorithm once.
     ``clock()`` returns seconds.
     """
 
@@ -56,8 +56,8 @@ class Tournament:
         """Return the median seconds of each candidate by name, measured in about ``share_s`` seconds in total.
 
         Each candidate's first call does not count. Candidates that cannot run on ``comm`` are left out. Clearly too
-        slow candidates are left out, too, except the candidate named ``protected``. Collective over ``everyone``, the
-        communicator of all groups that run this comparison.
+        slow candidates are left out, too, except the candidate named ``protected``. Collective over the ranks of all
+        communicators in this comparison.
         """
         start_s = self.clock()
         self._drop_refusals()
@@ -98,8 +98,8 @@ class Tournament:
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
         """Time each candidate ``repeats[name]`` times, in a random order with seed ``turn``. Collective.
 
-        Returns the seconds per call of each candidate, and the seconds since the first round began: maxima over all
-        ranks.
+        Returns the seconds per call of each candidate by name, and the total seconds since the comparison began. Both
+        are maxima over all ranks.
         """
         names = list(self.candidates)
         seconds = np.zeros(len(names) + 1)
@@ -225,7 +225,7 @@ def usable(text: str, kind: str, nodes: int) -> bool:
 
 
 def runs_on(nodes: int, name: str) -> bool:
-    """Return True if algorithm ``name`` supports ``nodes`` nodes. It may still raise an error when called. Local."""
+    """Return True unless algorithm ``name`` is limited to one node and ``nodes`` is more than 1. Local."""
     return nodes == 1 or name not in ONE_NODE
 
 
@@ -291,8 +291,7 @@ def sizes(max_bytes: int) -> list[int]:
 def choose(measured: Mapping[str, float], before: str | None) -> str:
     """Return the fastest algorithm in ``measured`` (seconds by name). Local.
 
-    Among algorithms of about equal speed, prefer the MPI library's algorithm, or else ``before``, the algorithm chosen
-    at the next smaller size, if any.
+    Among algorithms of about equal speed, prefer the MPI library's algorithm, or else the algorithm ``before``, if any.
     """
     best = min(measured, key=measured.__getitem__)
     for steady in (before, NATIVE):
@@ -328,8 +327,8 @@ class CostModel:
 class SizeSweep:
     """Timings of allreduce algorithms over ``comm`` at several sizes of ``buffer``, within ``budget_s`` seconds.
 
-    ``everyone`` is a communicator of ``comm`` and all other groups that measure at the same time. ``model`` predicts
-    the times. ``clock()`` returns seconds. Methods are collective over ``everyone`` unless marked local.
+    Several communicators may measure at the same time. ``everyone`` is a communicator of all their ranks. ``model``
+    predicts the times. ``clock()`` returns seconds. Methods are collective over ``everyone`` unless marked local.
     """
 
     def __init__(

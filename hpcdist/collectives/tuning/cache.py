@@ -125,10 +125,10 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return the cached result for the cache key ``query`` and "", or None and the reason for ignoring the file. Local.
+    """Return the cached tuning for the cache key ``query``, or None, and the reason for ignoring the file. Local.
 
-    The reason is "" if there is no file. ``load_now`` is the load average per processor of the busiest node. A result
-    from a busy machine is not used if the machine is idle now.
+    The reason is "" if the file is used or does not exist. ``load_now`` is the load average per processor of the
+    busiest node. A result from a busy machine is not used if the machine is idle now.
     """
     try:
         path = path_of(query)

@@ -50,9 +50,9 @@ class Topology:
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the class of the links between all ranks r and r XOR ``distance``.
+        """Return the link class of messages between all ranks r and r XOR ``distance``.
 
-        It is NODE if these links are inside nodes, else CROWDED: all ranks of a node share its network.
+        The class is NODE if all these messages stay within nodes. Else it is CROWDED: all ranks of a node send at once.
         """
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
@@ -135,7 +135,7 @@ def recursive_doubling_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def rabenseifner_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of recursive halving and doubling, plus a step within pairs if p is not a power of two."""
+    """Return the cost of an allreduce of ``nbytes`` bytes by recursive halving and doubling."""
     paired = topology.ranks & (topology.ranks - 1) != 0
     folded, reduced = _fold(topology, nbytes)
     if paired and nbytes >= HALVES_BYTES:
@@ -212,7 +212,7 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return one number, the maximum of all arguments ``*seconds`` of all ranks. Collective over ``everyone``."""
+    """Return the largest of the times passed by all ranks, in seconds. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])
@@ -221,7 +221,7 @@ def slowest_rank(everyone: Communicator, *seconds: float) -> float:
 def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clock) -> LinkParameters:
     """Measure latency and seconds per byte while all pairs of ranks 2i and 2i + 1 of ``comm`` exchange data.
 
-    ``comm`` is None on ranks that send no messages. ``on`` is the data's device. Collective over ``everyone``.
+    Ranks with ``comm`` None only wait. ``on`` is the data's device. All ranks of ``everyone`` call this.
     """
     partner = None if comm is None else comm.rank ^ 1
     if comm is None or partner is None or partner >= comm.size:

@@ -46,7 +46,7 @@ def _numbering(numbers: Sequence[int | None], who: str) -> str:
 
 
 def check_gpus(table: RankTable, device_kind: str, held: bool) -> Check:
-    """Check that each rank has its own GPU and sees the GPUs of the other ranks on its node.
+    """Check that each rank has a separate GPU, and that the GPUs of its node are visible to it.
 
     ``table`` holds facts of all ranks. ``device_kind`` is "gpu" or "cpu", from the recipe, or "" without a recipe.
     ``held`` is True if the scheduler allocated GPUs to the job.

@@ -63,7 +63,7 @@ class StageDeadline:
         self._timer.start()
 
     def stop(self) -> None:
-        """Cancel the time limit of the examination's current stage."""
+        """Cancel the timer of the current check, if there is one."""
         if self._timer is not None:
             self._timer.cancel()
 

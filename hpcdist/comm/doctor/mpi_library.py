@@ -70,7 +70,10 @@ def load_library() -> MpiLibrary:
             [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise MissingCapabilityError(f"loading the MPI library did not end within {CHILD_LIMIT_S:g} s") from error
+        raise MissingCapabilityError(
+            f"loading the MPI library did not end within {CHILD_LIMIT_S:g} s; check the MPI installation with "
+            "python -c 'from mpi4py import MPI'"
+        ) from error
     if child.returncode != 0:
         reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         raise MissingCapabilityError(f"mpi4py cannot load an MPI library: {reason}")

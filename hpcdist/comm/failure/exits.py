@@ -36,7 +36,7 @@ MEMORY_CURE: Final = (
 
 
 def at_exit(function: Callable[..., object], *arguments: object) -> None:
-    """Register ``function(*arguments)`` for the normal end of this process, but not of its forked children. Local."""
+    """Call ``function`` with any further arguments at the normal end of this process, not in forked children. Local."""
     atexit.register(_call_in, os.getpid(), function, *arguments)
 
 
@@ -44,7 +44,7 @@ _settles: Final[list[Callable[[], object]]] = []
 
 
 def before_finalize(function: Callable[[], object]) -> None:
-    """Register ``function`` to be called once or twice before MPI is finalised, e.g. to stop threads. Local."""
+    """Register ``function`` to be called before MPI is finalised, and maybe again at process end. Local."""
     _settles.append(function)
     at_exit(function)
 
@@ -101,14 +101,14 @@ class AgreedExit(SystemExit):
 
 
 class Exit(SystemExit):
-    """SystemExit that hpcdist's replacement of `sys.exit` raises. Calls ``at_end`` if no code catches it."""
+    """SystemExit raised by hpcdist's `sys.exit`. If it ends the process, the function in ``at_end`` is called first."""
 
     site = ""  # call site of `sys.exit`
     at_end: Callable[["Exit"], None]
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. After an uncaught exit, Python reads it, which calls the attribute ``at_end``."""
+        """The argument of `sys.exit`. Calls ``at_end`` if the interpreter reads it to end the process."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)

@@ -135,11 +135,11 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Install ``all_agree``, by which ranks that fail compare their error or exit code. Local.
+    """Set the function ``all_agree``, by which failing ranks compare their errors or exit codes. Local.
 
     ``all_agree(text, seconds)`` is collective: it returns True if all ranks pass the same ``text`` within ``seconds``.
     If all ranks raise an equal exception, only rank 0 prints it. Each rank then calls ``withdraw()``, which may
-    finalise MPI, and exits. If the ranks do not all exit with the same error code, the job is aborted.
+    finalise MPI, and exits. Otherwise the job is aborted.
     """
     assert _installed is not None, "install comes first"
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
@@ -155,9 +155,9 @@ def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """End the job after ``limit_s`` seconds, unless this function is called again before. Local.
+    """Start a timer that ends the job after ``limit_s`` seconds, in place of an earlier timer. Local.
 
-    None removes the limit. Without `install`, this function does nothing.
+    None only stops the earlier timer. Without `install`, this function does nothing.
     """
     if _installed is None:
         return
@@ -203,8 +203,8 @@ def note_end() -> None:
 def guarded(main: Callable[[], int | None]) -> int:
     """Call ``main()`` and return its exit code. If `install` was called, an error ends the whole job. Local.
 
-    An error is a non-zero code, or an exception other than SystemExit(0) and `AgreedExit`. Without `install`, the code
-    is returned, or the exception raised.
+    An error is a non-zero code, or an exception other than SystemExit(0) and `AgreedExit`, which is raised after all
+    ranks had an equal error. Without `install`, the code is returned, or the exception raised.
     """
     try:
         code = main() or 0

@@ -188,7 +188,7 @@ _DIGEST_BYTES: Final = 16
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
     """Return True if every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
 
-    If some ranks do not call this, the other ranks get False and must leave the job, because messages stay in flight.
+    If some ranks do not call this, the other ranks get False. They must not use ``comm`` after this.
     """
     local_digest = np.frombuffer(
         hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest(), np.uint8

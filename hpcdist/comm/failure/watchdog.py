@@ -24,9 +24,9 @@ class Watchdog:
     """Thread that enforces a deadline of ``deadline_s`` seconds on each operation that ``recorder`` records.
 
     Between `relax` and `tighten` the deadline is ``first_step_factor`` times longer, for the first step. When an
-    operation exceeds its deadline, this rank writes its stacks to ``rank-N.stacks`` next to its recorder file, and
-    creates a marker file at which the other ranks write their stacks. This rank then exits with code 1 without
-    finalising MPI. ``deadline_s=math.inf`` means no deadline.
+    operation exceeds its deadline, this rank writes its stacks to ``rank-N.stacks`` next to its recorder file. It
+    creates a marker file. The other ranks see this file and write their stacks, too. This rank then exits with code 1
+    without finalising MPI. ``deadline_s=math.inf`` means no deadline.
     """
 
     def __init__(

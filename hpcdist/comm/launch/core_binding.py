@@ -76,7 +76,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variable that lets srun give mpirun's daemons all CPUs of the job, or {} if not needed."""
+    """Return variables that let srun, called by mpirun, use all CPUs of the job: a dict, {} if not needed."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 

@@ -134,8 +134,9 @@ class ImmediateExit:
     """Exit of this process at the first stop signal, even if the main thread is blocked in MPI. Local.
 
     The method `switch` enables the exit while there is nothing to save. A Python signal handler would wait for MPI. So
-    the signal wakes a thread of this object (by set_wakeup_fd), which ends the process. While C code holds the GIL, as
-    in MPI_Init, no thread can run. Then `hpcdist run` ends the process if a marker file of this object exists.
+    the signal wakes a thread of this object (by set_wakeup_fd), which ends the process. In MPI_Init, C code holds the
+    GIL, so that no thread can run. For this case `switch` also creates a file, and `hpcdist run` kills processes that
+    have such a file.
     """
 
     def __init__(self) -> None:

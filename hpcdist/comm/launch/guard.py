@@ -93,7 +93,7 @@ def _end(launch_dir: Path) -> None:
 
 
 def end_with_launcher() -> None:
-    """Let this rank end when its mpirun is killed. Ranks of `hpcdist run` already do this. Local."""
+    """End this rank when its mpirun ends. Does nothing under `hpcdist run`, which ends the ranks itself. Local."""
     if LAUNCH_DIR in os.environ:
         return
     launcher = _launcher_of(os.getpid())

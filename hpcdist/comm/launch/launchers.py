@@ -258,7 +258,7 @@ def choose_starter(
 ) -> Starter:
     """Return a `Starter`, which builds command lines of the launcher ``kind`` for the ranks in ``layout``.
 
-    ``survive`` is the value of the option --survive, or None. Raises UsageError if ``kind`` does not support an option.
+    ``survive`` is the value of the option --survive, or None. Raises UsageError if ``kind`` cannot start such a job.
     """
     _refuse(kind, layout, survive)
     if kind is MPIRUN:

@@ -213,9 +213,9 @@ def session(
     """Return environment variables that give this mpirun separate folders for its session and its shared memory.
 
     The result is {} unless the launcher is Open MPI 5 or later. Folders that the environment, ``options`` or a
-    parameter file sets are not changed. The session gets ``folder``: by default Open MPI names sessions by process id,
-    so a session left by a killed mpirun makes a later mpirun with the same id fail. If all ranks are on this host,
-    their shared memory gets a new directory in /dev/shm: containers can share /dev/shm and use equal names there.
+    parameter file sets are not changed. Open MPI's session directory is ``folder``: the default depends only on the
+    process id, which a killed mpirun may have used. If all ranks are on this host, their shared memory gets a new
+    directory in /dev/shm, because file names of several containers could be equal there.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
@@ -239,10 +239,10 @@ def transports(
 ) -> dict[str, str]:
     """Return the environment variables that select MPI's transports, unless the user or the site sets them.
 
-    By default, ranks that are all on one host use shared memory without TCP, because a TCP peer that connects but sends
-    nothing blocks a rank. If the keyword ``surviving`` is True, new ranks may replace failed ranks, and Open MPI
-    connects to them by TCP, on one host through the loopback interface. For Open MPI, libfabric is excluded, because it
-    searches for networks at each start.
+    Ranks that are all on one host use shared memory without TCP, because a faulty TCP connection could block a rank.
+    If the keyword ``surviving`` is True, TCP stays enabled, because Open MPI connects new ranks by TCP. On one host, it
+    then uses the loopback interface. For Open MPI, libfabric is excluded, because it searches for networks at each
+    start.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
@@ -303,7 +303,7 @@ def _parameters(launcher: Launcher) -> list[str]:
 
 
 def answer_to_signals(launcher: Launcher) -> str:
-    """Return a text for users about the signals that ``launcher`` forwards to its ranks without `hpcdist run`."""
+    """Return a text for users that compares the signals forwarded by mpirun alone and by `hpcdist run`."""
     if launcher.vendor == OPEN_MPI:
         return (
             "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "

@@ -21,7 +21,7 @@ LONGEST_PAUSE_S: Final = 60.0
 
 
 class NodePool(Protocol):
-    """Nodes of a job, some of which may fail."""
+    """Interface that finds failed nodes of a job, and waits for replacement nodes."""
 
     def died(self) -> Sequence[str]:
         """Check all nodes. Return the names of nodes that have failed since the last call of this method."""
@@ -49,10 +49,10 @@ def repeat(
 ) -> int:
     """Start a job, and restart it after failures up to ``most`` times. Return the last exit code.
 
-    ``start(n)`` runs the n-th start, from 1. ``saved()`` returns {checkpoint name: version}, the most recent first.
+    ``start(n)`` runs the n-th start, from 1. ``saved()`` returns the latest version number of each checkpoint by name.
     After FRUITLESS starts in a row without a new checkpoint, there is no restart. ``pause(seconds)`` waits, and returns
-    the stop signal that ended the wait, or None. ``nodes`` finds failed nodes. If too few nodes are left, the exit code
-    is 75. ``give_up(why)`` is called if a failed job is not restarted. ``say(text)`` is called with all other messages.
+    the stop signal that ended the wait, or None. The object ``nodes`` reports failed nodes. If too few nodes are left,
+    the exit code is 75. ``give_up(why)`` is called if a failed job is not restarted, ``say(text)`` for other messages.
     """
     fruitless = pauses = 0
     there = saved()

@@ -141,7 +141,7 @@ class Relay:
     def release(self, expected: int | None) -> None:
         """Print Open MPI's notices about the end of ranks, which were held back until now.
 
-        If ``expected`` is an exit code, which the caller reports, only notices with another exit code are printed.
+        Notices with the exit code ``expected`` are not printed. None prints all notices.
         """
         held, self._held = self._held, []
         for number, code, text in held:

@@ -112,12 +112,12 @@ class Supervision:
     kill.
 
     ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
-    ``surviving``: the job continues after a rank failure. The exit code that the ranks write to ``launch_dir`` counts.
-    ``telling``: the ranks of this command always write an exit code. With ``surviving`` or ``telling``, a job without
-    such a code has failed, even if the launcher returns 0.
+    ``surviving``: the job continues after a rank failure. The job has failed if the ranks wrote no exit code.
+    ``telling``: ranks that have started must write an exit code. Without it the job has failed, even if the launcher
+    returns 0.
     ``kind``: properties of the launcher, such as the signals that it forwards.
-    ``foreign``: the ranks run a program that is not a command of hpcdist. If no rank writes its process id within
-    STARTING_S seconds, signals go to the launcher's rank processes on this host.
+    ``foreign``: the ranks run a program that is not a command of hpcdist. It may write no process ids; then signals go
+    to the processes that the launcher started on this host.
     """
 
     line: Sequence[str]

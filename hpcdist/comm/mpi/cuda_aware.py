@@ -156,9 +156,10 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
 def detect(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> DevicePointerSupport | None:
-    """Return the operations that accept device pointers, or None if another rank of this node tests them. Local.
+    """Return the operations that accept device pointers. Local.
 
-    Call this before MPI starts: the test forks, and a process should not fork after MPI has registered memory.
+    The result is None unless this is the first rank of its node, because only the first rank tests the operations. Call
+    this before MPI starts: the test forks, and a process should not fork after MPI has registered memory.
     """
     answer = requested_answer(environment)
     if answer == "yes":
@@ -193,7 +194,7 @@ def probe_cached(
 ) -> DevicePointerSupport:
     """Return the device-pointer support of this MPI library and GPU, from the cache if possible. Local.
 
-    Calls `probe` with ``run`` if nothing is cached, or if ``renewed`` is True.
+    Calls `probe` if nothing is cached, or if ``renewed`` is True. ``run`` starts child processes; tests replace it.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S
@@ -215,8 +216,8 @@ def probe(
 ) -> DevicePointerSupport:
     """Test which MPI operations accept device pointers, in child processes. Local; takes seconds.
 
-    ``on`` "cpu" tests this function itself, with host buffers. ``run`` runs a child process. All children end by
-    ``ends_at`` (monotonic clock), by default `BUDGET_S` seconds from now.
+    ``on`` is "gpu", or "cpu" to test with host buffers. ``run(command, environment, seconds)`` runs a child process.
+    All children end by ``ends_at`` (monotonic clock), by default `BUDGET_S` seconds from now.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
@@ -245,10 +246,10 @@ def probe(
 def _try(
     run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
 ) -> tuple[list[str], dict[str, str], set[str]]:
-    """Test ``operations`` in child processes. Return the passed ones, {failed operation: reason}, and findings.
+    """Test the MPI ``operations`` in child processes, until the monotonic time ``ends_at``.
 
-    The findings contain "two" if a child had two ranks, and "cuda" if MPI is built for CUDA. The command of a child
-    begins with ``launch``. Tests stop at the monotonic time ``ends_at``.
+    Returns the passed operations, {failed operation: reason}, and a set of notes of the children. The note "two" means
+    that a child had two ranks. The command of a child begins with ``launch``. ``run`` runs a child.
     """
     passed: list[str] = []
     failures: dict[str, str] = {}

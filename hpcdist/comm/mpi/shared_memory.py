@@ -56,8 +56,8 @@ class Members:
     def check_alive(self, since: float) -> None:
         """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead member. Local.
 
-        The first of these calls raises no error, because the dead member may already have written the data that the
-        caller needs. ``since`` is not used: the watchdog enforces the deadline of the operation.
+        One detection is not enough, because the dead member may already have written the data that the caller needs.
+        ``since`` is ignored.
         """
         self.progress()
         dead = self._dead()

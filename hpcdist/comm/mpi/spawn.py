@@ -26,8 +26,9 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 class SpawnMember:
     """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined it.
 
-    A new rank sends only its ``host``, and copies the next three fields from an old rank. ``name`` names the
-    communicator. ``pointers`` are operations that accept GPU pointers. ``declared_node`` numbers a simulated node.
+    A new rank sends only its ``host``, and copies ``name``, ``checked`` and ``pointers`` from an old rank. ``name`` is
+    the communicator's name. ``pointers`` are operations that accept GPU pointers. ``declared_node`` is the number of
+    the simulated node, or None.
     """
 
     host: str
@@ -75,7 +76,7 @@ def join_parent(mpi: Any) -> Communicator | None:
 
 
 def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environment`` to pass to new processes. Local."""
+    """Return the variables of ``environment`` with certain name prefixes, to pass to new processes. Local."""
     return {
         name: value
         for name, value in environment.items()
@@ -84,7 +85,7 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return a list with the simulated node number of each of ``members``, or with only None if no nodes are simulated.
+    """Return the simulated node number of each rank in ``members``, or only None values if no nodes are simulated.
 
     A new rank has no number yet. It gets the number of the node with the fewest ranks. Local.
     """
@@ -98,7 +99,7 @@ def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
 
 
 def sleep_until_message(comm: Communicator, every_s: float) -> Message:
-    """Check for a message every ``every_s`` seconds, and return the first. Raises an error if a rank dies. Local."""
+    """Check for a message every ``every_s`` seconds until one can be received, and return its description. Local."""
     failfast.set_recovery_limit(None)
     while (message := comm.poll()) is None:
         time.sleep(every_s)

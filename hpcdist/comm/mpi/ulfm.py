@@ -107,7 +107,7 @@ def _least_used_node(mpi: Any, comm: Any, environment: Mapping[str, str]) -> Any
 
 
 def join_parent(mpi: Any) -> Any | None:
-    """Return the communicator that `grow` returns on the old ranks, or None if `grow` did not spawn this process."""
+    """Return the communicator of old and new ranks in a process that `grow` spawned, or None in other processes."""
     intercomm = mpi.Comm.Get_parent()
     return None if intercomm == mpi.COMM_NULL else _merge(mpi, intercomm, late=True)
 
@@ -136,6 +136,6 @@ def allgather_objects(mpi: Any, comm: Any, value: Any) -> list[Any]:
 
 
 def check_completed(mpi: Any, comm: Any) -> None:
-    """Raise an error for a rank failure that the preceding allgatherv did not report. Collective."""
+    """Raise an error on every rank if any rank has failed. Does nothing without ULFM. Collective."""
     if is_enabled(mpi):
         comm.Allreduce(mpi.IN_PLACE, np.zeros(1))

@@ -58,8 +58,8 @@ class HostTable:
 class HostClocks:
     """Offsets of the hosts' clocks to rank 0's clock. Construction is collective over ``comm``.
 
-    ``boot`` is this host's boot id; None reads it from the kernel. ``clock()`` returns ns, by default of the monotonic
-    clock. For ``flat`` see `measure_offsets`.
+    ``boot`` identifies this host; None uses the kernel's boot id. ``clock()`` returns ns, by default of the monotonic
+    clock. With more than ``flat`` hosts, rank 0 measures only some of them directly: see `measure_offsets`.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ def measure_offsets(
     """Measure the offset of each rank's ``clock`` to rank 0's clock. Collective over ``comm``.
 
     On rank 0, returns one `ClockReading` per rank, in rank order, with the rank number as its ``host``. Other ranks
-    return (). ``clock()`` returns ns. Each reading is the fastest of ``rounds`` round trips. If there are more than
-    ``flat`` ranks, rank 0 measures only the first rank of each of about sqrt(ranks) groups. This rank measures the rest
-    of its group. Then the error bounds of both measurements add up.
+    return (). ``clock()`` returns ns. Each reading is the fastest of ``rounds`` round trips. With more than ``flat``
+    ranks, the ranks form about sqrt(ranks) groups. Rank 0 measures only the first rank of each group, and the first
+    rank measures the other ranks of its group. Then the error bounds of both measurements add up.
     """
     # Groups of `size` = ceil(sqrt(n)) consecutive ranks, each led by its first rank, the head.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1

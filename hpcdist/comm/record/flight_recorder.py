@@ -143,7 +143,7 @@ class RankRecord:
 
     @property
     def open_events(self) -> tuple[RecordedEvent, ...]:
-        """Operations that have not ended, sorted by start. The first of a thread is its outermost operation."""
+        """Operations that have not ended, sorted by start time. An operation may call others, which start later."""
         return tuple(event for event in self.events if event.ended_ns is None)
 
     @property
@@ -398,8 +398,8 @@ class Recorder(EventSink):
     def note(self, kind: str, text: str) -> None:
         """Write ``text``, truncated to about 1 KiB, as the note of type ``kind``, one of `KINDS`.
 
-        Of the types in `FINAL`, only the first note is kept, because later notes are its consequences. Notes of other
-        types are replaced.
+        A note replaces the previous note of its type. But for the types in `FINAL`, the first note of each type is
+        kept.
         """
         data = text.encode(errors="backslashreplace")[: NOTE_BYTES - NOTE.size]
         start = NOTES + KINDS.index(kind) * NOTE_BYTES

@@ -210,5 +210,5 @@ class OperationTiming(EventSink):
 
     @property
     def unknown_calls(self) -> int:
-        """Number of operations since the creation of this object with unknown sent bytes, such as MPI's allreduce."""
+        """Number of counted operations whose sent bytes are unknown, such as MPI's allreduce."""
         return sum(mine.unknown_calls for mine in self._threads.copy())

@@ -41,7 +41,7 @@ class PostedReceive:
 
 @dataclass
 class SurvivorAgreement:
-    """An agreement of the surviving ranks: each survivor's flag, and the ranks that were alive at the decision."""
+    """State of one agreement between the surviving ranks: each rank's flag, and the ranks alive at the decision."""
 
     number: int
     brought: dict[int, bool] = field(default_factory=dict)
@@ -173,7 +173,9 @@ class FailureDetector:
             raise RankDiedError(f"rank {self.rank}: {self._name} was revoked during {what}", dead_ranks)
         if dead_ranks and (peer is None or peer == ANY or peer in dead_ranks):
             dead = ", ".join(map(str, dead_ranks))
-            raise RankDiedError(f"rank {self.rank}: rank {dead} of {self._name} died, and {what} needs it", dead_ranks)
+            raise RankDiedError(
+                f"rank {self.rank}: rank {dead} of {self._name} died, and {what} needs the dead rank", dead_ranks
+            )
 
     def agree(self, flag: bool) -> SurvivorAgreement:
         """Wait until every survivor has passed its ``flag``. Return all flags. Collective over the survivors."""
@@ -215,7 +217,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive in flight. The function ``arrived`` waits for the message that matches ``posted``, and returns it."""
+    """A receive in flight. ``arrived(posted)`` waits for the received data, to be copied to ``message``."""
 
     def __init__(
         self,
@@ -290,10 +292,10 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class ReductionRequest:
-    """An iallreduce in flight. ``parts`` collects the buffers of ``size`` ranks, and ``message`` gets the result.
+    """An iallreduce in flight. ``parts`` collects the buffers of ``size`` ranks. The result is written to ``message``.
 
-    ``until(ready)`` waits until ``ready()`` is true, at most until the deadline of the group. ``detector`` detects dead
-    ranks.
+    ``until(ready)`` waits until ``ready()`` is true, and raises an error at the group's deadline. ``detector`` detects
+    dead ranks.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
     """Return (edges, centres, initial levels) of the histogram bins for magnitudes.
 
-    The edges are BINS + 1 float64 numbers from 0 to 1. The initial levels of the quantiser are indices of bins whose
-    centres are about evenly spaced. ``xp``: numpy or cupy.
+    The edges are BINS + 1 float64 numbers from 0 to 1. Initial level i of the quantiser is a bin index: the number of
+    bins whose centres are below i / LEVELS. ``xp``: numpy or cupy.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
@@ -80,9 +80,9 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(rows: int, block: int) -> int:
-    """Return the smallest n such that the blocks 0, n, 2 n, ... have at most SAMPLE values together.
+    """Return the stride n of the sample: the blocks 0, n, 2 n, ... have at most SAMPLE values in total.
 
-    ``rows`` is the number of blocks, ``block`` the number of values in a block. A single block may have more values.
+    ``rows`` is the number of blocks, ``block`` the number of values in a block. At least one block is sampled.
     """
     return max(1, -(-rows // max(1, SAMPLE // block)))
 

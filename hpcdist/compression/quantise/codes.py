@@ -171,10 +171,9 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return the lift of a block with the scale ``scale``: a power of two, or 0 if ``scale`` is 0.
+    """Return a power of two that makes a tiny scale large enough to divide by, or 1 for other scales.
 
-    The block's values are multiplied by the lift, and then by the result of `inverse_of`. Without the lift, the
-    reciprocal of a tiny scale could overflow. Callable from compiled kernels.
+    ``scale`` is the scale of a block. The result is 0 if ``scale`` is 0. Callable from compiled kernels.
     """
     if scale == _ZERO:
         return _ZERO
@@ -183,9 +182,9 @@ def lift_of(scale: Any) -> Any:
 
 @jit
 def inverse_of(scale: Any, levels: Any) -> Any:
-    """Return ``levels`` / (``scale`` * lift), or 0 if ``scale`` is 0. The lift avoids overflow: see `lift_of`.
+    """Return ``levels`` / (``scale`` * `lift_of` (scale)), or 0 if ``scale`` is 0.
 
-    For a value v of a block with this scale, v * lift * result is in [-levels, levels]. Callable from compiled kernels.
+    A value of a block with this scale, times `lift_of` (scale), times the result, is in [-levels, levels].
     """
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 

@@ -42,7 +42,7 @@ class AdamMoments:
 
     def __post_init__(self) -> None:
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.epsilon > 0):
-            raise UsageError(f"{self}; betas must be at least 0 and below 1, epsilon above 0")
+            raise UsageError(f"{self}: beta1 and beta2 must be at least 0 and below 1, epsilon above 0")
 
 
 def places(sizes_bytes: list[int]) -> list[Range]:
@@ -57,9 +57,9 @@ class OneBitAdam:
     Each rank owns one of ``ranks`` chunks of the elements. A warm-up step calls `warm`. After the warm-up, `freeze`
     fixes the variance. The keyword ``compressor`` is `SignSgd` by default. A later step has three stages:
 
-    - `accumulate`, and `encode_worker` for each chunk. The caller sends each payload to the chunk's owner.
-    - `add_worker` for each received payload, in rank order, and `encode_server`. The caller all-gathers the results.
-    - `receive` for each chunk, and `direction`.
+    - `accumulate` adds the gradient. `encode_worker` encodes each chunk, and the caller sends it to the chunk's owner.
+    - `add_worker` adds each received payload, in rank order. `encode_server` encodes the mean, to be all-gathered.
+    - `receive` decodes each chunk. `direction` returns the Adam step.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class OneBitAdam:
         run(gradient, self.m, self.v, *map(np.float32, scalars))
 
     def freeze(self) -> None:
-        """End the warm-up: freeze the bias-corrected variance, with a lower bound. Requires at least one `warm`."""
+        """End the warm-up: fix the bias-corrected variance, raising tiny values. Needs at least one warm-up step."""
         if self.is_frozen or not self.count:
             raise UsageError(
                 f"1-bit Adam: freeze() was called {'a second time' if self.is_frozen else 'without a variance'}, after "
@@ -108,7 +108,7 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze` in a job of one rank: the variance can change again, and the next step calls `warm`.
+        """Undo `freeze` in a job of one rank: the variance can change again, and warm-up steps follow.
 
         The compression errors are added to the momentum and set to 0.
         """
@@ -144,16 +144,16 @@ class OneBitAdam:
         self.compressor.add(payload, self.server_error, 1 / self.ranks)
 
     def encode_server(self, payload: Array, key: RandomKey) -> None:
-        """Compress the mean momentum in this rank's chunk, and write the result to ``payload``.
+        """Compress the mean momentum of the chunk that this rank owns, and write the result to ``payload``.
 
-        The compression error is added to this mean in the next step. ``key`` is the compressor's random stream.
+        The compression error is kept for the next step. ``key`` is the compressor's random stream.
         """
         run = _mask_ufuncs if is_device(self.v) else _mask
         run(self.server_error, self.v[self.own.slice])
         self._encode(self.server_error, payload, key)
 
     def receive(self, owner: int, payload: Array) -> None:
-        """Decode ``payload``, the result of `encode_server` on rank ``owner``, into that rank's momentum chunk."""
+        """Decode ``payload``, from `encode_server` on rank ``owner``, into this rank's copy of the momentum."""
         self.compressor.decode(payload, self.m[self.chunks[owner].slice])
 
     def direction(self, out: Array) -> None:

@@ -271,7 +271,9 @@ class Qsgd(BlockCompressor):
         if self.bits not in (2, 4, 8):
             raise ConfigurationError(f"QSGD with codes of {self.bits} bits; choose 2, 4 or 8 (1, 7 or 127 levels)")
         if self.bucket < GROUP or self.bucket & (self.bucket - 1):
-            raise ConfigurationError(f"QSGD with buckets of {self.bucket} values; choose a power of two from {GROUP}")
+            raise ConfigurationError(
+                f"QSGD with buckets of {self.bucket} values; choose a power of two of at least {GROUP}"
+            )
 
     @property
     def width(self) -> int:

@@ -74,7 +74,7 @@ class RandomK(Compressor):
             self.summable(payload)[...] = np.float32(np.nan)
 
     def summable(self, payload: Array) -> Array:
-        """Return a view of the k float32 values in ``payload``."""
+        """Return a view of the k float32 values in ``payload``. All ranks send values of the same indices."""
         return payload[HEADER_BYTES:].view(np.float32)
 
 

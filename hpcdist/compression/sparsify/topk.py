@@ -55,7 +55,7 @@ class TopK(Compressor):
         coo.add(payload, out, factor)
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload of NaN values at the indices 0 to k - 1."""
+        """Write a payload of k NaN values, so that every rank that decodes it gets NaN."""
         coo.indices(payload)[...] = namespace(payload).arange(payload.size // coo.ENTRY_BYTES, dtype=np.int32)
         coo.values(payload)[...] = np.float32(np.nan)
 
@@ -81,10 +81,10 @@ def select(values: Array, payload: Array) -> None:
 
 
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Return (candidates, indices, threshold, ties) to select the k float32 numbers of largest magnitude.
+    """Return (candidates, indices, threshold, ties), which describe the k float32 numbers of largest magnitude.
 
-    ``words`` are the bits of all numbers. ``candidates`` are ``words[indices]``, or all words if ``indices`` is empty.
-    Select the candidates with a magnitude above ``threshold``, and ``ties`` candidates with this magnitude.
+    ``words`` are the bits of all numbers. ``candidates`` are the numbers at ``indices``, or all numbers if ``indices``
+    is empty. The k numbers are all candidates above the magnitude ``threshold``, and ``ties`` candidates equal to it.
     """
     n = words.size
     room = 2 * k + 1024

@@ -33,8 +33,8 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
     """Return time bounds of n observed counter updates: a list of array pairs (earliest, latest), in ns.
 
     The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``.
-    ``update_s`` is the expected period of updates in seconds, or NaN. If some updates were missed, the list has a pair
-    for each plausible guess of the number of missed updates.
+    ``update_s`` is the expected period of updates in seconds, or NaN. The list usually has one pair. If readings may
+    have missed updates, it has one pair for each plausible update period and phase.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -114,7 +114,7 @@ class CounterSamples:
 
 @dataclass
 class _SourceSums:
-    """State of the least squares fit that divides the joules of one energy counter between phases."""
+    """Sums over readings of one energy counter, for a least squares fit of the mean watts in each training phase."""
 
     sensor: PowerSensor
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -248,10 +248,10 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add n time intervals to ``sums``, the equations of a least squares fit of each phase's watts.
+    """Add n time intervals to ``sums``, the sums of a least squares fit of each phase's watts.
 
-    Interval i used ``joules[i]``. Each row of ``moments``, of shape (guesses, n + 1), is a guess of the times in ns
-    that bound the intervals. The guess with the best fit is used. ``mixtures`` has the seconds of each phase.
+    Interval i used ``joules[i]``. The interval limits are uncertain. Each row of ``moments``, of shape (guesses, n +
+    1), is a guess of them, in ns. The guess with the best fit is used. ``mixtures`` has the seconds of each phase.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
@@ -312,9 +312,9 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
 
 
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
-    """Return the jackknife error (Quenouille 1956, Tukey 1958) of the fitted watts of each phase index in ``used``.
+    """Return the jackknife error (Quenouille 1956, Tukey 1958) of the fitted watts of the phases with indices ``used``.
 
-    ``sums`` has the equations of the fit. An error that cannot be estimated is 0.
+    An error that cannot be estimated is 0.
     """
     inner = np.ix_(np.arange(FOLDS), used, used)
     grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold

@@ -81,10 +81,7 @@ class StartHistory:
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
-        """Return an array with the joules used in the first ``seconds[i]`` seconds, NaN if unknown.
-
-        Times count from the begin of this start or restart of the run.
-        """
+        """Return the joules used in the first ``seconds[i]`` seconds after the last start: an array, NaN if unknown."""
         joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
@@ -189,7 +186,7 @@ class CarbonIntensity:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Lower and upper limit of the carbon intensity in g/kWh. A missing limit is replaced by the intensity."""
+        """Lower and upper limit of the carbon intensity in g/kWh. An unknown limit equals the intensity itself."""
         low = self.g_per_kwh if math.isnan(self.low) else self.low
         high = self.g_per_kwh if math.isnan(self.high) else self.high
         return low, high

@@ -143,9 +143,10 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to delay the next step, so that step starts spread evenly over the sensor's period. Local.
+        """Return the seconds to delay the next step. Local.
 
-        Call once per step, with the present monotonic time ``now_ns``.
+        The delays distribute the start times of steps evenly over the sensor's period. Call once per step, with the
+        present monotonic time ``now_ns``.
         """
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)

@@ -39,7 +39,7 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
 
 
 class RankPhases:
-    """Disjoint time spans of one rank in training phases. No span is missing between ``since_ns`` and ``until_ns``."""
+    """Disjoint time spans of one rank in training phases. All spans from ``since_ns`` to ``until_ns`` are recorded."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)
@@ -137,8 +137,8 @@ def job_activities(
 
     The result has the dicts ``joules``, ``error_j``, ``seconds`` and ``reason``, each by activity. Unknown values are
     NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. Only sources with a kind in ``kinds`` count.
-    ``training_j`` are the joules since the last start or resume, or NaN for the given ``reason``. ``earlier`` has the
-    energy before the last start or resume, as returned by `activities_state`, or is None.
+    ``training_j`` is the job's energy since the last start or resume. If it is NaN, ``reason`` says why. ``earlier``
+    has the energy before the last start or resume, as returned by `activities_state`, or is None.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())
@@ -200,7 +200,7 @@ class ActivityState(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.joules is not None and self.error_j is None:
-            raise ValueError("joules are given without error_j; expected both")
+            raise ValueError("joules are given without error_j; pass the uncertainty of joules as error_j")
 
 
 class EnergyRecord(msgspec.Struct):
@@ -215,7 +215,7 @@ class EnergyRecord(msgspec.Struct):
 
 
 def restored(read: Any) -> dict[str, Any]:
-    """Check the energy record ``read``, as decoded from a file, and return it. Raises ValueError if it is invalid."""
+    """Check a job's energy record ``read``, decoded from a file, and return it. Raises ValueError if it is invalid."""
     record: dict[str, Any] = msgspec.to_builtins(msgspec.convert(read, EnergyRecord))
     return record | {"activities": record["activities"] or {}}
 

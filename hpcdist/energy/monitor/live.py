@@ -21,7 +21,7 @@ class MeanPower:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts (or NaN) of each of ``sources`` sources. ``drained``: samples since the last call."""
+        """Return the mean watts of each counter since the last call, or NaN. ``drained`` has the new readings."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(sources):
@@ -45,7 +45,7 @@ class LiveFigures:
         self._bytes: dict[int, Mapping[str, float]] = {}
 
     def see(self, rows: Sequence[NodeRows]) -> None:
-        """Store the ``rows`` that `EnergyMonitor.collect` returned: the new samples and mean power of each node."""
+        """Replace the stored samples and mean power of each node by ``rows``, the result of `EnergyMonitor.collect`."""
         self._rows = rows
         for row in rows:
             if len(row.drained.looks):

@@ -80,7 +80,7 @@ class EnergyWatch:
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def moment(self) -> WatchInterval:
-        """Return the mean power since the last call, and append the new sensor samples to the output file, if any."""
+        """Return this node's mean power since the last call. Appends the new samples to the output file, if any."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
@@ -296,7 +296,7 @@ class EnergyMonitor:
         return reports.state(self.report())
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Include ``state``, the job's energy before a restart or None, in later reports. Local. Equal on all ranks."""
+        """Set the job's energy before a restart, or None, for later reports. Equal ``state`` on all ranks. Local."""
         self._earlier = state
 
     def intervals(self) -> list[SourceSamples]:

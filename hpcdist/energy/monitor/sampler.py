@@ -96,7 +96,7 @@ class EnergySampler:
         self._thread = threading.Thread(target=self._run, name="energy sampler", daemon=True)
 
     def start(self) -> None:
-        """Start the thread if there are counters to read or a function ``look`` to call."""
+        """Start the sampling thread, unless there is nothing to sample."""
         if self.tracks or self._look is not None:
             self._began_ns = time.monotonic_ns()
             self._thread.start()
@@ -122,7 +122,7 @@ class EnergySampler:
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return the indices of the sources that missed some energy since the last call of this method."""
+        """Return the indices of the counters that failed to count some energy since the last call of this method."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now
@@ -222,7 +222,7 @@ class EnergySampler:
         return now_ns - began_ns < GIVE_UP_NS and not all(track.pace.settled(now_ns) for track in self.tracks)
 
     def drain(self) -> DrainedSamples:
-        """Return the samples since the previous `drain`. Only these remain available to the method `intervals`."""
+        """Return the samples since the previous `drain`, and delete older samples."""
         with self._lock:
             samples, self._samples = self._samples, []
             powers, self._powers = self._powers, []

@@ -52,7 +52,7 @@ class PhaseWindows:
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Add the energy since the previous reading to the innermost open window. For the arguments see `enter`."""
+        """Add the time and energy since the last reading to the innermost open window. Arguments as in `enter`."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns
@@ -86,7 +86,7 @@ class PhaseWindows:
         return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
 
     def phases(self) -> dict[str, dict[str, Any]]:
-        """Return a dict for each phase: seconds, number of windows, shortest ended window in s, and mJ by source."""
+        """Return a dict for each phase: its seconds, number of windows, shortest window, and mJ by source."""
         phases = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
         for window in self._open:
             self._sum(phases, window)

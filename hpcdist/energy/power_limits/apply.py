@@ -145,7 +145,9 @@ class TemporaryLimits:
         self._left = failed
         if failed:
             self._path = journal.write(self._folder, [change for _, change in failed], self._path)
-            raise MissingCapabilityError(f"{'; '.join(reasons)}; to restore later: {journal.RESTORE_COMMAND}")
+            raise MissingCapabilityError(
+                f"{'; '.join(reasons)}; to restore these limits later, run: {journal.RESTORE_COMMAND}"
+            )
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
@@ -268,7 +270,9 @@ def _put_one_back(change: ChangedLimit, stack: ExitStack) -> str:
     elif change.kind == CPU_POWER:
         knob = CpuPowerLimit(Path(change.place), change.device)
     else:
-        raise MissingCapabilityError(f"limits of kind {change.kind!r} are unknown; restore them with a newer hpcdist")
+        raise MissingCapabilityError(
+            f"the saved limits of kind {change.kind!r} are unknown; restore these limits with a newer hpcdist"
+        )
     now = knob.now()
     if now is None or change.before is None:
         knob.put(change.before)

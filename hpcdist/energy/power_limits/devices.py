@@ -51,7 +51,7 @@ class DeviceLimit(Protocol):
         """Set the limit to ``value`` in driver units; None removes it. Raises MissingCapabilityError if this fails."""
 
     def cure(self, value: int | None) -> str:
-        """Return the shell command that sets the limit to ``value``."""
+        """Return the shell command by which a user can set this limit to ``value``."""
 
 
 def check_value(knob: DeviceLimit, value: float) -> None:
@@ -176,7 +176,7 @@ class GpuClockLimit(_GpuLimit):
             return LimitRange()
 
     def now(self) -> int | None:
-        """Return None, because the driver cannot report a locked clock."""
+        """Return None: the present limit is unknown, because the driver cannot report a locked clock."""
         return None
 
     def in_force(self) -> float | None:
@@ -219,7 +219,7 @@ LONG_TERM: Final = "long_term"
 
 
 class CpuPowerLimit:
-    """Long-term power limit of a processor package: an average over ``window_s``, which bursts may exceed."""
+    """Long-term power limit of a processor package. It limits the mean power over ``window_s`` seconds."""
 
     kind, unit, per_unit = CPU_POWER, "W", 1_000_000
 

@@ -87,7 +87,7 @@ def process_start(pid: int) -> str | None:
 
 @contextmanager
 def locked_journal(folder: Path) -> Iterator[None]:
-    """Lock the journal, so that only this process reads and adds records in the block. Raises StorageError."""
+    """Lock the journal in ``folder`` against other processes during the `with` statement. Raises StorageError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

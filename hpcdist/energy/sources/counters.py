@@ -97,7 +97,7 @@ class EnergyCounter(Protocol):
 
 
 class NoPowerReading:
-    """Base class of energy counters that report no power. They count all energy, however rarely they are read."""
+    """Base class of energy counters that cannot report the present power."""
 
     about = SourceInfo()
     gaps = 0
@@ -116,7 +116,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Improve the estimate with the counter reading ``value`` at time ``now_ns``, unless the estimate is final."""
+        """Update the estimated period by the counter reading ``value`` at time ``now_ns``, unless it is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:

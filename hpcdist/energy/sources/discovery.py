@@ -190,7 +190,9 @@ def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[st
 def _gpu_rows(driver: nvml.NvmlDriver, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     gpus = driver.gpus()
     if not gpus:
-        raise MissingCapabilityError("the NVIDIA driver shows no GPU to this process")
+        raise MissingCapabilityError(
+            "the NVIDIA driver shows no GPU to this process; request a GPU from the batch system or the container"
+        )
     held = cuda_visible(gpus, environment, driver.parent)
     return [{**_gpu_row(driver, gpu), "held": gpu.uuid in held} for gpu in gpus]
 

@@ -225,13 +225,13 @@ class NvmlDriver:
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:
-        """Return the properties of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError."""
+        """Return the properties of the GPU ``uuid``. ``ranks``: number of its users. Raises MissingCapabilityError."""
         gpu = self._look_up(uuid)[1]
         shared = f"shared by {ranks} ranks" if ranks > 1 else ""
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
 
     def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> EnergyCounter:
-        """Return the energy counter of a GPU that ``ranks`` ranks use, after a first read.
+        """Return the energy counter of the GPU ``uuid``. ``ranks``: number of ranks that use this GPU.
 
         For a GPU without energy counter (before Volta), the power read every ``interval_s`` seconds is integrated. A
         GPU in MIG mode has one counter for all its instances. Raises MissingCapabilityError.

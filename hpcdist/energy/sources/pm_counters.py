@@ -26,7 +26,7 @@ PARTS: Final = (("cpu", "cpu_energy", "cpu_power"), ("dram", "memory_energy", "m
 
 
 class PmCounterFiles:
-    """Counter files of a Cray node, read as one snapshot. Its ``capped`` is True after a change of the power cap."""
+    """Counter files of a Cray node, read as one snapshot. ``capped`` becomes True when the power cap changes."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._directory, self._clock_ns = directory, clock_ns
@@ -55,13 +55,16 @@ class PmCounterFiles:
             if self._read("freshness") == before:
                 if startup and self._startup and startup != self._startup:
                     raise CounterResetError(
-                        f"pm_counters/startup changed from {self._startup} to {startup}: the controller was restarted"
+                        f"pm_counters/startup changed from {self._startup} to {startup}: the power controller of the "
+                        "node was restarted"
                     )
                 self._values, self._freshness, self._renewed_ns = values, before, self._clock_ns()
                 self.capped = self.capped or generation != self._generation
                 break
         else:
-            raise SensorReadError(f"{self._directory}/freshness changed during each of {ATTEMPTS} reads")
+            raise SensorReadError(
+                f"{self._directory}/freshness changed during each of {ATTEMPTS} reads; read again later"
+            )
         waited_ns = self._clock_ns() - self._renewed_ns
         if waited_ns > STALE_NS:
             raise SensorReadError(
@@ -116,7 +119,7 @@ class PmCounter:
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return a list of the readable Cray energy counters in ``directory``, and a dict. Local.
+    """Return a list of the readable Cray energy counters in ``directory``, and a dict of errors. Local.
 
     The node's total comes first, and the dict is empty. If the total is unreadable, the list is empty, and the dict is
     {"node": reason}.

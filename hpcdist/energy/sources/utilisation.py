@@ -41,7 +41,7 @@ def busy_seconds(line: str, ticks: float) -> tuple[float, float]:
 
 
 class TdpProcessors(NoPowerReading):
-    """Energy counter that models all processors of a node together, in uJ since its first read."""
+    """Energy counter of a node's processors in uJ, estimated from their thermal design power (TDP) and utilisation."""
 
     kind = "cpu"
     name = "declared model of the processors"
@@ -220,7 +220,7 @@ class NodeUtilisation:
         self._network = NetworkCounters(proc, sys)
 
     def look(self) -> np.ndarray:
-        """Return the mean utilisation since the last call, as a float64 array with the columns `COLUMNS`."""
+        """Return the utilisation figures named in `COLUMNS` since the last call, as a 1-D float64 array."""
         figures = dict.fromkeys(COLUMNS, math.nan)
         figures |= self._processors() | self._memory() | self._devices()
         network = self._network.read()

@@ -56,8 +56,9 @@ def fused_forward(
 ) -> None:
     """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``kv`` has keys and values, or is None if ``qkv`` has them. ``sums``, of shape (batch * heads, context), receives
-    one float32 statistic per softmax row, for `fused_backward`. ``dropped`` is the dropout mask.
+    ``heads``: numbers and size of heads. ``kv`` has keys and values, or is None if ``qkv`` has them. ``sums``: float32
+    output of shape (batch * heads, context), for `fused_backward`. ``dropped``: dropout mask. ``documents``: bounds of
+    packed documents, or None.
     """
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -80,7 +81,7 @@ def fused_backward(
 ) -> None:
     """Write the gradients of ``inputs`` (qkv, kv) to the arrays ``gradients``, given the contiguous output gradient dy.
 
-    ``sums``: result of `fused_forward`. ``dots``: sums of dy * y, see `dots_of`. ``dropped`` is the dropout mask.
+    ``sums``: output of `fused_forward`. ``dots``: result of `dots_of`. Other arguments are as in `fused_forward`.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -153,10 +154,10 @@ class LocalAttention:
         """Return attention of shape (batch, context, width) for contiguous ``qkv``. Raises UsageError if invalid.
 
         Args:
-            qkv: Queries, keys and values, of shape (batch, context, 3 width). With ``kv``, only queries: (..., width).
+            qkv: Queries, keys and values, of shape (batch, context, 3 width). With ``kv``: queries, (..., width).
             kv: Keys and values, of shape (batch, context, 2 kv width). Consecutive query heads share a key head.
             part: (index of the first local query head, number of query heads of the layer), if heads are sharded.
-            y: Output array, or None to allocate one. Only an array allocated here is saved for `backward`.
+            y: Output array, or None to allocate one. If y is passed, `backward` needs the keyword ``dots``.
         """
         assert causal or not window, "a sliding window needs causal attention"
         heads = heads_of(qkv, kv, head_size)
@@ -228,8 +229,9 @@ def begin_backward(
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
     """Return (heads, inputs, gradients, visibility, dropout mask) for an attention backward pass.
 
-    Heads: number and size of heads. Inputs: the saved (qkv, kv, softmax sums). Gradients: uninitialised arrays (dqkv,
-    None) or (dq, dkv), in scratch memory unless the keyword ``keep`` is True. Visibility: (causal, window).
+    Heads: numbers and size of heads. Inputs: the saved (qkv, kv, softmax sums). Gradients: uninitialised arrays for qkv
+    and kv, in scratch memory unless the keyword ``keep`` is True. Visibility: (causal, window). kv and its gradient are
+    None if qkv has the keys and values.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -265,7 +267,7 @@ class _Memory:
 class KeyRows:
     """Keys and values: views of the array ``kv``, or of ``qkv`` if ``kv`` is None.
 
-    The array lacks the first ``skipped`` key heads of this rank. ``pieces`` maps its rows to token positions.
+    Head 0 of this array is key head ``skipped`` of this rank. ``pieces`` maps the array's rows to token positions.
     """
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
@@ -275,7 +277,7 @@ class KeyRows:
 
 
 class KeyGradients:
-    """Gradients of the keys and values in a `KeyRows`, as views of ``dkv``, or of ``dqkv`` if ``dkv`` is None."""
+    """Gradients of keys and values: views of the array ``dkv``, or of ``dqkv`` if ``dkv`` is None."""
 
     def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
@@ -317,9 +319,9 @@ class TiledForward:
     ) -> None:
         """Add the attention of a block of queries over the visible ``keys`` to the output.
 
-        ``chunk``: samples and heads. ``rows``: (first row, end row, token position of the first row) of the queries.
-        ``dropped``: dropout mask. Keywords: ``span`` (range of key rows), ``causal`` (hide later keys), ``begins``
-        (overwrite the output).
+        ``chunk``: samples and heads. ``rows``: first row and end row of the queries, token position of the first row.
+        ``dropped``: dropout mask. The keyword ``span`` is the range of key rows. If the keyword ``causal`` is True,
+        later keys are hidden. If the keyword ``begins`` is True, the output is first set to 0.
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -359,8 +361,7 @@ class TiledBackward:
     """Attention backward pass in tiles: a tile is a block of keys with a block of queries. Local.
 
     ``arrays``: qkv (queries first), the gradient of the output, and an array that receives the gradient of the queries.
-    ``pieces`` lists the ranges of consecutive queries: (first row, end row, token position of the first row). ``dots``
-    is the result of `dots_of`.
+    ``pieces`` maps the rows of these arrays to token positions. ``dots`` is the result of `dots_of`.
     """
 
     def __init__(
@@ -399,11 +400,11 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
+        """Write the gradients of a block of keys and values to ``gradients``, and update the query gradients.
 
-        ``chunk``: samples and heads. ``rows``: (first row, end row, token position of the first row) of the keys.
-        ``dropped``: dropout mask. Keywords: ``span`` (range of query rows), ``causal`` (hide later keys), ``begins``
-        (overwrite the query gradients).
+        ``chunk``: samples and heads. ``rows``: first row and end row of the keys, token position of the first row.
+        ``dropped``: dropout mask. The keyword ``span`` is the range of query rows. If the keyword ``causal`` is True,
+        later keys are hidden. The keyword ``begins`` must be True in the first call for these queries.
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
@@ -428,8 +429,6 @@ class TiledBackward:
 
 
 class _Sum:
-    """The gradient array of queries, keys or values, to which tiles add their products."""
-
     def __init__(self, heads: Heads, target: Array, part: int, *, of_queries: bool, skipped: int = 0) -> None:
         self._skipped = skipped
         self._target, self._view = target, heads.view(target, part, of_queries=of_queries)

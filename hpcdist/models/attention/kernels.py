@@ -28,9 +28,9 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
     come in column order.
 
     - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row in all tiles so
-      far. Both are updated, and s is relative to the new maximum.
-    - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)), by which earlier sums must be
-      multiplied. The first tile leaves it unchanged.
+      far. This call updates both before it overwrites s.
+    - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)). The caller must multiply its earlier
+      output rows by this factor. The first tile leaves ``shrink`` unchanged.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -151,10 +151,11 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 
 
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide some elements of the attention output y by the softmax sums ``total``, of shape (batch * heads, context).
+    """Divide the attention output y of some heads and tokens by the softmax sums ``total``.
 
-    y has the shape (batch, context, heads * head size). Pair b * heads + h is head h of sample b. The elements are the
-    tokens [first, first + rows) of the pairs [pair, pair + pairs).
+    y has the shape (batch, context, heads * head size), ``total`` (batch * heads, context). Row b * heads + h of
+    ``total`` is for head h of sample b. Use only ``pairs`` rows
+    from ``pair`` on, and ``rows`` tokens from ``first`` on.
     """
     if is_device(y):
         size = y.shape[2] // heads
@@ -181,8 +182,8 @@ def accumulate(
     """Sum ``part`` over each group of query heads, and write the sums to ``target``, or add them if ``add``.
 
     ``part`` has the shape (pairs * groups, rows, head size): ``groups`` consecutive query heads share a key head.
-    ``target``, of shape (batch, context, columns), has ``heads`` key heads from column ``column`` on. Row i of sum p is
-    for token ``first`` + i of key head h of sample b, where b * heads + h = ``pair`` + p.
+    ``target``, of shape (batch, context, columns), has ``heads`` key heads from column ``column`` on. Its key heads are
+    numbered over all samples: the first sum is for number ``pair``. The first row is for token ``first``.
     """
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)

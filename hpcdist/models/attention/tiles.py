@@ -58,7 +58,7 @@ class Heads:
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
-        """Return the largest number of (sample, query head) pairs to compute at a time on the device of ``like``."""
+        """Return the largest number of (sample, query head) pairs in one tile computation on the device of ``like``."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
     def chunks(
@@ -66,8 +66,8 @@ class Heads:
     ) -> Iterator["HeadChunk"]:
         """Yield `HeadChunk` objects that cover the key heads [first_head, last_head), by default all, of all samples.
 
-        If ``everything``, a single `HeadChunk` has all heads of all samples. Otherwise its size is limited, so that a
-        tile of its attention scores has about TILE elements. If the keyword ``apart`` is True, it has only one sample.
+        Unless ``everything`` is True, the size of an object is limited: a tile of its attention scores has about
+        TILE elements. If the keyword ``apart`` is True, each object has only one sample.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -99,7 +99,7 @@ class HeadChunk:
 
     @property
     def outer(self) -> tuple[int, int, int]:
-        """Numbers of (samples, key heads, query heads per key head) in this `HeadChunk`."""
+        """Shape of this `HeadChunk`: number of samples, of key heads, and of query heads per key head."""
         return self.last_sample - self.first_sample, self.last_head - self.first_head, self.heads.group
 
     @property
@@ -114,19 +114,19 @@ class HeadChunk:
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return the samples and heads of this `HeadChunk` in ``view``, which lacks the first ``skipped`` heads."""
+        """Return the samples and heads of this object in ``view``. The first head in ``view`` is head ``skipped``."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
         """Return the range [first, end) of this rank's token rows for each document of one packed sample.
 
-        The sample is the only one in this `HeadChunk`. If ``documents`` is None, one range has all rows. ``pieces``
-        maps this rank's rows to token positions.
+        This `HeadChunk` must have one sample only. ``pieces`` maps this rank's rows to token positions. If
+        ``documents`` is None, the result is one range with all rows.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply the dropout mask ``dropped`` to ``tile``: attention scores from query ``first``, key ``start`` on."""
+        """Apply dropout to the attention scores ``tile``. The first score is of query ``first`` and key ``start``."""
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -148,8 +148,8 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
     if kv is None:
         if head_size < 1 or columns % (3 * head_size):
             raise UsageError(
-                f"attention got {columns} columns for query, key and value, in heads of size {head_size}; give a "
-                f"multiple of {3 * head_size}, or pass keys and values as kv"
+                f"attention got {columns} columns in the last dimension of qkv, with heads of size {head_size}; "
+                f"give a multiple of {3 * head_size}, or pass keys and values as kv"
             )
         return Heads(batch, context, columns // (3 * head_size), 1, head_size)
     shared = kv.shape[2] // (2 * head_size)
@@ -175,7 +175,7 @@ def blocks(
     """Yield blocks (start row, end row, token position of the start row) of an array of tokens, in row order.
 
     A block has at most ``long`` rows of the range [first, last), and lies within one of the ``pieces``, the ranges of
-    consecutive tokens in the array. Blocks need not have the rows with a position outside ``places``.
+    consecutive tokens in the array. Rows with a token position outside ``places`` may be left out.
     """
     for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)

@@ -42,9 +42,8 @@ def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
     """Write to ``places`` the row of each token's copy for each of its experts. Copies are sorted by expert. On a GPU.
 
     ``places[t, j]`` is the row of the copy of token t for the expert ``chosen[t, j]``. ``runs[s, r]`` is a range
-    [first, end) of tokens of sample s. ``table[s, r, e]`` is a pair: the first row of expert e for this range, and the
-    number of rows. If more tokens of the range chose the expert, the last ones get no copy, and ``places`` keeps its
-    value.
+    [first, end) of tokens of sample s. ``table[s, r, e]`` is a pair for this range: the first row of expert e, and the
+    largest number of rows. Further tokens of the range get no copy for expert e, and ``places`` keeps its value.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],
@@ -54,10 +53,10 @@ def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
 def choose_backward(
     logits: Array, chosen: Array, gates: Array, dgates: Array, sigmoid: bool, runs: Array, table: Array, figures: Array
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add statistics to ``figures``. On a GPU.
+    """Overwrite the router ``logits`` with their gradient, and add to the statistics ``figures``. On a GPU.
 
-    For the arguments, see `hpcdist.models.experts.router.gradient_of_logits`. ``sigmoid`` True: scores are sigmoids,
-    else a softmax.
+    Same as `hpcdist.models.experts.router.gradient_of_logits`, which explains the arguments. Scores are sigmoids if
+    ``sigmoid`` is True, else a softmax.
     """
     (tokens, experts), (samples, pieces, _) = logits.shape, runs.shape
     if not tokens:
@@ -94,8 +93,8 @@ def _collect(rows: Array, places: Array, gates: Array, y: Array, *, gated: bool)
 def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates: Array) -> None:
     """Overwrite the expert outputs ``rows`` with their gradient, for the output gradient dy. On a GPU.
 
-    ``places[t, j]`` is the row for choice j of token t. The gradient of ``gates`` is written to ``dgates``, 0 for
-    dropped choices.
+    ``places[t, j]`` is the row for choice j of token t, or -1 if the choice was dropped. ``dgates`` receives the
+    gradient of ``gates``, 0 for dropped choices.
     """
     _by_warps("collect_backward", places.size, dy, places, gates, rows, dgates, places.size, places.shape[1],
               rows.shape[1], real=rows.dtype)  # fmt: skip
@@ -105,7 +104,7 @@ def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, ba
     """Copy groups of consecutive rows from ``source`` to ``target`` on a GPU.
 
     Each row of ``blocks``, of shape (n, 3), describes a group: first source row, first target row, number of rows (at
-    most ``longest``). ``back`` swaps the first two columns.
+    most ``longest``). If the keyword ``back`` is True, the target row comes before the source row.
     """
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),

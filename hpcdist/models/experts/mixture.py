@@ -36,14 +36,14 @@ class ExpertTensors(NamedTuple):
 
 
 class ExpertGradients(NamedTuple):
-    """Gradient arrays of `ExpertTensors`, as pairs (array, add). If ``add``, add to the array, else overwrite it."""
+    """Gradient arrays of experts, as pairs (array, add): True to add a gradient to the array, False to overwrite it."""
 
     weights: Sequence[tuple[Array, bool]]
     biases: Sequence[tuple[Array, bool]] | None
 
 
 class StayingRows:
-    """Token exchange if this rank has all experts: nothing is sent. Subclasses send tokens to other ranks. Local."""
+    """Token exchange of a rank that has all experts: nothing is sent. Base class of exchanges between ranks. Local."""
 
     attends = False  # True if ranks compute together, even ranks without samples
 
@@ -60,23 +60,23 @@ class StayingRows:
         """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
 
         The rows of expert e begin at ``starts[e]``. The returned function returns the received rows sorted by expert,
-        and an array with the first row of each local expert. Set the keyword ``back`` to True if ``rows`` are
-        gradients.
+        and an array with the first row of each local expert. In the backward pass, ``rows`` are gradients, and the
+        keyword ``back`` must be True.
         """
         if not back:
             saved.keep("experts.received", rows)
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return this rank's expert weights and biases, of the first (``prefix`` `UP`) or last (`DOWN`) layer."""
+        """Return weights and biases of the first (``prefix`` `UP`) or last (`DOWN`) linear layer of local experts."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return the arrays to which the caller must write the weight and bias gradients of this rank's experts.
 
-        ``prefix`` is `UP` for the first linear layer of the experts, `DOWN` for the last. Call this for both layers
-        before you pass gradient rows to `send_out`.
+        ``prefix`` is `UP` for the first linear layer of the experts, `DOWN` for the last. In the backward pass, call
+        this for both layers before `send_out`.
         """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
@@ -104,7 +104,7 @@ class StayingRows:
 
 
 class WholeExperts:
-    """Exchange between tensor ranks if ranks have whole experts: nothing is sent. Subclasses exchange data. Local."""
+    """Exchange between tensor ranks for unsharded experts: nothing is sent. Base class for sharded experts. Local."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
@@ -118,15 +118,15 @@ class WholeExperts:
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Sum the output arrays ``partial`` of the tensor ranks. Return only the rows for this rank's tokens."""
+        """End the forward pass: sum ``partial`` over the tensor ranks. Return only the rows of this rank's tokens."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Gather the output gradient ``dy`` of this rank's tokens. Return the gradient of all ranks' tokens."""
+        """Start the backward pass: gather the tensor ranks' output gradients ``dy``. Return all tokens' gradient."""
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Add up the tensor ranks' partial input gradients ``dx``. Return only the rows for this rank's tokens."""
+        """End the backward pass: sum ``dx`` over the tensor ranks. Return only the rows of this rank's tokens."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
@@ -138,16 +138,16 @@ class WholeSamples:
     """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class. Local."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and the token ranges of the sample on this rank as `Pieces`.
+        """Return the number of tokens of a whole sample, and the ranges of its tokens on this rank, here all.
 
         ``tokens`` is the number of a sample's tokens on this rank.
         """
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Count the tokens that chose each expert: before each token range, and per sample. Return both arrays.
+        """Count the choices of each expert in all earlier tokens and in whole samples. Return both arrays.
 
-        ``counts``, of shape (samples, ranges, experts), has the numbers for the tokens in each range of local tokens.
+        ``counts``, of shape (samples, ranges, experts), has the choices by the tokens in each range of local tokens.
         The first result, of the same shape, counts all tokens of the sample before the range, on any rank. The second
         result, of shape (samples, experts), counts all tokens of the sample.
         """
@@ -163,14 +163,14 @@ UNCUT: Final = WholeSamples()
 class LocalExperts:
     """Router and experts of all transformer blocks. Implements `hpcdist.models.stage.ExpertsOperation`.
 
-    A block has E experts of inner width f, on all ranks together, for tokens of width h. Before sharding,
-    ``router.weight`` has the shape (E, h), ``experts.up.weight`` (E, f, h), or (E, 2, f, h) for gates and values, and
-    ``experts.down.weight`` (E, h, f). Biases are optional.
+    A block has E experts of inner width f, for tokens of width h. Before sharding over ranks, ``router.weight`` has the
+    shape (E, h), ``experts.up.weight`` (E, f, h), or (E, 2, f, h) for gates and values, and ``experts.down.weight``
+    (E, h, f). Biases are optional.
 
     - ``predictions(tokens)``: number of targets of a sample with ``tokens`` tokens.
-    - ``state``: router biases and statistics.
-    - ``travel``: transfer of token rows to experts on other ranks and back.
-    - ``borders``: gathers the input and sums the output, if tensor parallelism shards each expert.
+    - ``state``: biases and statistics of the router.
+    - ``travel``: sends token rows to experts on other ranks and back.
+    - ``borders``: exchanges input and output between tensor ranks, if tensor parallelism shards each expert.
     - ``samples``: positions of this rank's tokens in their samples, if context parallelism shards the samples.
     """
 
@@ -315,10 +315,9 @@ class LocalExperts:
 
 
 def with_experts(operations: Operations, config: ModelConfig, predictions: Callable[[int], int]) -> Operations:
-    """Return ``operations`` with `LocalExperts` if ``config`` has experts, else ``operations`` unchanged.
+    """Return the model's ``operations``, with `LocalExperts` added if ``config`` has experts.
 
-    ``predictions(tokens)`` is the number of targets in a sample of ``tokens`` tokens: the weight of the sample in the
-    balance and z losses.
+    ``predictions(tokens)`` is the number of targets in a sample of ``tokens`` tokens.
     """
     if not config.experts:
         return operations
@@ -326,9 +325,9 @@ def with_experts(operations: Operations, config: ModelConfig, predictions: Calla
 
 
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Return ranges [first, end) of the rows of an array of tokens that are not padding, of shape (samples, ranges, 2).
+    """Return the row ranges [first, end) of tokens that are not padding, as an array of shape (samples, ranges, 2).
 
-    The array has ``tokens`` rows per sample. ``sizes[s]`` is the full length of sample s without padding. ``pieces``
+    There are ``tokens`` rows per sample. ``sizes[s]`` is the full length of sample s without padding. ``pieces``
     lists the ranges of a sample's rows: first row, end row, position of the first token in the sample.
     """
     start, end, place = np.array(pieces).T

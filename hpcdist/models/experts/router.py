@@ -64,7 +64,7 @@ class RouterState:
         return self._figures_there[layer - self.first_layer]
 
     def seen_of(self, layer: int) -> np.ndarray:
-        """Return statistics of ``layer`` since the last `take`, as a host view: choices per expert, then sums.
+        """Return the statistics of ``layer`` since the last `take`: a host array of choices per expert and four sums.
 
         In order, the sums are of dropped choices, entropy, balance loss and z loss.
         """
@@ -137,7 +137,7 @@ def place(
     - ``chosen``, of shape (tokens, k): the experts of each token.
     - ``runs``, of shape (samples, ranges, 2): the ranges [first, end) of each sample's tokens that are not padding.
     - ``counts``, of shape (samples, ranges, experts): the result of `count` for ``runs``.
-    - ``before``, of the same shape: choices of each expert by earlier tokens of the sample, on any rank.
+    - ``before``, of the same shape: number of choices of each expert by the sample's tokens before the range.
     - ``rooms``, per sample: number of choices that each expert accepts. Later choices are dropped.
     - ``places``, of shape (tokens, k): receives the row of each choice, -1 for a dropped choice.
     """

@@ -83,7 +83,7 @@ def _as_matrix(weight: Array) -> Array:
 
 
 def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> Iterator[tuple[slice, Array]]:
-    """Yield (slice of samples, scratch array whose row i has the inputs of output pixel i)."""
+    """Yield (slice of samples, im2col array of these samples in scratch memory), with one row per output pixel."""
     samples, high, wide = shape[:3]
     columns = SIZE * SIZE * x.shape[-1]
     room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
@@ -156,7 +156,7 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (window pixel index, output slices, input slices): the window pixel of these outputs is these inputs."""
+    """Yield (window pixel index, output slices, input slices): outputs read their window pixel from these inputs."""
     for i in range(SIZE):
         for j in range(SIZE):
             outputs, inputs = [slice(None)], [slice(None)]

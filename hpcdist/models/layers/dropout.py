@@ -30,11 +30,11 @@ def fits_counter(rows: int, columns: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Dropout mask of one use of dropout in a layer, and the rows of the mask that belong to an array. Local.
+    """Dropout mask of an array, which may be this rank's shard of the samples. Local.
 
     A sample's mask has ``rows_per_sample`` rows of ``columns`` elements. The array has the shape (samples * groups,
-    rows, columns), such as one group per attention head. Row 0 of group g of a sample belongs to row ``first_row + g *
-    pitch`` of the sample's mask. ``site`` is the number of the use of dropout in the layer.
+    rows, columns), such as one group per attention head. Group g of a sample begins at row ``first_row + g * pitch`` of
+    the sample's mask. ``site`` distinguishes several uses of dropout in a layer.
     """
 
     draw: Draw
@@ -50,8 +50,8 @@ class Mask:
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
         """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
 
-        The first dimension counts samples and groups, as in `Mask`. If x is a tile of the array, ``above`` and ``left``
-        are the array row and column of the tile's first element. ``left`` must be a multiple of 4.
+        x is the array that `Mask` describes, or a tile of this array. ``above`` and ``left`` are the array row and
+        column of the tile's first element. ``left`` must be a multiple of 4.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -65,7 +65,7 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Kernel arguments for the array's position in the mask: four attributes, and Philox counters per mask row."""
+        """Kernel arguments: groups, pitch, rows per sample, first row, and number of Philox counters per mask row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
@@ -73,7 +73,7 @@ class Mask:
     def counters(self) -> tuple[int, int, int, int, int, int]:
         """Kernel arguments of the Philox random generator: three counter words, two seed words, and the dropout limit.
 
-        The counter words are the index of the first sample in the batch, the number of the use of dropout in the model,
+        The counter words are the index of the first sample in the batch, an index of this use of dropout in the model,
         and the step. A kernel drops an element if its 32-bit random number is below the limit.
         """
         # An element is dropped if its word is below the limit: with probability ``rate``, rounded to 2^-32.
@@ -83,7 +83,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """GPU address of two of the counter words, first sample and step, or 0 if kernels get both from `counters`."""
+        """GPU address of an array (first sample, step), or 0 if kernels get both values as arguments."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property

@@ -36,7 +36,7 @@ class LocalLinear:
 
 
 def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-    """Return ``x weight^T + bias`` for contiguous x, and save this result, but not x, as ``PREFIX.y``."""
+    """Return ``x weight^T + bias`` for contiguous x. The result is stored in ``saved`` as ``PREFIX.y``."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)

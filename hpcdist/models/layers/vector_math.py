@@ -67,7 +67,7 @@ def _choose(numba: Any) -> Any:
     single, double = _exp_single.inner(numba), _exp_double.inner(numba)
 
     def exp(x: Any) -> Any:
-        raise AssertionError("this body is replaced when compiled, and must not run")
+        raise AssertionError("numba replaces the body of this function; call the function only from compiled code")
 
     def in_single(x: Any) -> Any:
         return single(x)
@@ -104,7 +104,7 @@ _SIGN, _REST, _SIGN_D, _REST_D = np.int32(31), np.int32(0x7FFFFFFF), np.int64(63
 
 def _ordered(numba: Any) -> Any:
     def ordered(x: Any) -> Any:
-        raise AssertionError("this body is replaced when compiled, and must not run")
+        raise AssertionError("numba replaces the body of this function; call the function only from compiled code")
 
     def of_single(x: Any) -> Any:
         bits = np.float32(x).view(np.int32)
@@ -123,7 +123,7 @@ def _ordered(numba: Any) -> Any:
 
 def _number(numba: Any) -> Any:
     def number(k: Any) -> Any:
-        raise AssertionError("this body is replaced when compiled, and must not run")
+        raise AssertionError("numba replaces the body of this function; call the function only from compiled code")
 
     def of_single(k: Any) -> Any:
         return np.int32(k ^ ((k >> _SIGN) & _REST)).view(np.float32)

@@ -28,7 +28,7 @@ NOTHING: Final = np.empty(0, np.uint8)
 class BlockUse:
     """Use of the memory blocks of an `Arena`, recorded from `Arena.begin_record` to `Arena.end_record`.
 
-    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: all scratch arrays at the recording's end.
+    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: the arena's scratch arrays at the end.
     """
 
     taken: frozenset[int]
@@ -82,7 +82,7 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Remove a block that may grow to ``nbytes`` bytes from the free blocks. Return its index, or None."""
+        """Remove a block worth enlarging to ``nbytes`` bytes from the free blocks. Return its index, or None."""
         for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
             size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:
@@ -107,7 +107,7 @@ class Arena:
         self._recorded, self._uses_before = set(), list(self._uses)
 
     def end_record(self) -> BlockUse:
-        """End the recording that `begin_record` started. Return the blocks taken and the changes in their use."""
+        """End the recording that `begin_record` started. Return the recorded use of the memory blocks."""
         assert self._recorded is not None
         before = self._uses_before + [0] * (len(self._uses) - len(self._uses_before))
         changes = [(index, now - then) for index, (now, then) in enumerate(zip(self._uses, before, strict=True))]
@@ -116,11 +116,11 @@ class Arena:
         return BlockUse(taken, tuple(change for change in changes if change[1]), tuple(self._scratch.values()))
 
     def has_free(self, use: BlockUse) -> bool:
-        """Return True if all blocks taken in the recording ``use``, a result of `end_record`, are free now."""
+        """Return True if all memory blocks in the recording ``use``, a result of `end_record`, are free now."""
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Take and free the blocks as in the recording ``use``, a result of `end_record`. First check `has_free`."""
+        """Change the number of users of each block as in ``use``, from `end_record`. Check `has_free` first."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -231,7 +231,7 @@ class ArenaSaved:
         return SavedState(dict(self._values), tuple(self._taken), tuple(self._held), dict(self.deferred), self.draw)
 
     def restore(self, state: SavedState) -> None:
-        """Store the arrays and objects of ``state`` again, after `Arena.repeat`. Array contents are not restored."""
+        """Restore the stored names and references of a snapshot, but no array contents. Call `Arena.repeat` first."""
         self._values, self._taken, self._held = dict(state.values), list(state.taken), list(state.held)
         self.deferred, self.draw = dict(state.deferred), state.draw
 

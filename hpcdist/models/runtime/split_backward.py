@@ -53,7 +53,7 @@ class RecomputedStage(WrappedStage):
         return RecomputedStage(self.inner.with_tokens(tokens))  # type: ignore[attr-defined]
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return a copy of the output of ``inner``. x must not change until the backward pass."""
+        """Return the output of the wrapped stage. Save only the output and x. x must not change until backward."""
         within = saved.within()
         y = self.inner.forward(parameters, x, operations, within)
         output = saved.empty("recomputed.y", y.shape, y.dtype)
@@ -111,11 +111,11 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
     """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 
     Write the gradients, or add them to earlier gradients of this step. ``operations`` were passed to
-    `split_operations`. ``saved`` has arrays of the backward pass, which the caller may release afterwards. Only the
-    names in ``parameters`` are read, so the memory of the values may already be freed.
+    `split_operations`. ``saved`` has arrays of the backward pass, which the caller may release afterwards. The
+    arrays in ``parameters`` may already be freed.
 
-    If two stages use one tensor, call this for both stages of a micro-batch, the later stage first, before the next
-    micro-batch. Any other order changes the gradient of this tensor by rounding.
+    If two stages share a tensor, call this for the later stage first, and for both stages before the next micro-batch.
+    Any other order changes the rounding of the gradient.
     """
     for prefix, name in saved.deferred.items():
         dy = saved[f"{prefix}.dy"]
@@ -131,7 +131,7 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
 class SplitLinear:
     """Wrapper of a linear layer ``inner`` that defers weight gradients until `weight_gradients` is called.
 
-    ``name`` is the field of `hpcdist.models.stage.Operations` with this layer, such as "linear_row".
+    ``name`` is the field of `hpcdist.models.stage.Operations` in which `weight_gradients` finds the layer.
     """
 
     name: str
@@ -161,7 +161,7 @@ class SplitLinear:
 
 @dataclass(frozen=True)
 class SplitEmbedding:
-    """Embedding ``inner`` that defers the gradient of its table."""
+    """Wrapper of an embedding ``inner`` that defers the gradient of its table until `weight_gradients` is called."""
 
     inner: EmbeddingOperation
 
@@ -178,7 +178,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Wrapper of attention ``inner`` whose input gradient stays valid until the activations are released."""
+    """Wrapper of attention ``inner`` that keeps the input gradient in memory, for a later `weight_gradients`."""
 
     inner: AttentionOperation
 

@@ -42,7 +42,7 @@ def add_squares(values: Array, digits: np.ndarray) -> None:
 
 
 def rounded(digits: np.ndarray) -> np.ndarray:
-    """Return the sums in ``digits``, accumulators created by `zeros`, as float64 values, rounded to nearest even."""
+    """Return exact sums as float64 values, rounded to nearest even. ``digits``: accumulators created by `zeros`."""
     sums = [_rounded(row) for row in digits.reshape(-1, SLOTS)]
     return np.array(sums, np.float64).reshape(digits.shape[:-1])
 

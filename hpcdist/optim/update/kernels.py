@@ -34,7 +34,7 @@ THREADS: Final = 256  # per block
 class TensorOptions(NamedTuple):
     """Optimizer settings of all tensors of a model, as arguments of a GPU kernel.
 
-    A kernel processes a range of the flat parameters. ``start``: index of the range's first element.
+    A kernel processes a range of the flat parameter vector that begins at index ``start``.
     """
 
     bounds: Array  # (tensors, 2), int64: start and end of each tensor, ascending
@@ -52,7 +52,7 @@ def launch_adam_direction(
     tensors: TensorOptions,
     *scalars: float,
 ) -> None:
-    """Update Adam's moments m and v on a GPU. Write the update before the learning rate to ``step``.
+    """Update Adam's moments m and v on a GPU. Write the update direction, without the learning rate, to ``step``.
 
     ``step`` may be the gradient array. For each tensor, the squares of ``weights`` and ``step`` are added to
     ``partial``, an array from `partial_sums`. ``tensors`` has the weight decays. Further positional arguments are the
@@ -83,7 +83,7 @@ def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
     """Return each tensor's sums of squares of weights and of updates, as a float64 array of shape (tensors, 2).
 
-    ``partial``: partial sums from `partial_sums`. ``tensors``: bounds of each tensor.
+    ``partial``: partial sums from `partial_sums`. ``tensors``: range of each tensor in the flat parameter vector.
     """
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
@@ -101,11 +101,11 @@ def launch_update(
 ) -> None:
     """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
-    Write the rounded weights to ``working``, if given. ``tensors`` has each tensor's weight decay and rate factor. The
-    arguments after ``tensors`` are the scalars. Scale multiplies the gradient. Expected ``slots`` and scalars by name:
+    Write the rounded weights to ``working``, if given. ``tensors`` has each tensor's weight decay and rate factor.
+    ``slots`` are arrays of optimizer state. Scalars follow ``tensors``. Scale multiplies the gradient. Kernels:
 
     "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
-    "momentum": slot velocity; scalars scale, momentum, a, b, rate. The step is a * gradient + b * velocity.
+    "momentum": slot velocity; scalars scale, momentum, a, b, rate, for the step a * gradient + b * velocity.
     "plain": no slot; scalars scale, rate.
     "descend": no slot, no scalar. The gradient is an update direction, and rate factors are learning rates.
     "descend_with_velocity": slot velocity; scalar momentum. Gradient and rate factors as for "descend".
@@ -171,8 +171,8 @@ def adam_direction(
 ) -> None:
     """Update Adam's moments with g = ``scale * gradient``, and overwrite the gradient with the direction u.
 
-    The moments are as in `hpcdist.optim.update.fused.adam`. u = m^ / (sqrt(v^) + epsilon) + decay w. m^ and v^ are m
-    and v, bias-corrected for ``count`` applied updates, unless ``count`` is 0.
+    u = m^ / (sqrt(v^) + epsilon) + decay w. m^ and v^ are m and v of `hpcdist.optim.update.fused.adam`. They are
+    bias-corrected if the keyword ``count``, the number of applied updates, is positive.
     """
     scalars = (scale, *moment_factors(betas, count), epsilon, decay)
     run = _adam_ufuncs if is_device(weights) else _adam_loop
@@ -190,7 +190,7 @@ def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
 def adam_step(m, v, i, g, beta1, rest1, beta2, rest2, correct1, correct2, epsilon):  # type: ignore[no-untyped-def]
     """Update Adam's moments of element ``i`` with the gradient ``g``. Return m^ / (sqrt(v^) + epsilon).
 
-    For kernels. The arguments from ``beta1`` to ``correct2`` are the result of `moment_factors`.
+    m^ and v^ are bias-corrected moments. `moment_factors` returns the arguments from ``beta1`` to ``correct2``.
     """
     mean = m[i] * beta1 + g * rest1
     square = v[i] * beta2 + g * g * rest2
@@ -381,7 +381,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return arguments to compile a kernel for float32 and float64: ``buffers`` arrays, then ``scalars`` numbers."""
+    """Return example arguments of a kernel, for float32 and float64: ``buffers`` arrays, then ``scalars`` numbers."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

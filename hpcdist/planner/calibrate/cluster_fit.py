@@ -149,10 +149,10 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Return the fits of all measured operations, the links (such as between nodes), and remarks on the links.
+    """Return the fits of all measured operations, the link levels of the cluster, and remarks on these levels.
 
     Links are fitted to measured point-to-point messages, or copied from ``base`` if messages were not measured.
-    ``lines`` gets a line of text per fit.
+    The function appends one line of text per fit to the list ``lines``.
     """
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []

@@ -75,9 +75,9 @@ def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
     """Fit the efficiency curve of a device to measured matrix products of one dtype.
 
-    The efficiency of a product is its rate, as a fraction of the rate of the fastest product. The curve of
-    log(efficiency) over log(size) is piecewise linear. The fit minimises the Huber loss. Every third product, in order
-    of size, is left out of the fit to measure its error. Raises UsageError for fewer than `LEAST_SIZES` sizes.
+    The efficiency of a product is its rate, as a fraction of the rate of the fastest product. The logarithm of the
+    efficiency is piecewise linear in the logarithm of `MeasuredProduct.size`. The fit minimises the Huber loss. Every
+    third product, in order of size, is left out to measure the error. Raises UsageError below `LEAST_SIZES` sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
@@ -132,7 +132,7 @@ PRECISION: Final = "float32"  # of the measured steps
 
 
 class MeasuredStep(NamedTuple):
-    """Measured times of a model with ``samples`` samples: (forward, backward) seconds for each type of operation."""
+    """Measured (forward, backward) seconds of each type of operation, for a batch of ``samples`` samples."""
 
     description: ModelDescription
     samples: int

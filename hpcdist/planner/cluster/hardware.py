@@ -327,11 +327,14 @@ def _check_device(device: Device) -> None:
             raise ConfigurationError(
                 f"device.flops.{kind} of {rough(peak, 'flops')} is not plausible: device.memory_bandwidth of "
                 f"{rough(device.memory_bytes_per_s, 'bandwidth')} supplies {fed:.3g} {kind} numbers per second, more "
-                "than the device could process; check the units of both"
+                "than the device could process at this peak; check the units of both"
             )
     for kind, curve in device.matmul.items():
         if kind not in device.peak_flops:
-            raise ConfigurationError(f"device.flops.{kind} is missing: device.matmul has a curve for {kind}")
+            raise ConfigurationError(
+                f"device.flops.{kind} is missing: device.matmul has a curve for {kind}; add the peak, or remove the "
+                "curve"
+            )
         _check_curve(curve, f"device.matmul.{kind}")
     if device.memory_bytes_per_s < device.memory_bytes / 1000:
         raise ConfigurationError(
@@ -360,7 +363,8 @@ def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
         both = f"level {inner.name!r} of {inner.devices} devices and level {outer.name!r} of {outer.devices}"
         if inner.devices == 0:
             raise ConfigurationError(
-                f"{both} do not nest: only the last level may have devices = 0, which means all devices of the cluster"
+                f"{both} do not nest: only the last level may have devices = 0, which means all devices of the "
+                "cluster; give the first of these two levels a number of devices"
             )
         if outer.devices and (outer.devices <= inner.devices or outer.devices % inner.devices):
             raise ConfigurationError(
@@ -370,7 +374,7 @@ def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
             raise ConfigurationError(
                 f"{both} do not nest: levels must be sorted from the fastest links outwards, but a device sends "
                 f"{rough(inner.bytes_per_s, 'bandwidth')} in the inner and {rough(outer.bytes_per_s, 'bandwidth')} in "
-                "the outer level"
+                "the outer level; swap the two levels, or correct their bandwidths"
             )
     for level in levels:
         if level.alone_bytes_per_s and level.alone_bytes_per_s < level.bytes_per_s:
@@ -398,7 +402,7 @@ def _check_boxes(cluster: Cluster) -> None:
         if level.devices and level.devices % box and box % level.devices:
             raise ConfigurationError(
                 f"level {level.name!r} of {level.devices} devices and nodes of {box} do not nest: a level must hold "
-                "whole nodes, or divide a node"
+                "whole nodes, or divide a node; correct devices of the level, or node.devices"
             )
 
 

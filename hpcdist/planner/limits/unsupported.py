@@ -50,7 +50,7 @@ def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why this version of hpcdist cannot run ``layout``. Ignores ``layout.implementation``."""
+    """Return the reasons why this version of hpcdist cannot run ``layout``."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

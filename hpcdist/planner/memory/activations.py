@@ -51,8 +51,8 @@ class BlockActivations(NamedTuple):
     """Activation bytes of a transformer block before they are sharded.
 
     ``between``: activations that tensor ranks replicate. ``cut``: activations that tensor ranks shard. ``scores``:
-    attention scores. If backward is split, ``held_between`` and ``held_cut`` count the replicated and sharded
-    activations that are stored from the input gradient to the weight gradient.
+    attention scores. A split backward computes input gradients first. It keeps ``held_between`` (replicated) and
+    ``held_cut`` (sharded) bytes until it computes the weight gradients.
     """
 
     between: float
@@ -89,7 +89,7 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the sizes of an attention (such as heads and tokens), and the name of its context-parallel method.
+    """Return the sizes of an attention over all context ranks, and the name of its context-parallel method.
 
     ``unit``: model unit with the attention, such as a block. ``samples``: samples per micro-batch.
     """
@@ -202,9 +202,9 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
-    """Return the maximum bytes of token rows that a model unit sends to its experts per micro-batch.
+    """Return the most bytes of tokens that a model unit of a rank sends to its experts per micro-batch.
 
-    ``present``: indices in ``description`` of the rank's model units, over which the maximum is taken.
+    ``present``: indices in ``description`` of the model units of this rank.
     """
     if layout.expert == 1:
         return 0.0
@@ -213,7 +213,7 @@ def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tu
 
 
 def recomputed_one_by_one(description: ModelDescription, layout: ParallelLayout) -> float:
-    """Return the peak activation bytes per sample if hpcdist recomputes the whole model, block by block. Local."""
+    """Return the peak activation bytes per sample if hpcdist recomputes the blocks one after the other. Local."""
     size = itemsize(layout)
     peak = _again(description, layout.tensor, layout.sequence_parallel, layout.expert) * size / layout.context
     if layout.context == 1:
@@ -239,7 +239,7 @@ def scratch_of(
 ) -> float:
     """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
 
-    ``present``: indices of the device's model units, which share temporary arrays of the same name. The keyword
+    ``present``: indices of the device's model units. Temporary arrays of the same name share memory. The keyword
     ``accumulates``: True if gradients of several micro-batches are summed. A weight gradient is then computed in a
     temporary array, before it is added to the sum. Float32 copies of 16-bit parameters and gradients are not included.
     """

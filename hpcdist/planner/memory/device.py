@@ -38,11 +38,11 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the numbers of live micro-batches at each possible memory peak of pipeline rank ``rank``. Local.
+    """Return the numbers of live micro-batches on pipeline rank ``rank`` when its memory use may peak. Local.
 
-    The result has a tuple per peak, with a `LiveMicroBatches` per model chunk. ``microbatches``: number per step.
-    ``chunks``: chunks per rank. The keyword ``recompute``: chunks recompute their activations. Raises
-    ConfigurationError if the schedule is read from a file or does not support these numbers.
+    The result has a tuple per such moment, with a `LiveMicroBatches` per model chunk. ``microbatches``: number per
+    step. ``chunks``: chunks per rank. The keyword ``recompute``: chunks recompute their activations. Raises
+    ConfigurationError if the schedule is read from a file or does not support these arguments.
     """
     if schedule == FILE:
         raise ConfigurationError(
@@ -106,9 +106,9 @@ class PipelinePart(NamedTuple):
     ``cut``: dense parameters that the tensor axis shards, before sharding.
     ``experts``: expert parameters, before sharding.
     ``copied``: tied parameters of this rank that another rank also has.
-    ``longest``: dense parameters of the model unit with the most parameters.
-    ``longest_experts``: expert parameters of this model unit.
-    ``longest_dense``: largest number of dense parameters in a model unit.
+    ``longest``: dense parameters of the unit with the most parameters (dense and expert together).
+    ``longest_experts``: expert parameters of the same unit.
+    ``longest_dense``: dense parameters of the unit with the most dense parameters.
     ``chunks``: per chunk, (first unit, ((unit, number of identical units in the chunk), ...)).
     ``present``: all units of the rank.
     ``borders``: units whose inputs this rank sends or receives as pipeline messages.
@@ -201,10 +201,10 @@ Alive = tuple[tuple[int, Count], ...]  # (unit index, count)
 
 
 class StepMemory(NamedTuple):
-    """Bytes on a pipeline rank that are the same for any micro-batch size.
+    """Memory of a pipeline rank that does not depend on the micro-batch size, in bytes.
 
     ``messages``: buffers of collectives over the data axis. ``scratch``: temporary copies of the parameters and
-    gradients of the largest layer or block.
+    gradients of the largest layer or block. ``parameters``, ``gradients`` and ``optimizer`` are the model states.
     """
 
     parameters: float
@@ -329,7 +329,10 @@ def _passing(
 
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
-    """Return the scratch bytes of the model units ``present``, and the additional bytes to accumulate gradients."""
+    """Return the bytes of a device's temporary arrays, and the further bytes if gradients are accumulated.
+
+    ``present``: indices of the device's model units.
+    """
     if layout.implementation == "hpcdist" or description.shape is None:
         once = scratch_of(description, layout, present, accumulates=False)
         return once, scratch_of(description, layout, present, accumulates=True) - once

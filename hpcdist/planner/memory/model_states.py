@@ -36,7 +36,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Sharded model states, in bytes per parameter of the device's pipeline stage. ``rule``: text on their sum."""
+    """Sharded model states, in bytes per parameter of the device's pipeline stage. ``rule``: their sum as a formula."""
 
     parameter: float
     gradient: float
@@ -144,11 +144,10 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 
 
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
-    """Return the bytes of hpcdist's buffers for collectives over the data axis, on a device.
+    """Return the bytes of a device's buffers for collectives over the data axis in hpcdist.
 
     ``parameters``: number of parameters on the device. ``longest``: parameters of the largest model unit, before tensor
-    parallelism shards it. ``bucket_bytes``: gradient bytes per allreduce. An uncompressed allreduce needs a
-    receive buffer: half of a bucket for recursive halving, or 1 / ranks of a bucket for the ring.
+    parallelism shards it. ``bucket_bytes``: gradient bytes per allreduce.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor

@@ -14,7 +14,7 @@ class ProductShape(NamedTuple):
     """Matrix product per sample: an input of shape (rows, inner) times a weight of shape (inner, columns).
 
     ``cut``: dimension of the weight that the tensor axis shards: "columns", "inner" or "". ``experts``: number of
-    copies of the weight. Each row uses the fraction ``share`` of the copies.
+    copies of the weight. Each row is multiplied by ``share * experts`` of the copies.
     """
 
     rows: int
@@ -29,7 +29,7 @@ class AttentionShape(NamedTuple):
     """Attention of ``heads`` heads of size ``size`` over ``context`` tokens.
 
     ``pairs``: visible query-key pairs per head and sample. ``window``: sliding window in tokens, 0: unlimited.
-    ``within``: for packed samples, the number of query-key pairs inside documents, visible or not.
+    ``within``: for packed samples, the number of query-key pairs inside documents if the causal mask is ignored.
     """
 
     heads: int
@@ -55,7 +55,7 @@ class ModelUnit:
     ``cut_parameters``: number of the ``parameters`` that the tensor axis shards.
     ``expert_parameters``: number of the ``parameters`` that the expert axis shards.
     ``moved``: elements that elementwise operations read and write in forward, per sample.
-    ``moved_cut``: number of the ``moved`` elements that the tensor axis shards without sequence parallelism.
+    ``moved_cut``: number of the ``moved`` elements that the tensor axis shards even without sequence parallelism.
     ``counted``: FLOPs and array sizes of a layer in hpcdist's implementation, or None if they are unknown.
     """
 

@@ -103,9 +103,9 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """``times`` identical model units of a pipeline chunk.
+    """Group of identical model units in a pipeline chunk.
 
-    ``unit`` describes one of them. ``place``: index of this description in ``ModelDescription.units``.
+    ``times``: number of units. ``unit``: description of one unit. ``place``: its index in ``ModelDescription.units``.
     """
 
     unit: ModelUnit
@@ -131,7 +131,7 @@ class SplitKey(NamedTuple):
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> "SplitKey":
-        """Return the `SplitKey` of ``layout``. Layouts with equal keys have the same pipeline stages. Local."""
+        """Return the `SplitKey` of ``layout``: the settings that determine its pipeline stages. Local."""
         row = SCHEDULES.get(layout.schedule)
         schedule = "1f1b" if row is not None and row.most == 1 else layout.schedule  # all with one chunk per rank
         recompute = "full" if layout.recompute == "full" else "none"
@@ -273,16 +273,16 @@ AT_ONCE: Final = ("1f1b", "interleaved")  # the last chunk's backward follows it
 
 
 def recomputes_ahead(layout: ParallelLayout) -> bool:
-    """Return True if pipeline ranks of ``layout`` recompute a chunk before its gradient arrives."""
+    """Return True if pipeline ranks recompute activations while they wait for the gradient."""
     return layout.implementation == "hpcdist" and layout.pipeline > 1 and layout.recompute == "full"
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
     """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
 
-    - Full recomputation: all units, except the first and the last unit of the model.
     - Full recomputation in hpcdist with several pipeline ranks: all units. With the schedules 1f1b and interleaved, the
       last chunk recomputes nothing.
+    - Other full recomputation: all units, except the first and the last unit of the model.
     - Selective recomputation: units with attention. In hpcdist, no units.
     Raises ConfigurationError for fewer units than chunks.
     """

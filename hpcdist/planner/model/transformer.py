@@ -77,8 +77,8 @@ def of_config(
 
     Further keywords give the size of a sample. A transformer needs the keyword ``context`` (tokens). An mlp needs
     ``features`` and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. The keyword
-    ``documents``: mean numbers of query-key pairs inside documents, per packed sample. Features and images are assumed
-    to be stored as float32. Raises ConfigurationError for a missing size, or for a model that user code creates.
+    ``documents``: statistics of the documents in packed samples. Features and images are assumed to be stored as
+    float32. Raises ConfigurationError for a missing size, or for a model that user code creates.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(

@@ -45,7 +45,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number of layouts or of parallel degrees that break the same rule. ``example``: first error message."""
+    """Number of layouts (or combinations of parallel degrees) that break one rule. ``example``: an error message."""
 
     limit: str
     count: int
@@ -57,9 +57,9 @@ class RefusalCount:
 class SearchResult:
     """Result of a search. ``found`` has the best layouts, best first.
 
-    ``layouts``: number of layouts in the search. Of these, ``estimated`` were estimated. ``left_out`` layouts cannot be
-    better than the last layout of ``found``. The others cannot run, for example for lack of memory. ``nothing``: if no
-    layout fits into memory, messages on the missing memory and on changes that would help.
+    ``layouts``: number of layouts in the search. ``estimated``: number of layouts whose step time was estimated.
+    ``left_out``: number of layouts skipped because they cannot be better than the last layout of ``found``.
+    ``nothing``: if no layout fits into memory, messages on the missing memory and on changes that would help.
     """
 
     objective: str
@@ -131,7 +131,7 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
 
 
 def passes(layout: ParallelLayout, global_batch: int) -> int:
-    """Return the number of passes (one micro-batch on one pipeline rank) that the simulator would run. Local."""
+    """Return the number of forward and backward passes of model chunks in one step. Local."""
     return 2 * layout.pipeline * layout.chunks * layout.microbatches(global_batch)
 
 

@@ -83,9 +83,9 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of a layout's objective value, from its micro-batch times. Local.
+    """Return a lower bound of the objective value of the layout ``order``. Local.
 
-    ``order``: the layout. ``flow``: its micro-batch times. The bound leaves out gradient exchange, optimizer update and
+    ``flow``: times of the layout's micro-batches. The bound leaves out gradient exchange, optimizer update and
     reading of samples. So it holds for each data-axis strategy and compression.
     """
     least_s = sum(flow.terms.values())
@@ -101,10 +101,10 @@ class FamilyTotals(NamedTuple):
 
     They are equal for layouts that differ only in schedule, chunks, data-axis strategy and compression.
 
-    ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. Recomputation before a
-    gradient arrives is left out.
+    ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. Recomputation is included,
+    unless ranks recompute while they wait for the gradient.
     ``each_s``: lower bound of the time per micro-batch on the slowest pipeline rank, with recomputation.
-    ``full``: number of full micro-batches per replica. A smaller last micro-batch adds a fraction.
+    ``full``: number of micro-batches per replica. A smaller last micro-batch counts as a fraction.
     ``computing``: fraction of a micro-batch's time that is computation. The rest is collectives.
     """
 
@@ -117,9 +117,9 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the times per micro-batch of a layout, summed over the whole model. Local.
+    """Return the `FamilyTotals` of the layout ``family``: times per micro-batch of the whole model. Local.
 
-    ``family``: the layout. Its schedule, chunks, data-axis strategy and compression do not affect the result.
+    The schedule, chunks, data-axis strategy and compression of the layout do not affect the result.
     """
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
@@ -151,9 +151,9 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of a layout's objective value, as if pipeline ranks were never idle. Local.
+    """Return a lower bound of the objective value of the layout ``family``, if no pipeline rank is ever idle. Local.
 
-    ``family``: the layout. ``of_all``: result of `family_totals` for this layout.
+    ``of_all``: result of `family_totals` for this layout.
     """
     return _floor(of_all, 0.0, 0.0, family, cluster, objective)
 
@@ -161,19 +161,20 @@ def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster,
 def schedule_bound(
     of_all: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of a layout's objective value, including the idle time of its pipeline schedule. Local.
+    """Return a lower bound of the objective value of the layout ``order``, including pipeline idle time. Local.
 
-    ``order``: the layout. ``of_all``: result of `family_totals` for this layout. ``hop_s``: time of a message between
-    neighbouring pipeline ranks.
+    ``of_all``: result of `family_totals` for this layout. ``hop_s``: time of a message between neighbouring pipeline
+    ranks.
 
     Derivation, with p ranks, v chunks per rank, m micro-batches, and X = seconds per micro-batch of the slowest rank:
 
-    - `closed_form` computes the idle time of the slowest rank from Y, the mean seconds of the other p - 1 ranks.
+    - A step takes m X plus the idle time of the slowest rank.
+    - `closed_form` computes the idle time from Y, the mean seconds of the other p - 1 ranks.
     - X and Y are unknown, but their sum over all p ranks is known: S = X + (p - 1) Y.
-    - S / (p - 1) in place of Y gives an idle time I that is too large by at most E.
+    - Let I be the idle time for Y = S / (p - 1). I is too large by at most E.
     - E = X / v. If backward is split into input and weight gradients, E = X.
-    - So m micro-batches take at least m X + I - E. A lower bound replaces X.
     - Recomputation before a gradient arrives adds X / (2 v) to E for 1F1B, and X / v for the interleaved schedule.
+    - So m micro-batches take at least m X + I - E. A lower bound replaces X.
     """
     ranks = order.pipeline
     if ranks == 1:

@@ -52,10 +52,10 @@ class MemoryFilter:
     def fitting(
         self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the ``strategies``, pairs (strategy, compression), with which the layout ``order`` fits into memory.
+        """Return the ``strategies`` with which the layout ``order`` fits into memory.
 
-        ``order`` has the schedule and the micro-batch size. ``sizes``: all micro-batch sizes in the search, ascending.
-        If the smallest size does not fit, larger sizes are not estimated.
+        A strategy is a pair (data-axis strategy, compression). ``sizes``: all micro-batch sizes in the search, in
+        ascending order. If the smallest size does not fit, larger sizes are not estimated.
         """
         stem: tuple[object, ...] = _STEM(order)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
@@ -110,11 +110,11 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: a set of similar layouts, given by one of them, ``layout``.
+    """Node of the search tree: a set of layouts that differ from ``layout`` in a few settings.
 
-    In an upper node, the layouts differ only in schedule, chunks, data-axis strategy and compression. In a lower node,
-    they differ only in ``strategies``: pairs (data-axis strategy, compression). The attribute ``known`` has the
-    micro-batch times of the layouts, or None if they are not yet computed.
+    In an upper node, the settings are schedule, chunks, data-axis strategy and compression. In a lower node, they are
+    data-axis strategy and compression: the pairs in ``strategies``. The attribute ``known`` has the micro-batch times
+    of the layouts, or None if they are not yet computed.
     """
 
     bound: Bound
@@ -126,17 +126,17 @@ class SearchNode(NamedTuple):
 
 @dataclass
 class Refusals:
-    """Numbers of refused parallel degrees and refused layouts for each broken rule, with its first error message."""
+    """Counts of rejected layouts and rejected combinations of parallel degrees, for each broken rule."""
 
     grids: dict[str, tuple[int, str]] = field(default_factory=dict)
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def grid(self, problem: LayoutProblem) -> None:
-        """Count a refused combination of parallel degrees. ``problem``: name of the broken rule, and error message."""
+        """Count one more combination of parallel degrees that the rule of ``problem`` rejects."""
         self._count(self.grids, problem, 1)
 
     def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` refused layouts. ``problem``: name of the rule that they break, and error message."""
+        """Count ``many`` more layouts that the rule of ``problem`` rejects."""
         self._count(self.layouts, problem, many)
 
     @staticmethod

@@ -75,7 +75,7 @@ class SearchSpec:
         for name in ("chunks", "tensors", "pipelines", "contexts", "experts", "microbatches"):
             wrong = [value for value in getattr(self, name) if value < 1]
             if wrong:
-                raise UsageError(f"{name} to search: got {wrong[0]}; each must be at least 1")
+                raise UsageError(f"{name} to search: got {wrong[0]}; each value must be at least 1")
         if self.objective not in OBJECTIVES:
             raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.first < 1 or self.steps < 1:

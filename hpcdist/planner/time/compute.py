@@ -85,7 +85,7 @@ def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> U
 
 
 def main_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes per element of accumulated gradients. Local."""
+    """Return the bytes per element of the main gradients, which sum the gradients of all micro-batches. Local."""
     item = ITEM_BYTES[layout.precision]
     return 4 if item == 2 and layout.implementation == "megatron" and layout.main_gradients == "float32" else item
 
@@ -223,7 +223,7 @@ class _Unit:
         return forward, MOVED_BACK * forward
 
     def _add(self) -> float:
-        """Return the seconds to add weight gradients to earlier micro-batches' gradients: two reads and one write."""
+        """Return the seconds per micro-batch to add its weight gradients to the accumulated gradients."""
         each = main_bytes(self.layout) / self.moves
         separate, waits = local_parameters(self.unit, self.layout), 0.0
         if self.layout.implementation == "megatron" and self.layout.gradient_fusion:

@@ -173,7 +173,7 @@ def exchange(
 
 
 class _Job(NamedTuple):
-    """Calculator of the cost of a data-axis exchange. See `exchange` for the fields."""
+    """Inputs of the cost of an exchange of gradients. The method `of` computes the cost."""
 
     layout: ParallelLayout
     cluster: Cluster

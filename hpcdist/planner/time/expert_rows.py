@@ -21,10 +21,10 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Route on which ranks send tokens to experts of other ranks. ``each``: expert-parallel ranks per node.
+    """Path of tokens from a rank to experts on other ranks. ``each``: number of expert-parallel ranks per node.
 
     ``way``: "node memory" (shared memory), "hierarchical" (one message from each node to each other node), "pairs" (one
-    message between two ranks), or "" without expert parallelism.
+    message from each rank to each other rank), or "" without expert parallelism.
     """
 
     way: str = ""

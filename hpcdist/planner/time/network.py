@@ -73,7 +73,7 @@ class GroupSpan:
 
     @property
     def slow(self) -> float:
-        """Seconds per byte of a flat ring or tree on the slowest link level of the group."""
+        """Seconds per sent byte on the slowest link level, for a ring or tree over all ranks of the group."""
         if self.channels:
             return max(tier.crowded / tier.lanes for tier in self.tiers)
         return max(tier.single for tier in self.tiers)
@@ -161,7 +161,7 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 
 
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
-    """Return the number of group members on a node, or in another set, of ``box`` consecutive devices.
+    """Return the number of group members among ``box`` consecutive devices, such as the devices of a node.
 
     The group has ``size`` devices, ``stride`` apart. The result divides ``size``. It is a multiple of ``below``, the
     number of group members per socket of the node, or 1 without sockets.

@@ -91,8 +91,8 @@ def closed_time(
     ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. The keyword
     ``chunks``: chunks per rank. The keyword ``message_s``: time of a message between neighbouring ranks. The keyword
     ``blocking``: True if a rank does not compute during message transfers. The keyword ``steps_overlap``: True if a
-    rank starts the next step without waiting for other ranks. The keyword ``ahead_s``: seconds per micro-batch in which
-    the slowest rank recomputes activations before their gradient arrives.
+    rank starts the next step without waiting for other ranks. The keyword ``ahead_s``: recomputation seconds per
+    micro-batch of the slowest rank, if it recomputes while it waits for the gradient.
     """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
@@ -212,10 +212,10 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the forward and backward times of a micro-batch with the computation and collectives ``load``. Local.
+    """Return the `StageTime` of a pipeline rank: its forward and backward times per micro-batch. Local.
 
-    ``load``: result of `loads` or `chunk_loads`. ``microbatches``: number per step. ``costs``: optional cache of
-    collective costs, keyed by (axis, operation, bytes).
+    ``load``: the rank's work, from `loads` or `chunk_loads`. ``microbatches``: number per step. ``costs``: optional
+    cache of collective costs, keyed by (axis, operation, bytes).
     """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
@@ -249,7 +249,7 @@ def chunks_seconds(
 
 
 def border(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of a message with the activations of a micro-batch to the next pipeline rank. Local."""
+    """Return the `MessageCost` of sending a micro-batch's activations to the next pipeline rank. Local."""
     if layout.pipeline == 1:
         return NO_COST
     numbers = layout.microbatch * description.tokens * description.width / layout.context
@@ -286,8 +286,8 @@ def closed_pipe(
     """Return the step time of the pipeline of ``layout`` by a closed formula. Local.
 
     ``m``: number of micro-batches per step. ``ranks``: pairs (times of a rank, number of pipeline ranks with these
-    times). ``slowest``: times of the slowest rank, an object in ``ranks``. ``hop_s``: seconds of a message between
-    neighbouring ranks.
+    times). ``slowest``: times of the slowest rank, the same object as in ``ranks``. ``hop_s``: seconds of a message
+    between neighbouring ranks.
     """
     others = slowest.seconds
     if layout.pipeline > 1:
@@ -304,8 +304,8 @@ def closed_form(
 ) -> PipelineTime:
     """Return the step time of a pipeline with the schedule of ``layout``, by `closed_time`. Local.
 
-    ``slowest``, ``others``, ``ahead_s``: see `closed_time`. ``m``: number of micro-batches per step. ``hop_s``: seconds
-    of a message between neighbouring pipeline ranks.
+    ``slowest``: micro-batch times on the slowest rank. ``others``: mean times on the other ranks. ``m``: number of
+    micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks. ``ahead_s``: see `closed_time`.
     """
     return closed_time(
         layout.schedule,

@@ -56,7 +56,7 @@ class StageLoad(NamedTuple):
 
     ``again_s``: seconds of recomputation. ``add_s``: seconds of gradient accumulation. ``cover_s``: seconds of
     computation that can overlap collectives. ``calls``: pairs (collective, number of calls). ``uncut``: number of
-    parameters that all tensor ranks replicate. ``units``: number of layers.
+    parameters that the tensor axis does not shard. ``units``: number of the layers.
     """
 
     forward_s: float
@@ -76,8 +76,8 @@ class StageLoad(NamedTuple):
 class CollectiveWait(NamedTuple):
     """Waits of a rank for the collectives of a micro-batch.
 
-    The seconds ``forward_s``, ``back_s`` and ``again_s`` (recomputation) are dicts by axis. ``nbytes``: bytes sent, by
-    axis. ``hidden_s``: further seconds of ring attention messages, which computation hides.
+    The seconds in forward, backward (``back_s``) and recomputation (``again_s``) are given by axis. ``nbytes``: bytes
+    sent, by axis. ``hidden_s``: seconds of ring attention messages that overlap computation, so that no rank waits.
     """
 
     forward_s: dict[str, float]
@@ -121,7 +121,7 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the `StageLoad` of a pipeline rank that computes the work of both ``load`` and ``other``. Local."""
+    """Return the sum of ``load`` and ``other``, which are parts of the work of one pipeline rank. Local."""
     pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
     return StageLoad(*(first + second for first, second in pairs))._replace(
         flags=tuple(dict.fromkeys(load.flags + other.flags))
@@ -134,7 +134,7 @@ def collective_wait(
     cluster: Cluster,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return the seconds per micro-batch for which a rank waits for the collectives of ``load``, by axis. Local.
+    """Return the seconds per micro-batch that a rank with the work ``load`` waits for collectives, by axis. Local.
 
     ``costs``: optional cache of collective costs, keyed by (axis, operation, bytes); this function adds new costs.
     """

@@ -55,9 +55,9 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of parameters that one device or server updates.
+    """Return the number of parameters that one device updates, or one server of the strategy "parameter_server".
 
-    ``parameters``: number of parameters that each of ``replicas`` devices computes with.
+    ``parameters``: number of parameters in a model replica on a device. ``replicas``: number of such devices.
     """
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
@@ -233,10 +233,9 @@ def _full(layout: ParallelLayout, global_batch: int) -> float:
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of summing gradients of parameters that all tensor ranks replicate, such as norm weights. Local.
+    """Return the cost of summing the gradients of norm weights and similar parameters over the tensor ranks. Local.
 
-    Without sequence parallelism, no sum is needed and the cost is 0. ``load``: has the number of these parameters on
-    the pipeline rank.
+    Without sequence parallelism, no sum is needed and the cost is 0. ``load.uncut``: number of these parameters.
     """
     if layout.tensor == 1 or not layout.sequence_parallel:
         return NO_COST

@@ -155,7 +155,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Rescale the summed gradients, so that repeated sums do not overflow. Uncompressed sums skip this."""
+        """Divide compressed sums by the number of ranks, so that the next measured sum does not overflow."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         return 0.0

@@ -62,7 +62,7 @@ class PowerSgdReduction:
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return the element ranges of ``part`` that may have compression residuals: the whole range. Local."""
+        """Return the ranges in which elements of ``part`` may have compression residuals: all of ``part``. Local."""
         return [part]
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:

@@ -77,7 +77,7 @@ class GradientCoder:
             self.encode_unit(unit, values[unit.where.shift(-part.start).slice], payloads[unit.place.slice])
 
     def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
-        """Compress ``values``, the gradient of the tensor described by ``unit``, into the byte array ``payload``."""
+        """Compress ``values``, the gradient of the tensor ``unit``, into the byte array ``payload``."""
         key = self._key(unit)
         if not is_finite(values):  # the payload decodes to NaN, because no scale encodes infinity
             self.compressor.poison(payload, key)
@@ -115,7 +115,7 @@ class CompressedReduction(Protocol):
         """Pair (encodings, decodings): mean numbers of times that a rank encodes and decodes each gradient value."""
 
     def kept(self, part: Range) -> list[Range]:
-        """Return the ascending, disjoint ranges within ``part`` that this rank compresses. Local."""
+        """Return the ascending, disjoint ranges of ``part`` that this rank compresses. Local."""
         return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
@@ -139,9 +139,10 @@ class _Messages:
         return [self._comm.irecv(segment, peer) for segment in self._segments(row)]
 
     def gather_and_take(self, rows: Sequence[Array], encode: Callable[[], None], take: Callable[[int], None]) -> None:
-        """All-gather the byte buffers ``rows``, of which ``encode()`` fills this rank's buffer. Collective.
+        """All-gather one byte buffer per rank into ``rows``. Collective.
 
-        ``take(r)`` is called in rank order, when the buffer of rank r is full.
+        ``encode()`` must fill this rank's buffer. ``take(r)`` is called for all ranks r in order, after ``rows[r]`` is
+        complete.
         """
         rank, size = self._comm.rank, self._comm.size
         receives = {peer: self.receive(row, peer) for peer, row in enumerate(rows) if peer != rank}
@@ -241,7 +242,7 @@ class GatheredReduction(CompressedReduction):
 
 
 class PayloadAllreduce(CompressedReduction):
-    """Allreduce that sums compressed gradients without decoding them. All ranks use the random stream of rank 0."""
+    """Allreduce that sums compressed gradients without decoding them."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder, algorithm: str) -> None:
         assert coder.compressor.is_linear and coder.rank == 0
@@ -300,7 +301,7 @@ def inter_node(data: Communicator) -> Communicator:
 
 
 class InterNodeReduction(CompressedReduction):
-    """Allreduce that compresses only messages between nodes: ``between_nodes`` sums the nodes' partial sums."""
+    """Allreduce that compresses only messages between nodes. ``between_nodes``: allreduce of the sums of nodes."""
 
     def __init__(self, data: Communicator, between_nodes: CompressedReduction) -> None:
         self._between_nodes = between_nodes

@@ -127,8 +127,8 @@ class AllToAllAttention:
     ) -> tuple[Array, Array]:
         """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
 
-        The send buffer is at the start of scratch memory of ``saved``. The receive buffer is in the array ``arrives``
-        if it is large enough. Otherwise, it is also in the scratch memory, after at least ``after`` elements.
+        The send buffer is in scratch memory of ``saved``. The receive buffer is in the optional array ``arrives`` if
+        this array is large enough. Otherwise, it is also in the scratch memory, after at least ``after`` elements.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
@@ -171,10 +171,9 @@ class AllToAllAttention:
     ) -> None:
         """Send the local heads of all tokens to the ranks of these tokens. Collective over the axis.
 
-        ``wholes``: arrays with the local heads. ``targets[i][r]``: array for the i-th group of columns from rank r, and
-        True to add to this array. Outputs are one group. Gradients of queries, keys and values are three groups.
-        ``saved``: scratch memory. ``arrives``: optional receive memory. It may overlap ``wholes``, which are copied
-        first.
+        ``wholes``: arrays with the local heads: outputs, or gradients of queries, keys and values. ``targets[i][r]``:
+        for the i-th of these arrays, the array for the heads of rank r, and True to add to it. ``saved``: scratch
+        memory. ``arrives``: optional receive memory. It may overlap ``wholes``, which are copied first.
         """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)

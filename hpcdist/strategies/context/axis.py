@@ -23,8 +23,8 @@ class ContextAxis:
     """The ranks of ``comm``, which divide the ``context`` tokens of each sample. Methods are local unless marked.
 
     ``method``: "ring" or "all_to_all". The keyword ``window``: sliding window of the model in tokens, or 0. The keyword
-    ``spans`` receives the times of waits in the ring. The attribute ``watch`` finds the first non-finite value that
-    this rank computes itself.
+    ``spans`` records the seconds that the ring waits for messages. The attribute ``watch`` finds the first non-finite
+    value that this rank computed and did not receive.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ContextAxis:
         return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
 
     def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each rank, the ranks that its keys and values visit, in ring order, itself first.
+        """Return, for each rank, the ranks that use its keys and values: first the rank itself, then in ring order.
 
         ``window``: sliding window of the attention in tokens, or 0.
         """
@@ -79,8 +79,8 @@ class ContextAxis:
         if isinstance(samples, ArrayGroup) or samples.ndim < 2 or samples.shape[1] != self.context:
             received = "several arrays" if isinstance(samples, ArrayGroup) else f"a batch of shape {samples.shape}"
             raise DataError(
-                f"parallel.context = {self.size} cuts samples of {self.context} tokens (data.context), but got "
-                f"{received}; give (samples, tokens) inputs and targets, or set data.context"
+                f"parallel.context = {self.size} cuts samples of {self.context} tokens (data.context), but this rank "
+                f"got {received}; give (samples, tokens) inputs and targets, or set data.context"
             )
         return self.rows(samples, 1)
 
@@ -131,8 +131,8 @@ class Ring:
     """Ring of ranks that passes each rank's block of keys and values to all ranks whose queries see the block.
 
     The block of a rank has shape (batch, tokens of the rank, ``columns``), with the batch size and dtype of the array
-    ``like``. ``saved`` provides scratch memory for received blocks. Several rings may share this memory: ``most`` is
-    their largest number of columns. ``window``: sliding window in tokens, or 0.
+    ``like``. ``saved`` provides scratch memory for received blocks. Several rings may share it: ``most`` is the largest
+    ``columns`` of these rings. ``window``: sliding window in tokens, or 0.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:

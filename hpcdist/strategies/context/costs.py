@@ -37,7 +37,7 @@ class AttentionShare:
 
     @property
     def exchanged_columns(self) -> int:
-        """Number of query, key and value elements per token on a rank after the all-to-all from tokens to heads."""
+        """Number of query, key and value elements per token that a rank has after tokens are exchanged for heads."""
         return (self.heads // self.ranks + 2 * max(1, self.shared // self.ranks)) * self.size
 
 
@@ -71,8 +71,8 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean bytes that a rank sends in each all-to-all, as a pair of tuples (forward, backward).
 
-    ``share``: total numbers of ranks, tokens and heads (`AttentionShare`). The forward all-to-alls exchange inputs,
-    then output. The backward all-to-alls exchange dot products per head, then output gradients, then input gradients.
+    ``share``: sizes of the attention. The forward all-to-alls exchange inputs, then output. The backward all-to-alls
+    exchange one number per token and head, then output gradients, then input gradients.
     """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
@@ -116,9 +116,9 @@ def counts_bytes(ranks: int, samples: int, experts: int) -> int:
 
 
 def kept_elements(share: AttentionShare, method: str) -> int:
-    """Return the number of extra elements per layer that a rank keeps for backward because of the context axis.
+    """Return the number of elements of other ranks' keys and values that a rank keeps for backward, per layer.
 
-    ``share``: total numbers of ranks, tokens and heads (`AttentionShare`). ``method``: "ring" or "all_to_all".
+    ``share``: sizes of the attention. ``method``: "ring" or "all_to_all".
     """
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks

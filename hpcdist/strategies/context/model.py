@@ -104,11 +104,11 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Count each expert's tokens: in earlier token ranges of a sample, and in the whole sample. Collective.
+        """Return each expert's token counts before each local token range, and in each whole sample. Collective.
 
         ``counts``, of shape (samples, local ranges, experts): token counts in this rank's token ranges of each sample.
         Return two arrays. The first, of the shape of ``counts``, covers all earlier tokens of the sample, on any rank.
-        The second, of shape (samples, experts), covers all tokens. Without samples, the call is local.
+        The second, of shape (samples, experts), covers all tokens of the sample.
         """
         if not len(counts):
             return super().join(counts)

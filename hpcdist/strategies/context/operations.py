@@ -32,8 +32,8 @@ class Action(Enum):
 class RingOperation:
     """Operation of one rank in ring attention: an ``action`` on the key block that rank ``source`` owns.
 
-    The block is stored in buffer ``memory``. Rank numbers are ranks of the context axis. The local keys start in buffer
-    "keys0".
+    The block is stored in buffer ``memory``. Rank numbers are ranks of the context axis. Before the first operation,
+    the local keys are in buffer "keys0".
     """
 
     action: Action
@@ -49,18 +49,18 @@ class RingOperation:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Token counts of one all-to-all over the context ranks: tokens per sample sent to and received from each rank."""
+    """All-to-all between tokens and heads: tokens per sample that a rank sends to and receives from each rank."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
 
 
 def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
-    """Return the ring operations of ``rank`` in one attention, in the order in which the rank executes them.
+    """Return the operations (such as sends) of ``rank`` in one ring attention, in the order of execution.
 
-    ``visited[r]``: ranks that the key block of rank r visits, in ring order, starting with r. A rank sends a key block
-    to the next rank while it computes with the block. If the keyword ``back`` is true, the attention is a backward
-    pass. The gradients of a key block then also travel round the ring, to rank r in the end.
+    ``visited[r]``: ranks that use the key block of rank r, in ring order, starting with r. A rank sends a key block
+    to the next rank while it computes with the block. The keyword ``back``: True for a backward pass. The gradients of
+    a key block then follow the block round the ring, and return to rank r.
     """
     steps: list[RingOperation] = []
     count = len(visited)
@@ -104,9 +104,9 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
     """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
 
-    ``placed``: token ranges of a sample on each rank. An all-to-all exchanges tokens for heads, and the last one
-    exchanges heads for tokens. If the keyword ``back`` is true, the attention is a backward pass, with one more
-    all-to-all.
+    ``placed``: token ranges of a sample on each rank. In forward, the first all-to-all exchanges tokens for heads, and
+    the second heads for tokens. If the keyword ``back`` is true, the attention is a backward pass: tokens are exchanged
+    for heads twice, then heads for tokens.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

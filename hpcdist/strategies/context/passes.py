@@ -18,7 +18,7 @@ class Visit:
     """Key block (keys and values) of rank ``source`` that arrives at another rank in ring attention.
 
     The receiving rank's query rows before ``from_row`` do not see the block. All later rows see the same tokens of the
-    block: those in the token ranges ``keys``. Sliding windows are ignored.
+    block: those in the token ranges ``keys``. A sliding window may hide further tokens.
     """
 
     source: int
@@ -85,14 +85,14 @@ def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...],
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return the largest number of preceding token ranges of a sample that a sliding ``window`` of tokens reaches."""
+    """Return the largest number of earlier token ranges of a sample that any token range sees through ``window``."""
     every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
     starts = [first for start, end, first in every if end > start]
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))
 
 
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of pairs of a query on ``rank`` and a key on any rank that the query sees, in one sample.
+    """Return the number of query-key pairs in one sample with a query on ``rank`` and a visible key on any rank.
 
     ``placed``: token ranges of the sample on each rank.
     """

@@ -18,14 +18,14 @@ Content: TypeAlias = tuple[int, frozenset[int]]  # rank that owns the block, ran
 def prove_messages(
     lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
 ) -> None:
-    """Prove that the operation lists of all ranks of a context axis compute one attention correctly.
+    """Prove that the operations of all ranks of a context axis execute one attention correctly.
 
     Proven: the messages match and cannot deadlock; no memory is used while its message is in flight; each rank uses
     exactly once every key block that visits it; the complete gradients of each key block return to its owner.
 
-    ``lists``: operations of each rank, of the backward pass if the keyword ``back`` is true. ``ranks``: world rank of
-    each rank of the axis, for error messages. ``visited[i]``: axis ranks that the key block of axis rank i visits,
-    starting with i. Raises ScheduleError, which names the rank and the operation.
+    ``lists``: operations of each rank. The keyword ``back``: True for a backward pass. ``ranks``: world rank of each
+    rank of the axis, for error messages. ``visited[i]``: axis ranks that use the key block of axis rank i, starting
+    with i. Raises ScheduleError, which names the rank and the operation.
     """
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
@@ -49,14 +49,14 @@ def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[in
                 sent, expected = source.sends[ranks.index(receiver)], target.receives[ranks.index(sender)]
                 if sent != expected:
                     raise ScheduleError(
-                        f"exchange {number}: rank {sender} sends {sent} tokens to rank {receiver}, but this rank "
-                        f"expects {expected}"
+                        f"head exchange {number}: rank {sender} sends {sent} tokens to rank {receiver}, but the "
+                        f"receiver expects {expected}"
                     )
         if None in row:
             missing = ranks[row.index(None)]
             raise ScheduleError(
-                f"rank {missing} makes {number} exchanges of heads, but other ranks of its context axis make more; "
-                "every rank needs the same number"
+                f"rank {missing} makes {number} exchanges of attention heads, but other ranks of its context axis make "
+                "more; every rank needs the same number"
             )
 
 

@@ -72,14 +72,14 @@ class LogicalShards:
         self._data = context.data
 
     def tree(self) -> FixedTree:
-        """Return a new summation tree for gradient buffers of one size; `add` fills the tree. Local."""
+        """Return a new `FixedTree`, which sums one gradient buffer per logical shard in a fixed order. Local."""
         return FixedTree(self._data, self.count)
 
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
         """Add the ``gradients`` of this rank's micro-batch number ``microbatch`` to the summation ``tree``. Local.
 
-        Micro-batch i is logical shard i of this rank. A ``microbatch`` after the last shard has no samples and is
-        ignored. If the keyword ``copy`` is False, ``gradients`` must not change until the tree is reduced.
+        Micro-batch i is logical shard i of this rank. Micro-batches without a shard are ignored. If the keyword
+        ``copy`` is False, ``gradients`` must not change until the tree is reduced.
         """
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
@@ -87,9 +87,9 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return the sum of all ranks' ``losses`` and the sum of all ranks' ``values``.
+        """Return the sum of all ranks' ``losses``, and the elementwise sum of all ranks' arrays ``values``.
 
-        ``losses``: one loss per logical shard of this rank. Their sum has the same bits on any number of ranks.
+        ``losses``: one loss per logical shard of this rank. The sum of losses has the same bits on any number of ranks.
         ``agree``: function that sums an array over ranks. Collective over these ranks.
         """
         shard_losses = np.zeros(self.count)
@@ -99,11 +99,11 @@ class LogicalShards:
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:
-        """Return a dict with a hash that identifies the floating-point rounding here, for a checkpoint. Local."""
+        """Return a dict with the fingerprint of floating-point rounding on these ranks, for a checkpoint. Local."""
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if floating-point results have other bits than when ``state`` was saved. Local."""
+        """Raise ConfigurationError if ``state`` has a different fingerprint of floating-point rounding. Local."""
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(
@@ -118,7 +118,7 @@ def _common(context: RankContext) -> str:
     other = [rank for rank, name in enumerate(names) if name != names[0]]
     if other:
         raise ConfigurationError(
-            f"run.logical_shards: rank {other[0]} and {len(other) - 1} others compute different bits than rank 0 "
-            f"(floating-point fingerprint {names[other[0]]}, not {names[0]}). {CURE}"
+            f"run.logical_shards: rank {other[0]} and {len(other) - 1} others compute different bits than rank 0 (the "
+            f"fingerprint of the floating-point results is {names[other[0]]}, not {names[0]}). {CURE}"
         )
     return str(names[0])

@@ -77,7 +77,7 @@ class FixedLossScale(NoLossScale):
         return False
 
     def _grow(self) -> None:
-        """Record a step without gradient overflow. A fixed loss scale ignores it."""
+        """Record a step without gradient overflow; a dynamic loss scale grows after several such steps."""
 
     def _lower(self, step: str) -> None:
         if self.overflows >= MAXIMUM_OVERFLOWS:
@@ -152,7 +152,7 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 copies of this rank's 16-bit parameters and gradients, for each stage of the model. Local."""
+    """Float32 parameters and gradients for the computation of each model stage; the stored ones have 16 bits. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         super().__init__(context, exchange, copies)
@@ -213,7 +213,7 @@ class MixedPrecisionViews(ParameterViews):
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Add the float32 gradients of model stage number ``unit`` to its 16-bit gradients, rounded to 16 bits."""
+        """Add the float32 gradients of model stage number ``unit`` to its stored 16-bit gradients, then free them."""
         bound, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
         bound.finish()
         wide = self._wide_gradients.at(layer).range(part)

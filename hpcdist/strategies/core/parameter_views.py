@@ -17,7 +17,7 @@ from hpcdist.strategies.pipeline.tied import TiedCopies
 
 
 class ParameterViews:
-    """Views of one rank's parameter and gradient memory, by stage. Views are kept until their memory moves. Local."""
+    """Cached views of one rank's parameter and gradient memory, by model stage. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         self._model, self._exchange, self._copies = context.model, exchange, copies
@@ -59,7 +59,7 @@ class ParameterViews:
             self._complete.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero the gradients of this rank's copies of tied tensors, if no micro-batch has written them."""
+        """Zero the gradients of this rank's copies of tied tensors for which no micro-batch has computed a gradient."""
         for key in self._copies.keys - self.written:
             self._copies.gradients.view(key)[...] = 0
 
@@ -69,7 +69,7 @@ class ParameterViews:
         self._complete.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Record that the parameters of model stage number ``unit`` have a new address; None means all stages."""
+        """Drop cached parameter views of model stage number ``unit`` after its memory moved; None means all stages."""
         for user in [user for user in self._parameters if unit is None or unit in self._model.needs[user]]:
             del self._parameters[user]
 
@@ -84,8 +84,8 @@ class TransientLayers:
     """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision).
 
     Layers used by only one stage share blocks of equal size. A layer that several stages use has a separate block.
-    ``units``: indices of the stages that use the pool. ``over``: communicator of the ranks that allocate shared memory
-    together, by default the data axis. ``category``: name of the memory in memory reports.
+    ``units``: indices of the stages that use the pool. ``over``: communicator of the ranks that allocate their pools
+    at the same time, by default the data axis. ``category``: name of the memory in memory reports.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TransientLayers:
         self._stores: dict[int, FlatStore] = {}
 
     def at(self, layer: int) -> FlatStore:
-        """Return the flat store of the whole ``layer``, after allocating uninitialised memory if it has none."""
+        """Return the flat store of the whole ``layer``. If it has no memory, the pool adds uninitialised memory."""
         if layer not in self._stores:
             size = self._block_size[layer]
             free = self._free.setdefault(size, [])
@@ -117,7 +117,7 @@ class TransientLayers:
         return self._stores[layer]
 
     def free(self, layer: int) -> None:
-        """Return the memory of ``layer`` to the pool. Local."""
+        """Return the memory that `at` allocated for ``layer`` to the pool. Local."""
         del self._stores[layer]
         self._free[self._block_size[layer]].append(self._blocks.pop(layer))
 

@@ -33,16 +33,16 @@ class RankContext:
     """Everything that a strategy needs on one rank: communicators, model, optimizer and settings.
 
     ``world``: communicator of all training ranks, including parameter servers.
-    ``data``: communicator of the replicas of this rank's stages.
-    ``pipeline``: communicator of the stages of this replica.
+    ``data``: communicator of the ranks that have replicas of this rank's stages.
+    ``pipeline``: communicator of the ranks that divide the stages of one replica.
     ``tensor``: communicator of the ranks that hold shards of the same tensors.
-    ``context``: `ContextAxis` of the replicas that divide the tokens of a sample, or None if samples are not divided.
-    ``batch``: communicator of the replicas with different samples; None if it is the same as ``data``.
-    ``experts``: communicator of the replicas that divide the experts of this rank's stages.
+    ``context``: `ContextAxis` of the ranks that divide the tokens of a sample, or None if samples are not divided.
+    ``batch``: communicator of the ranks of ``data`` that have different samples; None if all of them do.
+    ``experts``: communicator of the ranks that divide the experts of this rank's stages.
     ``on``: device of the arrays, "cpu" or "gpu".
     ``computes``: False on a dedicated server.
     ``working``: 16-bit dtype of stored and sent parameters and gradients, or None without mixed precision.
-    ``portion``: tensors that the strategy handles: "" (all), "expert" or "dense".
+    ``portion``: "expert" if the strategy handles only expert tensors, "dense" for all other tensors, "" for all.
     ``every_microbatch``: True if gradients are exchanged after each micro-batch.
     """
 
@@ -74,7 +74,7 @@ class RankContext:
 
     @property
     def speaks(self) -> bool:
-        """True on one of the tensor and context ranks that have the same samples. This rank counts the samples."""
+        """True if this rank counts the samples for all tensor and context ranks that have the same samples."""
         return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
@@ -130,7 +130,7 @@ class RankContext:
 
     @property
     def part(self) -> Range:
-        """The range of this rank's stages in the flat parameter vector; `parts` must have exactly one range."""
+        """The range of this rank's stages in the flat parameter vector, for ranks whose stages are consecutive."""
         (part,) = self.parts
         return part
 
@@ -146,8 +146,8 @@ class RankContext:
     def agree_algorithm(self) -> str:
         """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
 
-        It is the recipe's algorithm for small messages if this is "native". It is also this algorithm if this is
-        "node_shared" and all ranks are data-parallel. Otherwise, the name is "recursive_doubling".
+        The result is "native" or "node_shared" if the recipe uses this algorithm for small messages. However,
+        "node_shared" requires that all ranks are data-parallel. In all other cases, the result is "recursive_doubling".
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
@@ -172,10 +172,10 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return a function that allocates memory shared by the replicas on a node, or None for private memory. Local.
+        """Return a function that allocates memory shared by the ranks of a node, or None for private memory. Local.
 
         The result is None if the allreduce algorithm uses no shared memory. ``category``: name of the memory in memory
-        reports. Calls of the returned function are collective over ``over``, by default over the attribute ``data``.
+        reports. The returned function is collective over the communicator ``over`` or, if None, over all replicas.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:

@@ -64,8 +64,8 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
     """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over the world.
 
-    ``comm`` is the world, ``replica`` the number of this rank's replica, and ``what`` the name of the batch in
-    messages. If the keyword ``looks`` is false, the batch of this rank is not compared.
+    ``comm``: the world. ``replica``: number of this rank's replica. ``what``: name of the batch in messages. A rank
+    that passes False as the keyword ``looks`` takes part, but its batch is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)

@@ -43,8 +43,8 @@ class Graph:
     """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters.
 
     Steps use the ``rounds`` cyclically. In a complete graph, ``rounds`` is empty: all ranks average with equal weights.
-    ``gap`` is the spectral gap 1 - rho, or NaN if it is not computed. For k rounds, rho^k is the second largest
-    absolute eigenvalue of the product of their mixing matrices.
+    ``gap`` is the spectral gap per round, or NaN if it is not computed. For k rounds, it is 1 - r^(1/k). Here r is the
+    second largest absolute eigenvalue of the product of the k mixing matrices.
     """
 
     name: str
@@ -275,7 +275,6 @@ class GossipExchange(Replicas):
         self._round = self.step
 
     def take_mean(self, op: Operation) -> None:
-        """Replace the parameters by their mean over all ranks (complete graph). ``op`` is not used. Collective."""
         self.average(self.parameters)
 
     def _mixes(self) -> Handlers:

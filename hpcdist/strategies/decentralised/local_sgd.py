@@ -25,7 +25,7 @@ OUTER: Final = "optimizer.outer"  # kind of the outer velocity in a checkpoint
 
 
 class OuterOptimizer:
-    """Outer optimizer of local SGD: steps along the averaged parameter change. Local; all ranks get equal results."""
+    """Outer optimizer of local SGD. Its gradient is a period's change of the mean parameters, negated. Local."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum
@@ -79,9 +79,9 @@ class LocalSgdExchange(Replicas):
         super().begin_update(scale)
 
     def replace_by_mean(self, op: Operation) -> None:
-        """Average the parameters over all ranks if this step ends a period of local steps. Collective.
+        """At the end of a period of local steps, average the parameters over all ranks; else do nothing. Collective.
 
-        Then keep, average or reset the optimizer moments, as ``config.moments`` says. ``op`` is not used.
+        After averaging, the optimizer moments are kept, averaged or reset, as ``config.moments`` says.
         """
         if self._steps == self.config.period:
             self._take_mean()

@@ -29,11 +29,11 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class Replicas(ShardedUpdateExchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    The backward pass gives a rank's contribution to the mean gradient of all samples. The rank updates with ``factor``
-    times this contribution. Subclasses set the attribute ``factor``, and average the replicas.
+    The backward pass computes this rank's summand of the mean gradient of all ranks' samples. The update uses
+    ``factor`` times this summand. Subclasses set the attribute ``factor``, and average the replicas.
 
     The attribute ``distances`` maps step numbers to consensus distances (relative differences of the replicas from
-    their mean), until `new_consensus_distances` returns them. All ranks have the same distances.
+    their mean). It is equal on all ranks. `new_consensus_distances` returns and clears it.
     """
 
     replicas_identical = False
@@ -61,7 +61,7 @@ class Replicas(ShardedUpdateExchange):
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
-        """Leave the gradients unchanged, because this rank updates with them. ``op`` is not used. Local."""
+        """Do nothing for the KEEP operation ``op``: this rank's gradients are not averaged over the ranks. Local."""
 
     def norm_squared(self) -> float:
         """Return this rank's summand of the mean squared gradient norm: the squared norm / the number of ranks."""
@@ -69,18 +69,18 @@ class Replicas(ShardedUpdateExchange):
         return self._norm_squared / self.context.data.size
 
     def begin_update(self, scale: float) -> None:
-        """Start the update; clip by this rank's gradient norm, not by the global factor ``scale``."""
+        """Start the update. Clip by the norm of this rank's gradient; the clipping factor ``scale`` is ignored."""
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
         clip = norms.clip_scale(self._norm_squared * self.correction**2, limit, normalize=normalizes)
         self.apart = True
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Average ``store`` over the data axis. Return the squared norms of its deviation and of the mean.
+        """Replace ``store`` by its mean over the data axis. Return the squared norms of ``store`` - mean and of mean.
 
-        The norms, in one array, cover only the elements on this rank. By default, ``store`` is set to the mean. If the
-        keyword ``replace`` is false, ``store`` is unchanged. ``weight``: this rank's weight in the mean. ``total``: sum
-        of all ranks' weights. By default, all ranks have weight 1. Collective; waits for a GPU.
+        The norms, in one array, cover only the elements on this rank. If the keyword ``replace`` is false, ``store`` is
+        unchanged. ``weight``: this rank's weight in the mean. ``total``: sum of all ranks' weights. By default, all
+        ranks have weight 1. Collective; waits for a GPU.
         """
         squares = np.zeros(2)
         for part in self.ranges:
@@ -101,7 +101,7 @@ class Replicas(ShardedUpdateExchange):
         return squares
 
     def note(self, squares: np.ndarray) -> None:
-        """Record this step's consensus distance. ``squares``: result of `average` for the parameters. Collective."""
+        """Compute and record this step's consensus distance from ``squares``, the result of `average`. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 

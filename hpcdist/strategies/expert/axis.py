@@ -34,8 +34,7 @@ def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
 class ExpertAxis:
     """All-to-alls over ``comm``, the ranks that divide the experts. Methods are collective unless marked local.
 
-    ``algorithm``: name of the all-to-all algorithm. ``watch``: object that finds the first non-finite value that this
-    rank computes itself.
+    ``algorithm``: name of the all-to-all algorithm. ``watch``: object that checks sent and received values for NaN.
     """
 
     def __init__(self, comm: Communicator, algorithm: str, watch: NanFinder) -> None:
@@ -71,7 +70,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have published ``memory``. Log the wait, with the size and dtype of ``like``."""
+        """Wait until all ranks have published ``memory``. Log the wait as an all-to-all of the array ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -80,7 +79,7 @@ class ExpertAxis:
         self._spent_s += time.perf_counter() - begin
 
     def taken_s(self) -> float:
-        """Return the seconds that this rank spent in all-to-alls since the last call of this method. Local."""
+        """Return the seconds that this rank spent in all-to-alls since the last call of `taken_s`. Local."""
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
@@ -93,10 +92,10 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
 
-    If the keyword ``settled`` is true, the user set the allreduce algorithm ``chosen`` in the recipe. The result is
-    then the all-to-all of the same name, or "pairwise" if no such algorithm exists. If ``settled`` is false, ``chosen``
-    is ignored. The result is then "hierarchical" on several nodes, "node_shared" on the CPUs of one node, and "native"
-    on the GPUs of one node. The keyword ``on``: device, "cpu" or "gpu".
+    ``chosen``: name of the allreduce algorithm. If the user set it in the recipe (the keyword ``settled`` is true), the
+    result is the all-to-all of the same name, or "pairwise" if no such all-to-all exists. Otherwise, the result is
+    "hierarchical" on several nodes, "node_shared" on the CPUs of one node, and "native" on the GPUs of one node. The
+    keyword ``on``: device, "cpu" or "gpu".
     """
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):

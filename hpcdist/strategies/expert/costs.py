@@ -26,7 +26,7 @@ def counts_bytes(experts: int) -> int:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of shared memory that a rank needs for ``nbytes`` of token rows and as many bytes of results."""
+    """Return a rank's bytes of shared memory for ``nbytes`` of token rows and another ``nbytes`` of expert results."""
     return 2 * part_bytes(nbytes)
 
 

@@ -73,7 +73,7 @@ class ExpertExchange(Exchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """The dense parameters. All replicas hold the same dense tensors."""
+        """Store of this rank's parameters without expert parameters."""
         return self.dense.parameters
 
     @property
@@ -85,9 +85,10 @@ class ExpertExchange(Exchange):
         return self.dense.gradients
 
     def plan(self) -> list[Operation]:
-        """Return the operations of a step, for dense tensors and for experts. Local.
+        """Return the operations that exchange gradients and update parameters, for dense tensors and experts. Local.
 
-        A single AGREE operation, for dense tensors and experts together, agrees on the loss and the gradient norm.
+        A single AGREE operation sums the loss and the gradient norm over the ranks, for dense tensors and experts
+        together.
         """
         agree = Operation(Kind.AGREE)
         plans = [exchange.plan() for exchange in self.both]
@@ -170,7 +171,7 @@ def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
 
 
 class JoinedStore:
-    """One store that joins a layer's stores of dense tensors and experts. Experts start at flat offset ``border``."""
+    """Parameters or gradients of a layer in two stores: dense tensors and, from flat offset ``border`` on, experts."""
 
     def __init__(self, dense: FlatStore, experts: FlatStore, border: int) -> None:
         self._dense, self._experts, self._border = dense, experts, border

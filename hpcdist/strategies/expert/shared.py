@@ -24,8 +24,8 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
     """Return the rank that computes each expert. ``loads``: number of token rows of each expert.
 
     At first, each of the ``ranks`` ranks has an equal number of consecutive experts. Then the busiest rank gives an
-    expert to the idlest rank, or swaps one with it. This is repeated as long as the maximum of both ranks' row counts
-    falls by more than ``worth`` rows per moved expert.
+    expert to the idlest rank, or swaps one with it. This is repeated while it lowers the row count of the busier of
+    both ranks by more than ``worth`` rows per moved expert.
     """
     at: np.ndarray = np.arange(loads.size) * ranks // loads.size
     for _ in range(2 * ranks):
@@ -77,11 +77,11 @@ class Division:
 
     @property
     def numbers(self) -> int:
-        """Total number of elements in the tensors of one expert."""
+        """Number of elements in all tensors of one whole expert."""
         return sum(map(prod, self.shapes.values()))
 
     def here_of(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (expert, owner rank, expert's index on its owner) for each expert that ``rank`` computes."""
+        """Yield (expert, rank that stores it, its index on that rank) for each expert that ``rank`` computes."""
         return ((expert, *divmod(expert, self.each)) for expert in self.experts[rank])
 
     def sizes(self, row_bytes: int) -> dict[str, int]:
@@ -104,10 +104,11 @@ class SharedRows(StayingRows):
         self.axis, self._memory, self._rank = axis, memory, axis.rank
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Exchange the row counts of all ranks; return shared memory for the token rows that this rank sends.
+        """Exchange the ranks' token counts per expert; return shared memory for the token rows that this rank sends.
 
         The rows for expert e begin at row ``starts[e]``. They have the width and dtype of the array ``like``.
-        ``parameters``: tensors of the layer. The method stores the assignment of experts to ranks in ``saved``.
+        ``parameters``: tensors of the layer, used for their shapes. The assignment of experts to ranks is stored in
+        ``saved``.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -163,8 +164,8 @@ class SharedRows(StayingRows):
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
         """Return the weights and biases of the experts that this rank computes, including experts of other ranks.
 
-        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: the argument of `send_buffer`, which
-        must be called first. Tensors of another rank's expert are views of shared memory.
+        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: the object that was passed to
+        `send_buffer`. Tensors of another rank's expert are views of shared memory.
         """
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
@@ -182,8 +183,8 @@ class SharedRows(StayingRows):
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return arrays for the gradients of the experts that this rank computes, including experts of other ranks.
 
-        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: the argument of `send_buffer`, which
-        must be called first. Arrays for another rank's expert are in shared memory, all others in ``gradients``.
+        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: the object that was passed to
+        `send_buffer`. Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

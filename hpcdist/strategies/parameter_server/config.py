@@ -97,7 +97,7 @@ class ParameterServerConfig:
 
 
 def own_steps(consistency: str, staleness: int, backup_workers: int) -> str:
-    """Return the recipe line that lets workers step independently, or "" if workers run in lock-step. Local.
+    """Return the recipe setting that makes workers step independently, or "" if workers run in lock-step. Local.
 
     Example: "parameter_server.consistency = 'asp'".
     """

@@ -27,9 +27,10 @@ AHEAD: Final = 4  # receive buffers of a server: two are added while two are in 
 
 
 class ReceiveQueue:
-    """A server's receives in a fixed ``order`` of (number of elements, sender rank), into alternating buffers. Local.
+    """Queue of the messages that a server receives, in a fixed order, into alternating buffers. Local.
 
-    An array that `take` returns stays valid until `take` has been called twice more.
+    ``order``: (number of elements, sender rank) of each message. The array that `take` returns stays valid during the
+    next call of `take`, but not during the second.
     """
 
     def __init__(self, comm: Communicator, order: Sequence[tuple[int, int]], dtype: "np.dtype[np.generic]", on: str):

@@ -62,7 +62,7 @@ class Roles:
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Return the communicator of all workers or, on dedicated servers, of all dedicated servers. Collective."""
+        """Return the communicator of this rank's role: of all workers or of all dedicated servers. Collective."""
         part = world.split(int(world.rank not in self.workers), world.rank, "role")
         assert part is not None
         return part

@@ -87,7 +87,7 @@ class PartialSums:
     def add(self, shard: int, part: Range) -> None:
         """Add the gradients of local micro-batch number ``shard`` in the flat range ``part`` to the partial sums.
 
-        After the last micro-batch, the gradients must not change before the push, which may read them directly.
+        The gradients of the last micro-batch must stay unchanged until they are pushed, because they may not be copied.
         """
         if shard >= len(self._steps):
             return
@@ -101,12 +101,12 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return the values of this worker's partial sums in the flat range ``part``. Call it after the last `add`."""
+        """Return this worker's gradient sums to push for the flat range ``part``. Call it after the last `add`."""
         return [store.range(part) for store in self._lies]
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
-    """Return the number of buffers that worker ``index`` needs for its partial sums."""
+    """Return the number of buffers for gradient sums that worker ``index`` needs in the summation ``tree``."""
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
 
@@ -114,9 +114,10 @@ def slots_of(tree: ShardTree, index: int) -> int:
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
     """Return one stack operation per micro-batch of worker ``index``, and the buffer number of each sum to push.
 
-    An operation (depth, joins, stays) starts with ``depth`` partial sums on a stack, one buffer each. The gradient is
-    added to the top sum, that sum to the sum below, and so on, ``joins`` times. If ``joins`` is 0, the gradient becomes
-    a new sum on top. If ``stays`` is true, this new sum is not copied to a buffer, and its buffer number is None.
+    The stack has partial sums, one buffer each. An operation is (depth, joins, stays). ``depth``: number of sums on the
+    stack before the operation. ``joins``: number of top sums that the operation replaces by one sum, which includes the
+    micro-batch's gradient. If ``joins`` is 0, the gradient becomes a new sum on top. If ``stays`` is true, this new sum
+    is not copied to a buffer, and its buffer number is None.
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -146,8 +147,8 @@ PARAMETER: Final = 1
 class ServerTopology:
     """Workers and servers of the world, and the parameter ranges that each server owns.
 
-    ``shards``: number of logical shards (micro-batches of all workers) to sum in a fixed order, or 0 to sum one
-    gradient per worker. ``comm`` carries only gradients and parameters.
+    ``shards``: total number of micro-batches of all workers, to sum their gradients in a fixed order. If it is 0, one
+    gradient per worker is summed. ``comm`` carries only gradients and parameters.
     """
 
     context: RankContext
@@ -177,7 +178,7 @@ class ServerTopology:
 
     @cached_property
     def messages(self) -> list[tuple[Range, int]]:
-        """(parameter range, server rank) of each gradient message, in the order in which gradients are completed."""
+        """List of (parameter range, server rank) pairs, one for each gradient message, in sending order."""
         messages = self.partition.messages(self.context.ranges)
         return [(part, self.roles.servers[index]) for part, index in messages]
 
@@ -197,7 +198,7 @@ class ServerTopology:
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """Order (a tree) in which all micro-batches' gradients are added, or None if workers push one sum each."""
+        """Tree that defines the order of adding all micro-batches' gradients, or None if each worker pushes one sum."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
@@ -208,22 +209,22 @@ class ServerTopology:
         return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
 
     def slots(self, worker: int) -> int:
-        """Return the number of partial-sum buffers that rank ``worker`` needs in addition to its gradients."""
+        """Return the number of buffers that rank ``worker`` needs for gradient sums over some of its micro-batches."""
         if self.tree is None or worker not in self.roles.workers:
             return 0
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return the partial sums of ``gradients`` that this rank pushes, or None if it pushes no partial sums."""
+        """Return the sums of this rank's ``gradients`` over micro-batches, or None if it pushes no partial sums."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return the partial sums of gradients that rank ``worker`` pushes, or None if it pushes no partial sums.
+        """Return the `PartialSums` over the micro-batches of rank ``worker``, or None if it pushes no partial sums.
 
-        ``gradients``: store of the worker's current micro-batch's gradients. ``slot(n)`` allocates the n-th buffer for
-        sums.
+        ``gradients``: store of the gradients of the worker's current micro-batch. ``slot(n)`` allocates a store for sum
+        n.
         """
         if self.tree is None:
             return None
@@ -266,7 +267,7 @@ class Transport(Protocol):
         """On a server, send the new parameters of the local range ``part`` to the workers."""
 
     def pull(self, part: Range) -> None:
-        """On a worker, receive the new values of range ``part`` in ``parameters``; valid after `settle`."""
+        """On a worker, receive the new parameters of the flat range ``part``. They are valid after `settle`."""
 
     def settle(self) -> None:
         """Wait until all operations that this rank started are complete. Local."""

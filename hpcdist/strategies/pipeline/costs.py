@@ -191,11 +191,11 @@ class TensorSplit:
     by_tokens: bool = False
 
     def of(self, elements: int) -> int:
-        """Return the largest number of elements on a tensor rank if ``elements`` elements are split over all."""
+        """Return the largest number of elements on a tensor rank if an array of ``elements`` elements is split."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the size on one tensor-parallel rank of a layer input or output with ``elements`` elements."""
+        """Return the number of elements on one tensor rank of a layer input or output with ``elements`` elements."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
@@ -203,7 +203,7 @@ class TensorSplit:
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:
-        """Return the elements of the scratch array ``buffer`` on a tensor-parallel rank, for ``samples`` samples."""
+        """Return the number of elements of the scratch array ``buffer`` on a tensor rank, for ``samples`` samples."""
         if buffer.most:  # bounded by a tile or a cache
             return buffer.of(samples)
         return samples * self.elements(KeptArray(buffer.each, buffer.cut, buffer.whole))
@@ -241,12 +241,12 @@ class UnitCost:
 class SampleCounts:
     """FLOPs and array sizes of one stage for one sample.
 
-    ``unit``: counts of the stage, without the FLOPs of attention products.
+    ``unit``: all other counts of the stage. The FLOPs exclude attention products.
     ``held``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
     ``products``: forward FLOPs of attention products, masked scores included.
     ``additions``: forward FLOPs of an embedding, which only adds vectors.
     ``joint``: True if the input-gradient pass of a split backward pass computes all weight gradients too.
-    ``joint_linear``: if this pass computes only some weight gradients, the forward FLOPs of their layers, else 0.
+    ``joint_linear``: forward FLOPs of layers whose weight gradients the input-gradient pass computes; 0 if ``joint``.
     """
 
     unit: UnitCounts

@@ -49,7 +49,7 @@ class StateBytes:
     ``itemsize``: bytes per element of parameters and gradients.
     ``gathered``: number of stages with temporary unsharded parameters at the same time.
     ``reduced``: number of stages with temporary unsharded gradients at the same time.
-    ``widened``: bytes per element of temporary float32 copies in mixed precision, or 0.
+    ``widened``: bytes per element of one stage's temporary float32 arrays in mixed precision, or 0.
     """
 
     per_parameter: float
@@ -87,9 +87,9 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the `LiveMicroBatches` of each pipeline chunk at every moment when the rank may need the most memory.
+    """Return the states in which the rank may need the most memory: the `LiveMicroBatches` of each pipeline chunk.
 
-    ``steps``: the rank's operations, in order. ``chunks``: stages of each of the rank's chunks.
+    ``steps``: the rank's operations, in order. ``chunks``: range of stages of each pipeline chunk on the rank.
     """
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}

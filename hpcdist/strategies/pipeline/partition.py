@@ -121,7 +121,7 @@ class _Task:
         return True
 
     def bound(self) -> float:
-        """Return a lower bound of the slowest rank's seconds per micro-batch, over all partitions."""
+        """Return a lower bound of the slowest rank's seconds per micro-batch. No partition into chunks is faster."""
         inner = self.seconds[1:-1]
         least = min(inner, default=0.0)
         loads, _ = self._counts(least)
@@ -152,7 +152,7 @@ class _Task:
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return good chunk boundaries, on the assumption that all units but the first and last take equal time."""
+        """Return chunk boundaries that balance the ranks if all units but the first and last take equal time."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1
@@ -287,9 +287,10 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the chunks of model units that minimise the largest memory use relative to a rank's limit. Local.
+    """Return the chunks with the smallest memory use on the fullest rank, relative to the rank's limit. Local.
 
-    Chunk i runs on ``ranks[i]``. ``devices`` has the memory limits; ``memory`` computes a rank's memory use.
+    Chunks are ranges of the ``units`` model units. Chunk i runs on ``ranks[i]``. ``devices`` has the ranks' memory
+    limits; ``memory`` computes a rank's memory use.
     """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))

@@ -137,7 +137,6 @@ def _moments(schedule: ScheduleText, empty: StagePlacement, rank: int, *, recomp
 
 
 def _copies(model: Model, empty: StagePlacement, itemsize: int, split: TensorSplit) -> dict[int, int]:
-    """Return the bytes for copies of tied parameters and their gradients, by the model unit that has the copies."""
     if empty.ranks[0] == empty.ranks[-1]:
         return {}
     copies = {}

@@ -243,7 +243,7 @@ class Executor:
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _weigh(self, weight: float) -> None:
-        """Set the factor that corrects the gradient for loss weights. ``weight`` is their sum over all targets."""
+        """Set the gradient correction: number of targets / ``weight``, the sum of the targets' loss weights."""
         exchange = self.exchange
         targets = self._targets if exchange.lock_step else sum(self.sizes) * self.model.tokens_per_sample
         if not targets:  # a worker without samples in this step
@@ -291,7 +291,7 @@ class Executor:
 
     @property
     def own_weight(self) -> float:
-        """Sum of this rank's loss weights in the last step or evaluation, or 0 if the loss has no weights. Local."""
+        """Sum of this rank's loss weights of targets in the last step or evaluation; 0 for an unweighted loss."""
         return self._stages.weight
 
     def gradients_in(self, part: Range) -> Array | None:

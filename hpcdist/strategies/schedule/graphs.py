@@ -33,7 +33,7 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Prepare for the operations of a step. Return ``draws``, which a subclass may extend with GPU copies.
+        """Prepare for the operations of a step. Return the draws to use, here ``draws`` unchanged.
 
         ``draws``: values that select each micro-batch's dropout masks. ``sizes``: number of samples of each
         micro-batch. ``scale``: factor of the loss gradient. The keyword ``steady`` is True in a normal training step,
@@ -52,11 +52,11 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run the compute operation ``op``: return the result of ``call(moving)``.
+        """Run the compute operation ``op``: call the function ``call`` and return its result.
 
-        The keyword ``moving`` has the arrays whose addresses change from step to step. A CUDA graph copies them to
-        fixed addresses. All other arrays of the operation have fixed addresses and are not copied: the activations
-        ``saved``, and the keywords ``still`` (an input), ``parameters`` and ``gradients``.
+        The argument of ``call`` is the keyword ``moving``: the arrays whose addresses change from step to step. A
+        subclass may pass copies at fixed addresses instead. All other arrays of the operation have fixed addresses: the
+        activations ``saved``, and the keywords ``still`` (an input), ``parameters`` and ``gradients``.
         """
         return call(moving)
 
@@ -116,9 +116,9 @@ class StageGraphs(KernelLaunches):
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Launch the CUDA graph of ``op``, captured from ``call`` if there is no matching graph; return its result.
+        """Run ``op`` as a CUDA graph and return its result. Capture ``call`` if there is no graph for its arrays.
 
-        During warm-up, in evaluations, in searches for NaN, or if there are too many graphs, run ``call`` directly.
+        During warm-up and evaluations, in a search for NaN, or if there are too many graphs, run ``call`` directly.
         """
         if not self._on:
             return call(moving)

@@ -56,7 +56,7 @@ class StageMessages:
                 )
 
     def begin(self, operations: Sequence[Operation], samples: Sequence[int]) -> None:
-        """Post the first receives of an operation list; ``samples`` has the number of samples of each micro-batch.
+        """Start to post the receives in ``operations``, in order. ``samples``: number of samples of each micro-batch.
 
         Raises ScheduleError, before posting, if two messages in flight could have the same tag.
         """
@@ -114,7 +114,7 @@ class StageMessages:
             self._memory(RECEIVED, microbatch, unit).release()
 
     def forget_gradient(self, microbatch: int, unit: int) -> None:
-        """Free the input gradient of a unit or skip connection, an array that `receive` or `keep` returned."""
+        """Free the input gradient of model unit (or skip connection) number ``unit`` for one micro-batch."""
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
@@ -126,7 +126,8 @@ class StageMessages:
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
         """Send ``y``, the input of model unit ``op.unit``, to the rank of this unit.
 
-        Without the keyword ``copy``, ``y`` itself is sent, and must not change before its gradient arrives.
+        If the keyword ``copy`` is false, ``y`` itself is sent. Then ``y`` must not change until its gradient is
+        received.
         """
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)
@@ -189,5 +190,4 @@ class StageMessages:
 
 
 def _before(op: Operation) -> int:
-    """Return the model unit whose output, or output gradient, the message ``op`` carries."""
     return op.unit - 1 if op.source < 0 else op.source

@@ -95,7 +95,7 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return ``handler`` wrapped in a profiler range of phase ``phase``; the function ``ranges`` opens the range."""
+    """Return a function that calls ``handler`` in a profiler range for ``phase``, opened by the function ``ranges``."""
 
     def run(op: Operation) -> None:
         with ranges(phase, op.kind.name, op.microbatch, op.unit):
@@ -138,7 +138,7 @@ class NanFinder:
         return self._found
 
     def look(self, what: str, values: Scalar) -> None:
-        """Record the name ``what`` if ``values``, computed by this rank, have the first NaN or infinity."""
+        """Record ``what``, the name of ``values``, if they have this rank's first NaN or infinity since `begin`."""
         if self._awake and self._found is None and not _finite(values):
             self._found = what
 
@@ -149,16 +149,16 @@ class NanFinder:
                 self.look(f"gradient of {segment.key}", store.range(touched))
 
     def sees_only_finite(self, values: Array) -> bool:
-        """Return True if all ``values`` are finite and the search for NaN is active (after `begin`)."""
+        """Return True if a search for NaN is active and all ``values`` are finite, else False."""
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop the search for NaN if ``values`` from another rank are not finite: this rank is not the origin."""
+        """Stop this search if ``values``, received from another rank, are not finite: the NaN is not from this rank."""
         if self._awake and not _finite(values):
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Call `distrust` for each tensor in ``part``, a range of ``store`` that came from another rank."""
+        """Stop this search if ``part``, a range of ``store`` from another rank, has non-finite values."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

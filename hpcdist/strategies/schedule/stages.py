@@ -31,7 +31,7 @@ Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Store of outputs and gradients on one rank's skip connections. Only the methods ``send_*`` communicate."""
+    """Unit outputs and gradients that pass over a rank's skip connections. Only the methods ``send_*`` communicate."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -44,15 +44,15 @@ class SkipExchange:
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Before the FORWARD ``op``, put the stored inputs of its model unit from skip connections into ``saved``."""
+        """Before the forward pass ``op``, put its model unit's inputs from skip connections into ``saved``."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep ``y``, the output of the model unit of the FORWARD ``op``, for skip connections that start at the unit.
+        """Keep ``y``, the output of the forward pass ``op``, for skip connections that start at its model unit.
 
-        The keyword ``dropped`` is true if the unit's activations, including ``y``, are freed after this forward pass.
-        Then ``y`` is copied if this rank still needs it, and the unit's inputs from skip connections are freed.
+        If the keyword ``dropped`` is true, the unit's activations, including ``y``, are freed after this pass. Then
+        ``y`` is copied if this rank still needs it. The unit's inputs from skip connections are freed too.
         """
         if dropped:
             self.end(op)
@@ -73,7 +73,7 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After the backward pass ``op``, keep the gradients in ``saved`` of the unit's skip-connection inputs."""
+        """After the backward pass ``op``, copy the gradients of its inputs from skip connections out of ``saved``."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
@@ -112,8 +112,8 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 class Stages:
     """Executor of the compute operations and pipeline messages of one rank.
 
-    ``arena``: memory of the activations. ``bound``: arrays of the parameters and gradients. ``watch`` searches for
-    non-finite values. ``launches`` runs the kernels, directly or as CUDA graphs.
+    ``arena``: memory of the activations. ``bound``: views of the parameters and gradients. ``watch``: object that finds
+    non-finite values. ``launches``: object that runs the kernels, directly or as CUDA graphs.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Stages:
         return self._arena.saved(self._model.stages[op.unit].layer, op.microbatch)
 
     def _arrives(self, unit: int) -> bool:
-        """Return True if the input of ``unit`` is the batch or comes from another rank; such inputs are kept."""
+        """Return True if the input of ``unit`` is the batch or comes from another rank."""
         return unit in self._firsts and (unit == 0 or self._place.crosses(unit))
 
     def forward(self, op: Operation) -> None:

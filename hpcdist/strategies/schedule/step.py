@@ -72,7 +72,7 @@ class RunningStep(Protocol):
         """Loss of each micro-batch of this rank, summed over its targets."""
 
     def gradients_in(self, part: Range) -> Array | None:
-        """Return this rank's gradients in ``part``, a flat range within one layer, or None without gradients. Local."""
+        """Return the gradients in ``part``, a flat range within one layer, or None if not on this rank. Local."""
 
     def compute_again(self) -> None:
         """Compute the current step a second time, so that an observer can compare the results. Collective."""
@@ -85,27 +85,28 @@ class StepObserver:
     """Base class of step observers, which the executor calls during a step. Only `agreed` is collective."""
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
-        """Return the function that runs instead of ``handler`` for operations of type ``kind``.
+        """Return a function to run instead of ``handler``, which executes operations of type ``kind``.
 
-        Called once per type of operation. Later observers wrap the functions of earlier observers.
+        Called once per type of operation. The default is ``handler`` itself. If there are several observers,
+        ``handler`` is the function that the previous observer returned.
         """
         return handler
 
     def begin_step(self, number: int, operations: Sequence[Operation], sizes: Sequence[int]) -> None:
-        """Called before step ``number`` starts; ``sizes`` has the number of samples of each micro-batch."""
+        """Called before step ``number``, which runs ``operations``. ``sizes``: samples per micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
         """Observe that the backward operation ``op`` of ``step`` has ended. Does nothing by default."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Called before operation ``op`` exchanges gradients. This rank's gradients in ``op.part`` are complete."""
+        """Called before ``op`` exchanges this rank's gradients in the flat range ``op.part``, which are complete."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
         """Return this observer's numbers to sum over the ranks, as a 1-D array of the same length on all ranks."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Observe the loss and gradient norm of ``step``, before the update. Does nothing by default. Collective."""
+        """Called on all ranks before the update, with the loss and gradient norm in ``step.outcome``. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
         """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""

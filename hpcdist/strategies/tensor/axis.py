@@ -28,7 +28,7 @@ from hpcdist.strategies.schedule.observers import NanFinder
 
 
 def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
-    """Return the ranges of unsharded tensors in ``parts``, which are ranges of the flat ``layout``. Local."""
+    """Return the subranges of ``parts`` that hold unsharded tensors. ``parts`` are flat ranges of ``layout``. Local."""
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
 
 
@@ -73,8 +73,9 @@ ONE_NODE: Final = "node_shared"
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the allreduce algorithm for activations. Collective over ``comm``.
 
-    The result is ``chosen``, or "native" if ``chosen`` cannot be used on ``comm``. But if ``chosen`` is not from the
-    recipe (the keyword ``settled`` is false) and the keyword ``on`` is "cpu", ranks on one node use shared memory.
+    The result is "node_shared" if the recipe sets no algorithm (the keyword ``settled`` is false), the keyword ``on``
+    is "cpu" and the ranks can share memory. Otherwise, it is ``chosen``, or "native" if `suited` does not allow
+    ``chosen``.
     """
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
@@ -82,7 +83,7 @@ def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> 
 
 
 def suited(comm: Communicator, algorithm: str) -> str:
-    """Return ``algorithm`` if this algorithm can sum over ``comm``, else "native". Collective over ``comm``."""
+    """Return ``algorithm``, or "native" if it needs shared memory and ``comm`` spans several nodes. Collective."""
     if comm.size > 1 and ONE_NODE in algorithm and comm.nodes().count > 1:
         return "native"
     return algorithm
@@ -138,7 +139,7 @@ class TensorAxis:
 
 
 class Borders:
-    """Collectives before and after the tensor-parallel part of a layer, whose input and output all ranks have."""
+    """Collectives before and after a layer's tensor-parallel part. All ranks have its whole input and output."""
 
     by_rows = False  # whether a rank has only some of the tokens
 
@@ -150,7 +151,7 @@ class Borders:
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the ranks' input gradients ``dx``, for all tokens, in place; return the rows of this rank's tokens."""
+        """Sum the input gradients ``dx`` of all tokens over ranks, in place; return the rows of this rank's tokens."""
         self.axis.allreduce(dx.reshape(-1))
         return dx
 
@@ -183,8 +184,8 @@ class SequenceBorders(Borders):
     """Collectives of sequence parallelism: before and after a tensor-parallel part, each rank has some of the tokens.
 
     Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. ``context``: tokens
-    per sample, at least one per rank. If a context axis splits samples of ``whole`` tokens, ``pieces`` are this rank's
-    token ranges of a sample, and ``context`` counts only their tokens.
+    per sample, at least one per rank. If context parallelism splits samples of ``whole`` tokens, ``pieces`` are the
+    token ranges that the tensor ranks divide. ``context`` then counts only their tokens.
     """
 
     by_rows = True

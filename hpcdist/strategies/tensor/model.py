@@ -59,7 +59,7 @@ class ColumnLinear:
         return self._input_gradient(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of x for this rank's tokens. Keep the arrays for `backward_weight` in ``saved``."""
+        """Return the gradient of the layer's input for this rank's tokens, without computing weight gradients."""
         if self.borders.by_rows:
             whole = self.borders.enter(saved[f"{prefix}.x"], saved)
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -134,8 +134,9 @@ def _weight_gradients(
 class ParallelExperts(WholeExperts):
     """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over the axis.
 
-    All ranks route the tokens identically, and hold the router and the output biases. If activations are sharded by
-    tokens, gradients of unsharded tensors are summed later. So only the first rank stores these gradients.
+    All ranks have the same router and output biases, and route the tokens identically. If activations are sharded by
+    tokens, the gradients of these unsharded tensors are summed over the ranks later. To count them once, only rank 0
+    stores them.
     """
 
     def __init__(self, borders: Borders) -> None:
@@ -179,7 +180,7 @@ class HeadParallelAttention:
         return self._inner.forward(qkv, head_size, saved, **options)
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of `forward`'s ``qkv``, or two gradients if keys and values were a separate array."""
+        """Return the gradient of `forward`'s ``qkv``. If `forward` got the option ``kv``, return two gradients."""
         return self._inner.backward(dy, saved, keep=keep)
 
 
@@ -190,7 +191,7 @@ class RowDropout(LocalDropout):
         self._borders = borders
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Apply dropout number ``site`` of the layer, with probability ``rate``, to ``x`` in place. Return ``x``."""
+        """Apply dropout with probability ``rate`` to ``x`` in place; return ``x``. ``site`` selects the random mask."""
         whole, columns = self._borders.whole, x.shape[-1]
         dropped = mask(saved, rate, site, rows_per_sample=whole, columns=columns)
         if dropped is None:

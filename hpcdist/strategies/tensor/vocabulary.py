@@ -41,7 +41,7 @@ class VocabularyEmbedding:
         return self.borders.leave(partial, f"{prefix}.y", saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add the gradients ``dy`` of the embeddings to the gradient of this rank's rows of the table."""
+        """Add the gradient of this rank's rows of the embedding table to ``gradients``. ``dy``: output gradient."""
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
@@ -129,8 +129,8 @@ class VocabularyCrossEntropy:
     def _forward_device(self, logits: Array, indices: Array, top: Array, sums: Array, saved: Saved) -> Scalar:
         """Return the loss like `forward`, for logits on a GPU. The logits are not changed.
 
-        ``indices``: target classes in the whole vocabulary. ``top``, of shape (tokens,), and ``sums``, of shape (2,
-        tokens), are scratch buffers.
+        ``indices`` are target classes of the whole vocabulary. ``top`` and ``sums`` are scratch buffers of shapes
+        (tokens,) and (2, tokens).
         """
         xp, tokens = namespace(logits), logits.shape[0]
         statistics = saved.empty("cross_entropy.statistics", (tokens, 2), sums.dtype)

@@ -104,8 +104,8 @@ class Observations:
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
     """Append ``events`` to the open metrics file ``file``. Local.
 
-    ``session``: number of this start of the run; a resume is a start too. The first call after a start deletes the rows
-    of earlier starts for all steps after the first event's step.
+    ``session`` counts the starts and resumes of the run. The first call of a session deletes the rows of all steps
+    after the step of ``events[0]``.
     """
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:

@@ -193,7 +193,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write buffered rows. Then call the functions ``appends``, which add more data, as in `include`."""
+        """Write the buffered rows to the metrics file. Further arguments are functions for `include`."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -215,7 +215,7 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Open the metrics file and call ``append(file, session)``; ``session`` is the number of earlier starts."""
+        """Call ``append(file, session)`` with the open metrics file and the number of earlier starts of the run."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:

@@ -234,9 +234,10 @@ class RunEnergy:
 def read_energy(
     run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any], last_step: int = 0
 ) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``: from its energy record if this is newer, else from the metrics file.
+    """Return the energy of the run in ``run_dir``, from its energy record and its metrics file.
 
-    ``attributes`` are from the metrics file ``metrics_path``. ``last_step`` is the number of the run's last step.
+    The energy record is preferred to the ``attributes`` of the metrics file ``metrics_path``. ``last_step`` is the
+    number of the run's last step.
     """
     usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
@@ -322,10 +323,10 @@ def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.nd
 def _joined_sessions(
     parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
 ) -> dict[str, EnergyCurve]:
-    """Return the energy over time for each kind of energy counter, joined over all sessions.
+    """Return the energy over time for each kind of energy counter, joined over all starts (sessions) of the run.
 
-    ``parts`` maps session and kind to (times, millijoules, node) of each counter. ``begins`` maps (session, node) to
-    the begin time, which is subtracted from the times.
+    ``parts`` maps session and kind to (times, millijoules, node) of each counter; counters of a kind are added.
+    ``begins`` maps (session, node) to the begin time, which is subtracted from the times.
     """
     lasted = {
         session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)

@@ -169,11 +169,11 @@ def last_step(run: sampling.SampledMetrics) -> int:
 
 
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the figures of `step_metrics.summarise`. Times are from sampled rows, losses from all rows.
+    """Return the figures of `step_metrics.summarise` for ``run``, and further figures for the page.
 
     ``data_fraction`` is the fraction of time spent waiting for data since the run last started, or None if unknown.
-    ``other_fraction`` excludes waiting, computation, communication and update. ``skipped_steps`` and ``anomalies``
-    are counts over the whole run.
+    ``other_fraction`` excludes waiting, computation, communication and update. ``skipped_steps`` and ``anomalies`` are
+    counts over the whole run.
     """
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}

@@ -112,7 +112,7 @@ class LatestFigures:
 
 
 def job_identity(run: RunInfo) -> str:
-    """Return the number of the job. Outside of a job, return the name of the run."""
+    """Return the job id of ``run`` as a string. If ``run`` is not in a batch job, return its name."""
     return run.jobid or run.name
 
 

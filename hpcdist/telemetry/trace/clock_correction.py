@@ -160,7 +160,7 @@ def find_corrections(
 
 
 def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
-    """Return the clock corrections from the readings in ``sessions``, or None if a host has no readings."""
+    """Return the clock corrections from offsets measured in ``sessions``, or None if a host was not measured."""
     for last in reversed(sessions):
         if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
             continue
@@ -186,9 +186,10 @@ class _OffsetBounds:
     together_ns: list[int] = field(default_factory=list)  # offsets if both left a collective at the same time
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return (time of the first clock, offset, width) in ns, or None if the offset has no lower or upper bound.
+        """Return (time, offset, width) in ns, or None if the offset has no lower or upper bound.
 
-        The offset is the second clock minus the first clock. Its error is at most half of the width.
+        The offset is the second clock minus the first clock, at ``time`` of the first clock. Its error is at most width
+        / 2.
         """
         if not self.least_ns or not self.most_ns:
             return None
@@ -291,7 +292,7 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Check that no receive ends before its send begins, and that collectives are in order too. Local.
+    """Check that no receive or collective ends before the calls that it waited for have begun. Local.
 
     ``matches``: matching sends and receives, and collectives, with times on one clock. ``bounds_ns``: largest clock
     error of each rank, None if unknown.

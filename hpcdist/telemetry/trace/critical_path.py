@@ -138,7 +138,7 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 
 
 def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return the communication times of one rank: overlapped by computation, exposed, and spent waiting. Local.
+    """Return one rank's communication times: overlapped by computation, exposed, and waited (a part of exposed).
 
     ``row`` is the rank's timeline. ``transfers`` are the (begin, end) times of its messages.
     """

@@ -139,10 +139,11 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return pairs (call, matching call of its peer) of ``calls``, sendrecv calls on one communicator with one tag.
+    """Match sendrecv calls: return pairs (call, matching call of its peer).
 
-    A rank's n-th call matches its peer's n-th call. ``logs``: the ranks' records, to find out if calls are missing.
-    ``ranks`` maps a communicator to the job ranks of its members.
+    ``calls`` are all ranks' calls on one communicator with one tag. A rank's n-th call matches its peer's n-th call.
+    ``logs``: the ranks' records, to find out if calls are missing. ``ranks`` maps a communicator to the job ranks of
+    its members.
     """
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):

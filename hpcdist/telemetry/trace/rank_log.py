@@ -40,7 +40,7 @@ class RecordedCall(CommunicatorCall):
 
     @property
     def behind(self) -> bool:
-        """True if the call overlaps with other work of the rank: nonblocking, or in a background thread."""
+        """True if the rank can do other work during this call: it is nonblocking, or in a background thread."""
         return bool(_NONBLOCKING.search(self.op)) or "/background" in self.comm
 
 
@@ -114,7 +114,8 @@ def load(run_dir: Path) -> RankLogs:
 def _own_rank(contents: RankSpans | RankRecord) -> int:
     if not contents.rank < contents.world <= _MOST_RANKS:
         raise StorageError(
-            f"{contents.path} is damaged: its header says rank {contents.rank} of {contents.world}; delete the file"
+            f"{contents.path} is damaged: its header says rank {contents.rank} of {contents.world} ranks, which is out "
+            "of range; delete the file"
         )
     return contents.rank
 

@@ -22,7 +22,7 @@ class TimelinePiece:
 
     The activity is an operation, such as "REDUCE", or a communication call in an operation, such as "REDUCE: send". If
     a call waited for another rank, ``by`` is this other rank, and ``since_ns`` is the time at which it began its call.
-    If a call did not wait, ``by`` is ``rank``. In all other cases, ``by`` is -1.
+    If a call did not wait, ``by`` is ``rank``. For operations, and calls without a known match, ``by`` is -1.
     """
 
     rank: int
@@ -74,8 +74,8 @@ def build(
 ) -> RunTimeline:
     """Return the timeline of the steps ``steps`` from the ranks' ``logs``, with all times on one clock.
 
-    A log without any of these steps is included whole. ``corrections`` are the clock corrections. ``matches`` are the
-    matching calls of different ranks. The keyword ``tail`` includes all records after these steps.
+    ``corrections`` are the clock corrections. ``matches`` are the matching calls of different ranks. The keyword
+    ``tail`` includes all records after these steps.
     """
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
@@ -203,7 +203,8 @@ def _cut(
 ) -> list[TimelinePiece]:
     """Split a rank's timeline pieces ``leaves`` at the begin and end times of its communication ``calls``.
 
-    Nonblocking calls split only communication pieces. ``causes`` has the result of `_causes`.
+    Nonblocking calls split only communication pieces. ``causes`` maps the id of a call to (rank that the call waited
+    for, time at which this rank began its call).
     """
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]

@@ -193,7 +193,7 @@ def _build_executor(
 
 
 def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:
-    """Return the grid communicators of this rank's role, and True for workers (False: servers). Collective."""
+    """Return this rank's grid communicators, and a bool: True for a worker, False for a server. Collective."""
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     return GridCommunicators(grid if computes else ProcessGrid(data=members.size), members), computes

@@ -104,8 +104,8 @@ def plan_partition(
     """Return the partition of the model ``whole`` over pipeline ranks, or None if there is only one model chunk.
 
     For a measured partition, passes of ``local_model`` are timed; the call is then collective over ``comm``, the world.
-    ``schedule`` is None unless it was read from a file. ``origin`` is the state to resume from. ``documents`` has the
-    mean numbers of query-key pairs per packed sample. All ranks return the same partition or raise ConfigurationError.
+    ``schedule`` is a schedule read from a file, or None. ``origin`` is the state to resume from. ``documents`` is the
+    attention work of packed samples. All ranks return the same partition or raise ConfigurationError.
     """
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -153,7 +153,7 @@ def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, l
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return the bytes per parameter of a rank's parameters, gradients and optimizer state. Local.
+    """Return a `StateBytes`: a rank's memory for each model parameter, its gradient and optimizer state. Local.
 
     ``replicas`` is the number of data-parallel replicas. The keyword ``splits`` is True if the schedule computes input
     gradients and weight gradients in separate passes.

@@ -118,7 +118,8 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     order = resumed.get("sample_order", FEISTEL)
     if order not in RULES:
         raise StorageError(
-            f"{origin} orders samples by the rule {order!r}, but this hpcdist supports {RULES}; update hpcdist"
+            f"{origin} orders the training samples by the rule {order!r}, but this hpcdist supports {RULES}; update "
+            "hpcdist"
         )
     if resumed["optimizer"].get("pending") and "pending" not in trainer.exchange.restores:
         raise ConfigurationError(
@@ -249,7 +250,7 @@ def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[s
 
 
 def _restore_rounded(comm: Communicator, path: Path, stored_dtypes: list[tuple[Piece, str]]) -> None:
-    """Restore pieces whose stored dtype differs from the dtype of their array. Collective over ``comm``."""
+    """Restore each (array piece, stored dtype) pair from the checkpoint ``path``, with conversion. Collective."""
     read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in stored_dtypes]
     restore_together(comm, path, read)
     for (piece, _), stored in zip(stored_dtypes, read, strict=True):

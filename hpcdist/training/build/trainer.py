@@ -88,8 +88,8 @@ class Trainer:
     def batches(self, steps: int) -> Prefetcher:
         """Return an iterator that prefetches this replica's batches for all steps up to step number ``steps``. Local.
 
-        The iterator is also a context manager. Only the first and last rank of a pipeline read samples; if samples are
-        packed, all ranks do. On other ranks, the arrays have one row per sample, but no columns.
+        The iterator is also a context manager. Between the first and last rank of a pipeline, no samples are read
+        unless they are packed: these ranks get placeholders of the right length.
         """
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
@@ -116,8 +116,8 @@ class Trainer:
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
         """Return the mean loss in nats over the targets of all replicas, or NaN without targets. Collective.
 
-        Call `flush` first. The ranks communicate once per item of ``rounds``, so all must pass equally many items. Each
-        item is a list of 0 to ``parts`` batches of this rank, on the model's device.
+        Call `flush` first. Each item of ``rounds`` is a list of at most ``parts`` batches of this rank, on the model's
+        device. All ranks must pass equally many items, because they communicate once per item.
         """
         counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0

@@ -113,7 +113,7 @@ class ChaosConfig:
 
     Each step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward take
     ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). Forward and backward take at least
-    ``step_s`` seconds in every step. This minimum is for the mean number of samples; it is proportional to the samples.
+    ``step_s`` seconds in every step. Replicas with more samples than average take proportionally longer.
 
     Each fault happens once per run directory, even if its step is repeated:
 

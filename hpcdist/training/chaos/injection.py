@@ -49,21 +49,22 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Record the compute time of an operation. Return the seconds to sleep after it, to simulate a slow rank."""
+        """Record the compute time of an operation. Return the seconds to sleep after it, to slow down this rank."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
         return max(0.0, due_s - self._taken_s - computed_s)
 
     def took(self, seconds: float) -> None:
-        """Record that the last operation and the sleep after this operation took ``seconds`` together."""
+        """Record the total seconds of the last operation and the sleep after it, to compute the next sleep."""
         self._taken_s += seconds
 
 
 class Slowdown(StepObserver):
     """Observer that lets ``rank`` sleep after forward and backward passes, as ``config`` requires.
 
-    ``even_samples`` is the mean number of samples per replica and step. Replicas with more samples sleep longer.
+    ``even_samples`` is the mean number of samples per replica and step. For more samples, the minimum time of these
+    passes is proportionally longer.
     """
 
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
@@ -271,8 +272,8 @@ def make_infinite(values: Array) -> None:
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
     """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
 
-    ``writers`` is the value of ``checkpoint.writers``: a rank that writes no file cannot have a fault in a save.
-    ``exchange`` holds this rank's parameters: a rank without parameters cannot have a fault in its parameters.
+    ``writers`` is the value of ``checkpoint.writers``: a rank that writes no file cannot have a fault in a save. If the
+    gradient exchange ``exchange`` keeps no parameters on a rank, this rank cannot have a fault in parameters.
     """
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)

@@ -68,8 +68,8 @@ def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts
 def _count(positions: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
     """Add the occurrences of each n-gram of ``order`` tokens (1 to 3) in a text to the array ``counts``.
 
-    The array ``numbers`` maps each value of ``positions``, one per token of the text, to a token id below ``kinds``.
-    The trigram of token ids a, b and c has the index (a * kinds + b) * kinds + c in ``counts``.
+    Token i of the text has the id ``numbers[positions[i]]``, which is below ``kinds``. The trigram of token ids a, b
+    and c has the index (a * kinds + b) * kinds + c in ``counts``.
     """
     third, second = kinds * kinds if order == 3 else 0, kinds if order >= 2 else 0
     two_before, before = 0, 0

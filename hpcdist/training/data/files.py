@@ -53,7 +53,7 @@ class Hdf5Dataset:
         return elements
 
     def files(self) -> list[tuple[Path, os.stat_result]] | None:
-        """Return (path, `os.stat` result) of each file that stores this dataset, or None if some files are unknown."""
+        """Return (path, `os.stat` result) of each file that stores this dataset, or None if some cannot be listed."""
         return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -197,7 +197,9 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
         raise _no_dataset_error(path, file, name)
     if not dataset.shape:
         extent = "a single value" if dataset.shape == () else "without a shape"
-        raise DataError(f"{what}: dataset {name} is {dataset.dtype}, {extent}; expected an array with rows")
+        raise DataError(
+            f"{what}: dataset {name} is {dataset.dtype}, {extent}; expected an array with rows (one dimension or more)"
+        )
     try:
         offset = files.offset_in_file(dataset)
         # The elements are not contiguous in one file.
@@ -207,7 +209,7 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
     except MissingCapabilityError as error:
         raise MissingCapabilityError(f"an HDF5 filter is missing for data.path: {error}") from error
     except files.FAILURES as error:
-        raise DataError(f"{what}, dataset {name}: {error}") from error
+        raise DataError(f"{what}, dataset {name} cannot be read: {error}") from error
 
 
 def _check_tokens(tokens: Sliceable, what: str) -> None:
@@ -414,7 +416,9 @@ def cache_directory() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
     except OSError as error:
-        raise StorageError(f"{folder} cannot be created: {error.strerror}; set HPCDIST_CACHE to another") from error
+        raise StorageError(
+            f"{folder} cannot be created: {error.strerror}; set HPCDIST_CACHE to another directory"
+        ) from error
     private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     if not configured and not private:
         raise StorageError(

@@ -158,7 +158,7 @@ class PackedSamples:
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Return inputs (`PackedTokens`) and targets, of shape (n, context), of the n samples ``indices``.
 
-        Targets are `IGNORED` in padding. ``shift`` has no effect.
+        Targets are `IGNORED` in padding. ``shift`` is ignored, because packed samples have fixed boundaries.
         """
         shape = len(indices), self._context
         tokens, targets = np.zeros(shape, self._tokens.dtype), np.full(shape, IGNORED, np.int64)

@@ -95,7 +95,7 @@ class SampleOrder:
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
         """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's random integer.
 
-        `Sampler` derives from this integer the number of tokens by which samples are moved in this epoch.
+        `Sampler` derives from this integer the shift of all sample boundaries in this epoch.
         """
         # Raw words of the generator do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
@@ -147,7 +147,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the samples' shift in tokens."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch``, and ``shift`` for `Samples.take`."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -235,7 +235,7 @@ class SampleShares:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return [batch number, [number of samples of each replica]] for ``batch`` and for each later change."""
+        """Return a list of pairs [batch number, [samples of each replica]]: for ``batch`` and each later change."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 

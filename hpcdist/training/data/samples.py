@@ -185,15 +185,15 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 class Samples(Protocol):
     """Interface of a sequence of ``count`` training samples.
 
-    A text can be cut into samples at different offsets: a shift from 0 to ``shifts - 1`` moves the begin of every
-    sample by this number of tokens. Samples that cannot be moved have ``shifts`` 1.
+    If the samples are cut from a text, all sample boundaries can be moved by 0 to ``shifts - 1`` tokens. If they cannot
+    be moved, the attribute ``shifts`` is 1.
     """
 
     count: int
     shifts: int
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets of samples ``indices``, which all begin ``shift`` tokens later: new arrays."""
+        """Return new arrays: inputs and targets of samples ``indices``, all moved by ``shift`` tokens in the text."""
         ...
 
 
@@ -240,7 +240,7 @@ class NextTokenSamples:
         self.count = len(tokens) - context
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs, of shape (n, context), and targets, of shape (n,), of the samples. ``shift`` has no effect."""
+        """Return inputs, of shape (n, context), and the token after each input, of shape (n,). ``shift`` is ignored."""
         block = gather(self._tokens, indices, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, -1])
 
@@ -299,7 +299,7 @@ class MaskedSamples:
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Return masked inputs and int64 targets of the windows ``indices``, both of shape (n, context).
 
-        The dtype of inputs can hold the mask token. The windows begin ``shift`` tokens later in the text.
+        All windows are moved by ``shift`` tokens in the text.
         """
         unmasked, targets = self._windows.take(indices, shift)
         if not isinstance(unmasked, PackedTokens):

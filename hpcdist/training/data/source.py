@@ -203,15 +203,14 @@ class Source:
     documents: DocumentPairs | None = None  # packed training samples: pairs of attention
 
     def made(self, scalars: Mapping[str, Any]) -> bool:
-        """Return True if this data is the data of a checkpoint, by the data hashes in the checkpoint's ``scalars``."""
+        """Return True if the data hashes in the ``scalars`` of a checkpoint match this data."""
         stored = scalars.get("data_digest")
         return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
         """Divide the validation samples into ``parts`` ranges; yield micro-batches of range number ``part``. Local.
 
-        All ranges together have the same samples for any ``parts``. Each range has the same number of batches; some may
-        be empty. If ``part`` is None, all batches are empty.
+        Each range has the same number of batches; some may be empty. If ``part`` is None, yield as many empty batches.
         """
         if self.validation is None:
             return
@@ -259,8 +258,8 @@ def open_source(
     """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
 
     Ranks compare hashes of evenly spaced elements. With the keyword ``digests``, they also compare a hash of all data.
-    With the keyword ``kept_only``, this hash is skipped if it is not in the cache. Raises DataError if the data is
-    missing, too short, unreadable or unsuitable.
+    With the keyword ``kept_only``, the hash of all data is not computed, only taken from a cache. Raises DataError if
+    the data is missing, too short, unreadable or unsuitable.
     """
     verdict: str | HpcdistError
     try:
@@ -394,7 +393,7 @@ def _training_part(total: int, fraction: float, least: int, what: str, cure: str
     validation = max(least, round(total * fraction)) if fraction > 0 else 0
     if total - validation < least:
         purpose = "one sample to train and one to validate" if validation else "one sample"
-        raise DataError(f"{what}: too short for {purpose}: {cure}")
+        raise DataError(f"{what}: the data is too short for {purpose}: {cure}")
     return total - validation
 
 
@@ -416,7 +415,7 @@ class ScriptSamples:
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Raise AssertionError, because a script provides the batches."""
-        raise AssertionError("the batches of this run come from its script")
+        raise AssertionError("the batches of this run come from its script, not from a data source")
 
 
 def script_source() -> Source:

@@ -104,7 +104,7 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Objects of this process that live as long as the current set of training ranks. Missing objects are None."""
+    """Session, training loop and state protection of this process for the current set of training ranks."""
 
     session: Session
     loop: TrainingLoop | None = None
@@ -162,7 +162,7 @@ class ElasticJob:
             self._broken = True
 
     def _acknowledge(self, error: Exception) -> None:
-        """Revoke the communicator, so that no rank waits, and free all arrays not needed for the recovery. Local."""
+        """After the rank failure ``error``, revoke the communicator and free memory for the recovery. Local."""
         if not self._broken:
             self._lost_at = time.monotonic()
         self._broken = True

@@ -124,8 +124,8 @@ class Membership:
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
         """Start a process for each training rank whose process died. Collective over the living ranks.
 
-        Return ``change``, with the number of started processes added to its field ``added``. In new processes, `join`
-        returns this result and ``description``, a picklable object.
+        Return a copy of ``change``, the change of the training ranks, that counts the started processes. In new
+        processes, `join` returns this copy and ``description``, any picklable object.
         """
         vacant = self._vacant(self._places())
         if vacant:
@@ -166,10 +166,10 @@ class Membership:
 
 
 def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
-    """In a process that `Membership.fill` started, return its membership, the change and the description. Collective.
+    """In a process that `Membership.fill` started, return (membership, change, description). Collective.
 
-    The change is the `MembershipChange` that added this process. The description is the object that the older processes
-    passed to `Membership.fill`. The communicator ``everyone`` has the older and the new processes.
+    The change is the `MembershipChange` that added this process. The description is the object that was passed to
+    `Membership.fill`. The communicator ``everyone`` has the older and the new processes.
     """
     vacant, target_size, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]

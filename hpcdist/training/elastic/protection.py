@@ -41,7 +41,7 @@ class SurvivorState:
         """Fill the arrays of ``pieces`` from this rank's memory, or else from the memory of other ranks.
 
         ``optional`` are kinds of pieces, such as "optimizer.m", that stay unchanged if no rank has them. Collective
-        over the attribute ``holders``, or over ``comm`` if ``holders`` is None.
+        over the communicator ``self.holders``, or over ``comm`` if it is None.
         """
         reshard(self.holders or comm, self.held, pieces, optional)
 
@@ -53,9 +53,8 @@ class SurvivorState:
 class RankMemory:
     """State of a run that this process keeps in memory for a recovery from a rank failure.
 
-    ``life`` is the number of recoveries before this state was made, and ``place`` is this process's training rank at
-    that time. Either ``copies`` has copies of states of several ranks, or ``live`` refers to the arrays of this rank's
-    training.
+    ``copies`` has copies of the states of several ranks. If there are no copies, ``live`` refers to the arrays of this
+    rank's training. ``life`` is the number of earlier recoveries. ``place`` is the rank of this process in training.
     """
 
     life: int
@@ -86,8 +85,8 @@ class StateProtection:
     def keep(self, step: int, now: bool) -> None:
         """Record that ``step`` is complete, and renew the copies of the state at partner ranks if due. Collective.
 
-        A renewal is due every ``survival.every_steps`` steps, and if ``now`` is true. If every rank has the whole
-        state, there are no copies.
+        The copies are renewed every ``survival.every_steps`` steps, or now if ``now`` is true. If every rank has the
+        whole state, there are no copies.
         """
         self._done = step
         if step > self._trainer.first_step:
@@ -107,7 +106,7 @@ class StateProtection:
         self._buddies.keep(step, trainer.exchange.pieces(), state.scalars(trainer, step))
 
     def memory(self) -> RankMemory:
-        """Return the state that this rank can provide for a recovery. Local."""
+        """Return this rank's memory for a recovery: its own arrays, or copies of several ranks' states. Local."""
         trainer, place = self._trainer, self._trainer.comm.rank
         if self._buddies is not None:
             return RankMemory(self._life, place, copies=self._buddies.copies)

@@ -50,10 +50,11 @@ def energy_figures(
     activities: Mapping[str, Any] | None = None,
     config: EnergyConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the energy figures of ``report`` over ``steps`` steps. A figure that is unknown is None, with a reason.
+    """Return the energy figures of ``report`` over ``steps`` steps. Unknown figures are None.
 
-    ``report`` is from `EnergyMonitor.report`. ``activities`` has the joules and seconds of computation, communication
-    etc., from `phase_shares.job_activities`. ``config`` has the electricity price and the carbon intensity.
+    ``report`` is from `EnergyMonitor.report`. The keyword ``activities`` has the joules and seconds of computation,
+    communication etc., from `phase_shares.job_activities`. The keyword ``config`` has the electricity price and the
+    carbon intensity.
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
@@ -215,7 +216,7 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return this node's power sensor that is inactive for the largest fraction of the time. Local.
+        """Return the power sensor of this node that measures the smallest fraction of the time. Local.
 
         Return None if all sensors measure continuously.
         """

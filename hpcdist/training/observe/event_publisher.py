@@ -182,7 +182,10 @@ class EventPublisher:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Record a step's background collectives: unhidden and total seconds, and hits and misses of prefetches."""
+        """Record the background collectives and layer prefetches of a step.
+
+        ``total_s`` is the time of the collectives, and ``exposed_s`` is the part that no computation overlaps.
+        """
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)

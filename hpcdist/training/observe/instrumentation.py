@@ -182,8 +182,8 @@ class StepLog:
     def shares(self, done: int, first: int) -> None:
         """Write the number of samples of each replica in the steps after step ``done`` to the metrics.
 
-        The load balancer changes these numbers some steps ahead. If ``first`` is 0, the numbers of the next step and
-        all later changes are written. If ``first`` is -1, only the last change is written.
+        The load balancer plans changes of these numbers. If ``first`` is 0, the numbers of the next step and all
+        planned changes are written. If ``first`` is -1, only the last change is written.
         """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
@@ -195,10 +195,10 @@ SHIFT_SPAN: Final = "shift"
 
 
 class StepShifter:
-    """Delays of this rank's steps, so that a power sensor measures all phases of a step equally often. Local.
+    """Delay before each step, so that a power sensor measures all phases of a step equally often. Local.
 
-    Some sensors measure only a part of each interval. Delaying one rank is enough, because the other ranks wait for it
-    in the step. The function ``sensor`` returns such a sensor, or None if all sensors measure continuously.
+    The function ``sensor`` returns a sensor that measures only a part of each interval, or None if all sensors measure
+    continuously. Delaying one rank is enough, because the other ranks wait for it in the step.
     """
 
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:

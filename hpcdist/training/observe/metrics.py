@@ -107,10 +107,10 @@ class RunMetrics:
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
-        """After a rank failure, write the metrics rows up to step ``last`` that the file lacks. Collective.
+        """After a rank failure, complete the metrics file up to step ``last``. Collective.
 
-        ``rows`` are this rank's rows from `unsaved`. ``world`` is the number of ranks that made these rows, or 0 if
-        this rank did not train. Figures of dead ranks are NaN.
+        ``rows`` are this rank's rows from `unsaved`. ``world`` is the number of ranks before the failure, or 0 if this
+        rank did not train. Figures of dead ranks are NaN.
         """
         self._gathered = list(rows)
         carried = self._comm.allgather_object((rows, world))
@@ -140,7 +140,7 @@ class RunMetrics:
             self._writer.put(table, **columns)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """On rank 0, write ``val_loss`` (unless NaN) and the keyword arguments to the metrics, and close them."""
+        """On rank 0, write ``val_loss`` after ``steps`` steps, and the keyword arguments; close the metrics."""
         if self._writer is not None:
             if not math.isnan(val_loss):
                 self._writer.evaluation(steps, val_loss)
@@ -165,8 +165,8 @@ class AsyncRunMetrics(RunMetrics):
 
     `serve` sends complete rows to rank 0, which writes the row of a step after all workers have made this step. Only
     `flush` writes energy samples. The loss in a row is the mean over the workers' batches, each computed with the
-    worker's parameters at this step. A row lacks workers that were more than
-    `MOST_LEAD_STEPS` steps ahead of the slowest worker.
+    worker's parameters at this step. Data of a worker that is more than `MOST_LEAD_STEPS` steps ahead of the slowest
+    worker is dropped.
     """
 
     def __init__(
@@ -190,11 +190,11 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set the number of steps that each training rank made before the run was resumed, keyed by rank. Local."""
+        """Set the number of steps made before a resume. ``clocks`` maps each training rank to its number. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:
-        """Send this rank's new metrics rows to rank 0, which receives and writes them. Never waits. Local."""
+        """Send new metrics rows to rank 0. On rank 0, write the rows that have arrived. Never waits. Local."""
         self._under_way = [request for request in self._under_way if not request.test()]
         if self._writer is None:
             if self._common and (len(self._common) >= ROWS_PER_MESSAGE or self._overdue()):

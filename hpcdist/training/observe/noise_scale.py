@@ -84,7 +84,7 @@ class NoiseMeter(StepObserver):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return this rank's terms of two sums over all ranks: an array of shape (2,) for |g_b|^2 and 1/b.
+        """Return this rank's summands of |g_b|^2 and 1/b for the gradient noise scale: an array of shape (2,).
 
         g_b is the mean gradient of b samples, fewer than the samples of a step. Call this once per step.
         """

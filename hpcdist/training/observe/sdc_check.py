@@ -32,7 +32,7 @@ LEAST_STEPS: Final = 10  # number of steps before a step can be suspicious
 
 @dataclass(frozen=True)
 class ComputationDigest:
-    """Digests of a step's results: of this rank's ``own`` values before exchanges, and values ``summed`` over ranks."""
+    """Digests of a step: ``own`` of this rank's losses and gradients, ``summed`` of loss and gradients of all ranks."""
 
     own: bytes
     summed: bytes
@@ -73,8 +73,8 @@ class SdcCheck(StepObserver):
     def agreed(self, step: RunningStep) -> None:
         """Compute ``step`` a second time if a check is due, or if its loss or gradient norm is suspicious. Collective.
 
-        If the results differ, a third computation follows. Raises DivergenceError on all ranks if all three results
-        differ, or if a rank is faulty in two checks in a row.
+        If the results differ, a third computation shows which result is wrong. Raises DivergenceError on all ranks if
+        all three results differ, or if a rank computes wrong results in two checks in a row.
         """
         outcome = step.outcome
         suspicion = self._suspicion(outcome)
@@ -90,7 +90,7 @@ class SdcCheck(StepObserver):
             self._losses.append(outcome.loss)
 
     def _suspicion(self, outcome: StepResult) -> str:
-        """Return the reason why the step is suspicious, or "" if it is not. Local; all ranks get the same result."""
+        """Return the reason why the loss or gradient norm in ``outcome`` is suspicious, or "" if it is not."""
         if not self._factor:
             return ""
         for name, value, history in (

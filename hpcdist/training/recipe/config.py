@@ -125,7 +125,7 @@ class PrecisionConfig:
 
     @property
     def stages(self) -> str:
-        """Data type of the activations that stages compute and send."""
+        """Data type of the activations that pipeline stages compute and send."""
         return self.mode if self.activations == "working" else self.computes
 
     @property
@@ -213,8 +213,8 @@ class RunConfig:
 class SurvivalConfig:
     """Section ``[survival]``: copies of the state in jobs of `hpcdist run --survive`. It has no effect in other jobs.
 
-    If the state is sharded, each rank and its partner rank keep a copy of the rank's shard. Digests verify both copies.
-    If fewer than ``least_ranks`` ranks remain, the job ends.
+    If the state is sharded, each rank's shard is copied to the memory of this rank and of a partner rank, with digests.
+    Otherwise, there are no copies. If fewer than ``least_ranks`` ranks remain, the job ends.
     """
 
     every_steps: int = 1

@@ -67,9 +67,9 @@ _PHRASES: Final = (
 class Need:
     """Requirement of a recipe key: the key needs the setting ``what``, a text such as "parallel.pipeline > 1".
 
-    If ``excludes`` is true, the key must instead not be combined with this setting. The requirement
-    applies only to the key's values in the text ``of``, and only if the condition in the text ``where`` holds. An empty
-    text means no restriction.
+    If ``excludes`` is true, the key must instead not be combined with this setting. The text ``of`` restricts the
+    requirement to values of the key, and the text ``where`` restricts it by a condition. An empty text means no
+    restriction.
     """
 
     what: str
@@ -94,7 +94,7 @@ class KeyEntry:
 
     @property
     def only_with(self) -> str:
-        """Text of the settings that this key always requires, or ""."""
+        """Text of the settings that this key or its values require in all cases, or "" if there are none."""
         needs = [need for need in self.needs if not (need.excludes or need.where)]
         ordered = sorted(needs, key=lambda need: need.of != "")
         return "; ".join(f"{need.of}: {need.what}" if need.of else need.what for need in ordered)
@@ -139,7 +139,7 @@ def lookup(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return the recipe key ``name``, or if there is no such key, the first key that allows the value ``name``."""
+    """Return ``name`` if it is a recipe key, else a recipe key that has ``name`` as a possible value."""
     return next(key for key in recipe.defaults() if key == name or name in _choices(key))
 
 
@@ -208,9 +208,9 @@ def _bounded(kind: str, cure: str) -> str:
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
-    """Yield the requirement of the recipe key ``key`` that follows from a rule, if it is worth documenting.
+    """Yield the requirement of the recipe key ``key`` that follows from the rule ``each``, or nothing.
 
-    The rule ``each`` forbids a combination of settings.
+    A rule forbids a combination of settings.
     """
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}

@@ -237,7 +237,7 @@ class AsyncTrainingLoop(TrainingLoop):
         self.exchange.plan_rendezvous((self._saved_at // every + 1) * every if every else 0)
 
     def _count_what_was_served(self) -> None:
-        """On a server, store the bytes it sent, divided by the mean number of steps of the workers. Collective."""
+        """Store the bytes that this rank sent per step of a worker, if this rank is a server. Collective."""
         outcome, exchange = self.outcome, self.exchange
         made = self.trainer.comm.allgather_object(outcome.steps.count)
         steps = [count for count in made if count]

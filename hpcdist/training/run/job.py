@@ -68,7 +68,10 @@ class TrainingJob:
     def assemble(
         self, session: Session, recipe: Recipe, origin: StateSource | None
     ) -> tuple[Trainer, StateSource | None]:
-        """Return the trainer and its initial state: ``origin``, or if damaged, an earlier checkpoint. Collective."""
+        """Return the trainer and the source of its initial state. Collective.
+
+        The source is ``origin``. If ``origin`` is a damaged checkpoint, the source is an earlier checkpoint.
+        """
         trainer, used = from_intact_source(
             session.comm,
             self.run.path,

@@ -46,19 +46,19 @@ class CheckpointSaver:
     def numbers(self) -> np.ndarray:
         """Return two flags, 0 or 1: this rank is still writing a checkpoint, and its last write failed. Local.
 
-        If this saver does not write in the background, the array is empty.
+        If checkpoints are not written in the background, there are no flags: the array is empty.
         """
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` should be called, because all ranks have written or a rank has failed. Local.
+        """Return True if all ranks have written the checkpoint or a rank has failed, so `settle` must be called. Local.
 
         ``sums`` is the sum of the arrays from `numbers` over all ranks.
         """
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Start or complete the commit of a checkpoint that all ranks have written. If it is complete, return its path.
+        """Continue the commit of a checkpoint that all ranks have written. Return its path if complete, else None.
 
         ``sums`` is the sum of `numbers` over all ranks. Raises StorageError on all ranks if a rank failed to write.
         """

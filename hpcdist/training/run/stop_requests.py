@@ -102,7 +102,7 @@ class CheckpointTimer:
         return self._clock() - self._saved + step_s / 2 >= self.interval_s  # at the nearest step boundary
 
     def time_up(self) -> bool:
-        """Return True if the job might end before one more step (99th percentile) and a save (95th) are complete."""
+        """Return True if the job might end before one more step and a save are complete."""
         if self._up or math.isinf(self._ends):
             return self._up
         cost_s = quantile(self._complete, 0.95) if self._complete else self._guess_s
@@ -169,8 +169,9 @@ class StopRequests:
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
         """Return a `StopRequests` that handles signals. The job ends after ``limit_s`` seconds or at Slurm's limit.
 
-        Until `begun` is called, a signal calls the functions ``*lets_go``, e.g. to release a lock, and then ends the
-        process at once. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
+        A signal ends the process at once, or after a call of `begun`, at the end of a step. Further arguments are
+        functions to call before an end at once. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is
+        not a time.
         """
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
@@ -178,9 +179,9 @@ class StopRequests:
         return requests
 
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
-        """Let `current` request a stop if the file ``stop_file`` exists or the function ``time_up`` returns True.
+        """Request a stop as soon as the file ``stop_file`` exists or the function ``time_up`` returns True.
 
-        Call on one rank only.
+        Call on one rank only. The method `current` checks both.
         """
         self._stop_file, self._time_up = stop_file, time_up
 
@@ -191,9 +192,9 @@ class StopRequests:
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def starts(self, *lets_go: Callable[[], object]) -> None:
-        """Let signals end this process at once, until `begun` is called. Main thread only.
+        """Let signals end this process at once, until the method `begun` is called. Main thread only.
 
-        Before the exit, the signal handler calls the functions ``*lets_go``, e.g. to release a lock.
+        The arguments are functions to call before the exit, e.g. to release a lock.
         """
         for action in lets_go:
             self._at_once.before(action)
@@ -221,7 +222,7 @@ class StopRequests:
             self._at_once.switch(False)
 
     def ignore(self) -> None:
-        """Restore the signal handlers that `listen` replaced. Main thread only."""
+        """Stop handling signals, and restore the signal handlers from before `listen`. Main thread only."""
         self._at_once.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -50,7 +50,7 @@ def lock_step_throughput(
 
     ``workers`` are the items of ``ranks`` except parameter servers. ``targets`` is the mean number of loss terms per
     step. A step takes the time of its slowest worker. Bytes sent in a step are counted on the rank that sends most. If
-    the keyword ``alike`` is True, ``sent_bytes`` in the result is the median over the steps, else the mean.
+    the keyword ``alike`` is True (all steps are alike), ``sent_bytes`` is the median over the steps, else the mean.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -180,8 +180,8 @@ def summarise(
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
     """Return mean and median of the step time, and of the fraction spent in communication. Local.
 
-    The step time is from ``pace``. The fraction is a mean over ``workers``, without pure servers. Figures are None if
-    no step was made.
+    ``pace`` has the step times. The fraction is a mean over ``workers``, the summaries of all ranks that compute.
+    Figures are None if no step was made.
     """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
@@ -268,8 +268,8 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
     """Return the bytes moved per step, keyed by the fields of `BytesMoved`, or None if no rank made a step.
 
-    Each value is the largest of the ranks' means over steps. If ``sent`` is not NaN, it is reported instead of the
-    value of the field ``messages``.
+    Each value is the largest of the ranks' means over steps. The field ``messages`` is ``sent``, unless ``sent`` is
+    NaN.
     """
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -282,10 +282,7 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the mean bytes per step that a rank loads from shared memory, for the rank that loads most.
-
-    Return None if no rank uses shared memory.
-    """
+    """Return the mean bytes per step that the rank with most reads reads from shared memory, or None if 0."""
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 

@@ -65,10 +65,10 @@ def plan_training(
     kind: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the job of type ``kind`` that trains the recipe ``path``, changed by ``overrides``.
+    """Return the batch job, of class ``kind``, that trains the recipe ``path``, changed by ``overrides``.
 
-    ``options`` are the options of `hpcdist submit` by name. ``more`` are additional job fields. Raises HpcdistError if
-    the recipe is invalid, or if the cluster cannot run the job.
+    ``options`` are the options of `hpcdist submit` by name. Keyword arguments are further fields of the job. Raises
+    HpcdistError if the recipe is invalid, or if the cluster cannot run the job.
     """
     site = search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])

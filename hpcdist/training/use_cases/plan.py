@@ -76,9 +76,10 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return the plan from the function ``make``, and notes. Its argument is True to simulate the pipeline.
+    """Return the plan ``make(simulate)``, and notes.
 
-    ``make`` gets the keyword ``simulate``. If the simulator cannot be loaded, it gets False, and there is a note.
+    The keyword ``simulate`` is True to simulate the pipeline. If the simulator cannot be loaded, return ``make(False)``
+    and a note about it.
     """
     try:
         return make(simulate), ()

@@ -77,7 +77,8 @@ def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> d
         if strategy not in (None, PARAMETER_SERVER):
             given_option = f"--zero {stage}" if stage is not None else f"--strategy {strategy}"
             raise UsageError(
-                f"--servers {servers} needs --strategy {PARAMETER_SERVER}, but {given_option} is given; keep one"
+                f"--servers {servers} needs --strategy {PARAMETER_SERVER}, but {given_option} is given; keep one of "
+                "the two options"
             )
         strategy = PARAMETER_SERVER
     if strategy is None:
@@ -107,8 +108,8 @@ def _chunks(layout: ParallelLayout) -> int:
         )
     if row.most is not None and chunks not in (1, row.most):
         raise UsageError(
-            f"--chunks {chunks} with --schedule {layout.schedule}, which has {row.most} per stage; leave --chunks out, "
-            "or use --schedule interleaved"
+            f"--chunks {chunks} with --schedule {layout.schedule}, whose number of chunks per stage is {row.most}; "
+            "leave --chunks out, or use --schedule interleaved"
         )
     return chunks if row.most is None else row.most
 
@@ -151,8 +152,8 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
     """Return ``subject``, planned with Megatron's kernel speed and memory if cluster ``on`` has no measurements.
 
-    Published trainings provide these numbers. ``subject`` is changed only if it is a transformer on GPUs and the user
-    chose no kernels. If Megatron does not support the layout, it is unchanged, unless the keyword ``always`` is true.
+    ``subject`` is changed only if it is a transformer on GPUs and the user chose no kernels. If Megatron does not
+    support its layout, ``subject`` is unchanged too, unless the keyword ``always`` is true.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:
@@ -271,7 +272,7 @@ def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:
 
     missing = [flag(name) for name in _REQUIRED_SHAPE if options.get(name) is None]
     if missing:
-        raise UsageError(f"a model that is given by its sizes also needs {', '.join(missing)}")
+        raise UsageError(f"a model that is given by its sizes also needs the options {', '.join(missing)}")
     if options.get("feed_forward") is not None and options.get("mlp_ratio") is not None:
         raise UsageError("--feed-forward and --mlp-ratio both set the inner width; keep one")
     if options.get("experts_per_token") is not None and options.get("experts") is None:

@@ -44,8 +44,8 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 class SlurmAllocation:
     """Nodes of the current Slurm job.
 
-    ``needed``: number of nodes that a restart needs (None: any number). ``whole``: the launcher cannot exclude nodes,
-    so every start uses all nodes of the job.
+    ``needed`` is the number of nodes that a restart needs, or None if any number is enough. If the keyword ``whole`` is
+    True, a restart needs all nodes of the job.
     """
 
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
@@ -73,10 +73,7 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait, at most SlurmdTimeout, for enough nodes for a start. Return the signal that ended the wait, or None.
-
-        ``pause(seconds)`` sleeps and returns a signal received meanwhile. ``say`` prints a message.
-        """
+        """Wait, at most SlurmdTimeout, while too few nodes answer for a restart. Return a received signal, or None."""
         limit_s = 0.0
         began = time.monotonic()
         while self.shortage() and len(_allocated_nodes(self._environment)) >= (self._needed or 0):
@@ -136,7 +133,7 @@ def _setting_s(name: str, otherwise: float, environment: Mapping[str, str]) -> f
 def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
     """Return the stdout of the command ``line``, or "" if it fails or exceeds ``limit_s``.
 
-    If the keyword ``whole`` is False, a failed command's partial stdout is returned.
+    If the keyword ``whole`` is False, the output before the failure or timeout is returned.
     """
     try:
         result = subprocess.run(

@@ -45,7 +45,7 @@ class AccountedStep(NamedTuple):
     of_nodes: Mapping[str, float] = MappingProxyType({})
 
     def shares(self) -> dict[str, float]:
-        """Return an estimate of each node's energy in J: for an unmeasured node, the mean of all unmeasured nodes."""
+        """Return the energy of each node in J. Nodes without a measurement share the rest of the total equally."""
         measured = {node: self.of_nodes[node] for node in self.nodes if node in self.of_nodes}
         rest = max(0.0, (self.joules or 0.0) - sum(measured.values()))
         others = [node for node in self.nodes if node not in measured]

@@ -95,7 +95,7 @@ def clean_environment(script: str, environment: Mapping[str, str] = os.environ) 
 
 
 def _unavailable_nodes(script: str) -> str:
-    """Return the names and states of down or drained nodes if only they prevent the start of ``script``, else ""."""
+    """Return the names and states of down or drained nodes that ``script`` may be waiting for, or ""."""
     absent = []
     # Each component of a heterogeneous job has its partition and node count.
     for component in script.split("\n#SBATCH hetjob\n"):

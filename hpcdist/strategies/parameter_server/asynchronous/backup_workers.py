@@ -26,10 +26,10 @@ from hpcdist.strategies.schedule.operations import Operation
 class Quorum:
     """Decisions of the first server about pushed gradients. A step ignores the ``spare`` slowest of ``workers``.
 
-    All servers follow each decision, a `ControlFields` object. It is about the gradients of the workers in its
-    attribute ``workers``. If its attribute ``dropped`` is true, the servers ignore these gradients. Otherwise, they
-    apply the sum of the gradients times its attribute ``scale``. The workers then continue at the step in its attribute
-    ``clock``.
+    Each decision is a `ControlFields` object, which all servers follow. Its field ``workers`` lists the workers whose
+    gradients are decided on. If its field ``dropped`` is true, the servers ignore these gradients. Otherwise, they
+    apply the sum of the gradients times the field ``scale``. The field ``clock`` is the step at which the workers
+    continue.
     """
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
@@ -41,10 +41,10 @@ class Quorum:
         self.dropped = 0  # number of dropped gradients
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
-        """Record that ``worker`` pushed its gradient for step ``clock``; return decisions to apply or drop gradients.
+        """Record that ``worker`` pushed its gradient for step ``clock``; return the new decisions, possibly none.
 
-        The list is empty if nothing is decided yet. ``samples``: number of samples in this gradient. ``divisor``:
-        number of samples of all workers, by which the worker divided its sum.
+        ``samples``: number of samples in this gradient. ``divisor``: number of samples of all workers; the worker has
+        divided its gradient by it.
         """
         if clock <= self.clock:
             return [self._drop(worker)]
@@ -59,7 +59,7 @@ class Quorum:
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` has stopped pushing; return decisions to drop gradients.
+        """Record that ``worker`` has stopped pushing; return a decision for each gradient that is dropped now.
 
         If too few workers for an update still push, all gradients that wait for the update are dropped.
         """
@@ -67,7 +67,7 @@ class Quorum:
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """Record that all workers resume after a common stop. ``clock``: number of completed steps."""
+        """Let all workers push again after a pause of training. ``clock``: number of completed steps."""
         self._away.clear()
         self.clock = clock
 
@@ -106,7 +106,7 @@ class BackupExchange(AsynchronousServerExchange):
         return batch
 
     def begin_update(self, scale: float) -> None:
-        """Do nothing: the servers, not the workers, clip the mean gradient."""
+        """Ignore the clipping factor ``scale`` of this worker: the servers clip the mean gradient."""
 
     def pull(self, op: Operation) -> None:
         self.meetings.consider()
@@ -155,7 +155,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Apply the gradients of ``turn.workers``; return False if other servers' gradient norms are missing."""
+        """Apply the gradients of ``turn.workers``; return False if this must wait for other servers' gradient norms."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -204,11 +204,11 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Set the step count of all workers to ``updates`` while they are paused. Collective over the world.
+        """Set all workers' step counts to ``updates``, the servers' number of updates. Collective over the world.
 
-        ``clocks``: previous step count of each worker. ``updates``: number of updates on the servers. If a worker
-        has made fewer steps, all workers receive the newest parameters. ``calls``: number of pause requests of all
-        ranks.
+        Call it while training is paused. ``clocks``: each worker's step count so far. If a count is below ``updates``,
+        all workers receive the newest parameters. ``calls``: number of pause requests of all ranks, for which the first
+        server waits.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:

@@ -164,7 +164,7 @@ class AsynchronousServerExchange(Exchange):
         self._channel.serve()
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return the divisor of a worker's gradient: its ``samples``, or in subclasses the global ``batch``. Local."""
+        """Return the divisor of this worker's gradient: ``samples``, its number of samples. Local."""
         return samples
 
     def pull(self, op: Operation) -> None:
@@ -248,7 +248,7 @@ class AsynchronousServerExchange(Exchange):
             self._told(what)
 
     def _told(self, what: ControlFields) -> None:
-        """Handle ``what``, the fields of a server's reply to this worker. The base class does nothing."""
+        """Called after the first server has replied to this worker; ``what`` is the reply. Does nothing by default."""
 
     def meet(self) -> None:
         """Pause training: wait until all workers have stopped between steps. Collective over the world."""
@@ -256,10 +256,10 @@ class AsynchronousServerExchange(Exchange):
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the step counts of all workers while training is paused. Local.
+        """Record the step counts of all workers while training is paused; complete outstanding control messages. Local.
 
         ``clocks``: step count of each worker. ``updates``: number of updates on the first server. ``calls``: number of
-        pause requests that all ranks have sent since the start of the run.
+        pause requests that all ranks have sent since the start of the run. The first server waits for all of them.
         """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)
@@ -269,7 +269,7 @@ class AsynchronousServerExchange(Exchange):
         self.meet_at = clock
 
     def part(self) -> None:
-        """Resume training on this rank after a pause. Local."""
+        """Resume training on this rank after the pause that `meet` began. Local."""
         self.together = False
 
     def refresh(self) -> None:

@@ -50,7 +50,9 @@ class VersionVector:
         if clock <= self.vector[worker]:
             return False
         if clock != self.vector[worker] + 1:
-            raise ValueError(f"push {clock} of worker {worker} came after push {self.vector[worker]}: one is missing")
+            raise ValueError(
+                f"push {clock} of worker {worker} came after push {self.vector[worker]}: a push between them is missing"
+            )
         self.vector[worker] = clock
         return True
 
@@ -74,7 +76,7 @@ class VersionVector:
         self._away.add(worker)
 
     def rejoin(self, worker: int) -> int:
-        """Let ``worker`` resume after a stop; return its step count, raised to the running workers' smallest."""
+        """Let ``worker`` push again; return its step count, raised to the slowest running worker's count if lower."""
         slowest = self.slowest
         if worker in self._away and slowest < math.inf:
             self.vector[worker] = max(self.vector[worker], int(slowest))
@@ -82,7 +84,7 @@ class VersionVector:
         return self.vector[worker]
 
     def convene(self, clocks: Mapping[int, int]) -> None:
-        """Record that all workers resume after a common stop. ``clocks``: number of completed steps of each worker."""
+        """Let all workers push again after a pause. ``clocks``: number of completed steps of each worker."""
         self._away = set(clocks)
         self.vector = dict.fromkeys(clocks, 0)
         for worker, clock in sorted(clocks.items(), key=lambda item: item[1]):  # in ascending order, so none is raised
@@ -162,7 +164,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         self._vector.convene(clock_of)
 
     def part(self) -> None:
-        """Resume training after a pause; a worker beyond the staleness bound first waits for slower workers."""
+        """Resume training after the pause that `meet` began. A worker too far ahead first waits for slower workers."""
         super().part()
         has_steps = self.clock < self.context.total_steps
         if self.works and has_steps and self.clock - min(self.clocks) > self._bound:
@@ -170,7 +172,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
 
     @property
     def share(self) -> float:
-        """Fraction of the global batch that one update covers: the samples of one worker."""
+        """Fraction of the global batch in one update, which applies one worker's gradient: 1 / number of workers."""
         return 1 / len(self.roles.workers)
 
     @property

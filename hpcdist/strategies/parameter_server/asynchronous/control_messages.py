@@ -37,7 +37,7 @@ class ControlKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ControlFields:
-    """Fields of a control message between workers and servers. ``workers``, of variable length, is sent last."""
+    """Fields of a control message between workers and servers. Each message type uses some of the fields."""
 
     clock: int = 0
     scale: float = 1.0
@@ -83,8 +83,8 @@ class ControlChannel:
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
         """Wait for a control message and handle it.
 
-        The keyword ``alone`` is true if this rank has nothing else to do: it then blocks in one receive, with the usual
-        timeout. Otherwise it polls without a timeout, and calls the function ``look`` (a keyword) after each poll.
+        If the keyword ``alone`` is true, block in one receive, with the usual timeout. Otherwise, poll without a
+        timeout. The keyword ``look`` is a function to call between polls.
         """
         if alone:
             self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
@@ -140,8 +140,8 @@ class Rendezvous:
     """Pause of all workers between steps, so that the world can run collectives. Each rank has one such object.
 
     On a worker, the attribute ``called`` is true if the first server has asked this worker to pause and call `meet`. On
-    the first server, the attribute ``due`` is true while its replies ask workers to pause. ``left``: function of a
-    server. It is called with the rank of each worker that has paused, so that the server does not wait for this worker.
+    the first server, the attribute ``due`` is true while its replies ask workers to pause. Each server calls the
+    function ``left`` with the rank of each worker that has paused, and then does not wait for this worker.
     """
 
     def __init__(
@@ -166,14 +166,15 @@ class Rendezvous:
         self._looked = 0.0
 
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Set the function ``wants``, which returns True if this rank requests a pause of all workers. Local.
+        """Set ``wants``, a function that returns True if this rank requests a pause of all workers. Local.
 
-        While a worker waits for a pause to begin, it calls ``wants()`` and ``meanwhile()`` every `LOOK_S` seconds.
+        While a worker waits for a pause to begin, it calls ``wants()`` every `LOOK_S` seconds. It also calls
+        ``meanwhile()``, which may do any other periodic work.
         """
         self._wants, self._meanwhile = wants, meanwhile
 
     def consider(self) -> None:
-        """Request a pause of all workers if the function passed to `ask` returns True. Local."""
+        """Request a pause of all workers if this rank's function ``wants()``, set by `ask`, returns True. Local."""
         if self._wants():
             self.call()
 
@@ -204,10 +205,10 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Wait until this rank's control messages have been received. Local; call it while all workers are paused.
+        """Complete this rank's control messages. Local; call it while all workers are paused.
 
-        ``calls``: number of pause requests that all ranks have sent since the start of the run. The first server also
-        waits until it has received all of them.
+        Wait until the messages that this rank sent have been received. The first server also waits for pause requests,
+        until it has received ``calls`` of them since the start of the run.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

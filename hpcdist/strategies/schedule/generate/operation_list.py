@@ -224,11 +224,10 @@ def insert_exchange(
 
     ``units`` maps each model unit to its range of the flat parameter vector. An operation on gradients (a type in
     `EXCHANGED`) is inserted as soon as the gradients of all units in its range are complete. Other operations follow at
-    the end, but a MIX_START (start of swapping parameters) that is first in ``exchange`` stays first.
+    the end. A MIX_START (start of swapping parameters) at the start of ``exchange`` comes first.
 
     Gradients are complete after the last micro-batch or, with the keyword ``every_microbatch``, after each micro-batch.
-    The operation ADD sums a range's gradients over micro-batches on this rank. If ``exchange`` has an ADD for a range,
-    the range is reduced only after the last micro-batch.
+    A range with an ADD operation is summed on this rank over the micro-batches, and reduced after the last micro-batch.
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> index at which its gradients are complete
     for index, op in enumerate(steps):
@@ -300,8 +299,8 @@ def overlap_reductions(
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
     """Replace each GATHER in ``steps`` by a WAIT_GATHER at the same position and an earlier START_GATHER.
 
-    At most ``ahead`` gathers are in flight. A gather starts only after the previous FREE of its unit. Gathers are not
-    replaced if their unit is never freed, or if they fetch updated parameters at the end of the step.
+    At most ``ahead`` gathers are in flight. A gather starts only while its unit is not in memory. A GATHER is not
+    replaced if its unit is never freed, or if it comes after the AGREE operation.
     """
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}
@@ -334,7 +333,7 @@ def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
 
 
 def insert_polls(steps: Sequence[Operation]) -> list[Operation]:
-    """Insert a POLL into ``steps`` after each compute operation during which communication is in flight."""
+    """Insert a POLL into ``steps`` after compute operations with communication in flight, so that it progresses."""
     operations: list[Operation] = []
     in_flight = sum(op.kind is Kind.SETTLE for op in steps)  # from the previous step
     for op in steps:

@@ -129,9 +129,10 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the least group size for which every group, even the last, has at least ``ranks`` micro-batches.
+    """Return the smallest group size for which each group has at least ``ranks`` micro-batches.
 
-    In interleaved 1F1B, a rank runs a whole group of micro-batches through one chunk before its next chunk.
+    In interleaved 1F1B, a rank runs a whole group of micro-batches through one chunk before its next chunk. The last
+    group has the remaining micro-batches.
     """
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
     return next(size for size in range(ranks, microbatches + 1) if not 0 < microbatches % size < ranks)

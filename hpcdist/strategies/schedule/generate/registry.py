@@ -179,14 +179,14 @@ def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) ->
     schedule = SCHEDULES[name]
     if ranks > 1 and not schedule.pipelines:
         raise ConfigurationError(
-            f"parallel.schedule = {name!r} with parallel.pipeline = {ranks}: all stages but one would wait; choose "
-            "1f1b, or another pipeline schedule"
+            f"parallel.schedule = {name!r} with parallel.pipeline = {ranks}: all stages but one would wait, because "
+            "this schedule does not pipeline; choose 1f1b, or another pipeline schedule"
         )
     fewest = schedule.fewest(ranks)
     if microbatches < fewest:
         raise ConfigurationError(
             f"parallel.schedule = {name!r} with parallel.pipeline = {ranks} and parallel.microbatches = "
-            f"{microbatches}: each group of micro-batches needs at least as many as there are ranks; set "
+            f"{microbatches}: each group must have several micro-batches, at least as many as there are ranks; set "
             f"parallel.microbatches = {fewest} or above, or choose 1f1b"
         )
     return chunks_of(name, chunks)

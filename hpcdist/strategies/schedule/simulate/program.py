@@ -68,7 +68,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Seconds per model unit, one sequence for each type of pass. A recomputed forward pass takes ``forward_s``."""
+        """Seconds per model unit, for FORWARD, BACKWARD, INPUT, WEIGHT and recomputed forward passes, in this order."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
@@ -106,10 +106,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Times:
-    """Simulated start and end times of all entries of a program. A RECV starts when its rank reaches it.
+    """Simulated start and end times of all entries of a program. The time of a RECV includes waiting.
 
-    ``cause`` has, for each RECV that waited for its message, the index of the matching SEND. ``before`` has, for each
-    SEND that waited for the link, the index of the SEND that occupied the link. All other values are -1.
+    For each RECV that waited for its message, ``cause`` is the index of the matching SEND entry. For each SEND that
+    waited for the link, ``before`` is the index of the SEND entry that occupied the link. Both are -1 for other
+    entries.
     """
 
     begin_s: np.ndarray  # (entries,)
@@ -146,9 +147,8 @@ def _run(
 ) -> None:
     """Simulate until each rank has ended or waits for a message. Update ``at`` and ``times`` in place.
 
-    ``at``: index of each rank's next operation. ``rows``: the fields starts, code, target and seconds of `Program`.
-    ``links``: link number of each message. ``travel_s``: seconds on the link, and latency. ``times``: fields of
-    `Times`.
+    ``at``: index of each rank's next entry. ``rows``: arrays of the `Program`. ``links``: link number of each message.
+    ``travel_s``: seconds on the link, and latency. ``times``: arrays of `Times`.
     """
     starts, code, target, seconds = rows
     begin_s, end_s, cause, before, arrival_s = times

@@ -78,7 +78,7 @@ class StepTimeline:
 
     @property
     def makespan_rate(self) -> float:
-        """Idle fraction from the first to the last pass of all ranks, averaged over the ranks that have passes."""
+        """Mean idle fraction of the ranks with passes, in the time from the first to the last pass of any rank."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
@@ -107,7 +107,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Segment of the critical path: ``rank`` runs entry ``entry`` of the program, or waits for the entry's message."""
+    """Segment of the critical path: ``rank`` executes entry ``entry`` of a `Program`, or waits for its message."""
 
     rank: int
     entry: int

@@ -106,7 +106,10 @@ class DryRun:
             raise ScheduleError(self._explain(stuck[0]))
         for sender, receiver, kind, microbatch, unit, source in sorted(self._in_transit, key=str):
             lost = Operation(kind, microbatch, unit, source=source)
-            raise ScheduleError(f"rank {sender}: {lost} is never received by rank {receiver}")
+            raise ScheduleError(
+                f"rank {sender}: {lost} is never received by rank {receiver}; add the receive to the operation list of "
+                "that rank, or remove the send"
+            )
 
     def _now(self, rank: int) -> Operation | None:
         steps = self._lists[rank]
@@ -119,7 +122,10 @@ class DryRun:
         if op.kind in SENDS:
             message = self._message(rank, op)
             if message in self._in_transit:
-                raise ScheduleError(f"rank {rank}: {op} is sent twice before rank {message[1]} has received it")
+                raise ScheduleError(
+                    f"rank {rank}: {op} is sent twice before rank {message[1]} has received it; put the receive before "
+                    "the second send, or remove one send"
+                )
             self._in_transit.add(message)
             self.messages += 1
         elif op.kind in RECEIVES:
@@ -148,12 +154,16 @@ class DryRun:
         )
         if placement is None or not is_valid or before < 0 or placement.rank_of(before) == placement.rank_of(op.unit):
             raise ScheduleError(
-                f"rank {rank}: {op} receives from no rank: unit {op.unit} of the model has no input from another rank"
+                f"rank {rank}: {op} receives from no rank: unit {op.unit} of the model has no input from another rank; "
+                "remove this operation"
             )
         ends = [self._pipeline[rank][placement.rank_of(unit)] for unit in (before, op.unit)]
         source, target = ends if onward else ends[::-1]
         if rank != (source if op.kind in SENDS else target):
-            raise ScheduleError(f"rank {rank}: {op} sends from rank {source} to rank {target}, not from or to {rank}")
+            raise ScheduleError(
+                f"rank {rank}: {op} sends from rank {source} to rank {target}, not from or to {rank}; move this "
+                "operation to the list of that sender or receiver"
+            )
         return source, target, send, op.microbatch, op.unit, op.source
 
     def _group(self, rank: int, op: Operation) -> tuple[tuple[object, ...], tuple[int, ...]]:
@@ -172,7 +182,7 @@ class DryRun:
         if len(members) < 2:
             raise ScheduleError(
                 f"rank {rank}: {op} has no counterpart: no other rank of the pipeline {list(pipeline)} has this "
-                "operation in its list"
+                "operation in its list; add the operation to the list of the other rank, or remove it here"
             )
         return ("copy", op.kind, op.unit, *members), members
 
@@ -231,7 +241,10 @@ class DryRun:
             if other.kind is awaited and other.touches(op.part)
         ]
         if not sources:
-            raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has among its operations")
+            raise ScheduleError(
+                f"rank {rank}: {op} waits for a {awaited.name} that no rank has among its operations; add one to the "
+                "list of the sending rank, or remove the wait"
+            )
         # A source has sent once it has passed the position of its PUSH or PUBLISH.
         return [source for source, index in sources if self._at[source] <= index]
 

@@ -43,7 +43,6 @@ def prove(
 
 
 def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
-    """Check the passes ``steps`` of one rank, and return its largest numbers of micro-batches in progress."""
     done: dict[tuple[int, int], Kind] = {}  # (micro-batch, chunk) -> its last pass
     live = held = 0
     most = Peak(0, 0, 0)
@@ -70,7 +69,8 @@ def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
             if last not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 missing = {None: "forward", Kind.FORWARD: "backward"}.get(last, "weight gradient (W)")
                 raise ScheduleError(
-                    f"{name}: micro-batch {microbatch} has no {missing} pass through chunk {chunk} of the rank"
+                    f"{name}: micro-batch {microbatch} has no {missing} pass through chunk {chunk} of the rank; add "
+                    "this pass to the list of the rank"
                 )
     return most
 
@@ -165,7 +165,7 @@ class RankProgram:
     alone: bool
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (index, operation) of all operations whose type is in ``kinds``, in list order."""
+        """Return (index, operation) of this rank's operations that have one of the types ``kinds``, in order."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -261,7 +261,10 @@ def _check_gathers(share: RankProgram) -> None:
     for _, op in share.where(*GATHERS, Kind.FREE, *USES, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
             if in_flight.pop(op.unit, None) is None:
-                raise share.refuse(f"{op} waits for an operation that was not started or has already been waited for")
+                raise share.refuse(
+                    f"{op} waits for an operation that was not started or has already been waited for; put one "
+                    "START_GATHER of this unit before each WAIT_GATHER"
+                )
         elif op.kind in USES:
             early = sorted({op.unit, *share.needs.get(op.unit, ())} & in_flight.keys())
             if early:
@@ -272,13 +275,18 @@ def _check_gathers(share: RankProgram) -> None:
         elif op.kind is Kind.APPLY:
             for unit, start in in_flight.items():
                 if op.touches(share.units.get(unit, NOWHERE)):
-                    raise share.refuse(f"{op} changes parameters while {start} is still sending them")
+                    raise share.refuse(
+                        f"{op} changes parameters while {start} is still sending them; put the WAIT_GATHER of this "
+                        "unit before the change"
+                    )
         elif op.unit in in_flight:
-            raise share.refuse(f"{op} comes while {in_flight[op.unit]} is in flight")
+            raise share.refuse(
+                f"{op} comes while {in_flight[op.unit]} is in flight; put a WAIT_GATHER of this unit between them"
+            )
         elif op.kind is Kind.START_GATHER:
             in_flight[op.unit] = op
     for start in in_flight.values():
-        raise share.refuse(f"{start} is never waited for")
+        raise share.refuse(f"{start} is never waited for; put a WAIT_GATHER of this unit after it")
 
 
 def _check_residence(share: RankProgram) -> None:
@@ -287,18 +295,27 @@ def _check_residence(share: RankProgram) -> None:
     for op in share.steps:
         if op.kind in GATHERS and op.unit in freed:
             if op.unit in resident:
-                raise share.refuse(f"{op} gathers a unit that is already gathered")
+                raise share.refuse(
+                    f"{op} gathers a unit that is already gathered; put a FREE of this unit between the two gathers, "
+                    "or remove one of them"
+                )
             if op.kind is not Kind.START_GATHER:
                 resident.add(op.unit)
         elif op.kind is Kind.FREE:
             if op.unit not in resident:
-                raise share.refuse(f"{op} frees a unit that is not gathered")
+                raise share.refuse(
+                    f"{op} frees a unit that is not gathered; put a GATHER or WAIT_GATHER of this unit before it, or "
+                    "remove it"
+                )
             resident.remove(op.unit)
         elif op.kind in USES or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
             used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in USES else {op.unit}
             absent = sorted((used & freed) - resident)
             if absent:
-                raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered at this point")
+                raise share.refuse(
+                    f"{op} uses unit {absent[0]}, which is not gathered at this point; a GATHER or WAIT_GATHER of this "
+                    "unit must come before this use"
+                )
         elif op.kind is Kind.APPLY:
             stale = [unit for unit in resident if op.touches(share.units.get(unit, NOWHERE))]
             if stale:
@@ -307,7 +324,9 @@ def _check_residence(share: RankProgram) -> None:
                     "must come before this update"
                 )
     if resident:
-        raise share.refuse(f"unit {min(resident)} is gathered, but never freed")
+        raise share.refuse(
+            f"unit {min(resident)} is gathered, but never freed; put a FREE of this unit after the last use of the unit"
+        )
 
 
 def _check_freshness(share: RankProgram) -> None:
@@ -322,8 +341,11 @@ def _check_freshness(share: RankProgram) -> None:
         if brought and brought[-1] > max(touching, default=-1):
             continue
         if unit in freed:
-            raise share.refuse(f"the shard of unit {unit} keeps old values: no REFRESH after its APPLY")
+            raise share.refuse(
+                f"the parameter shard of unit {unit} keeps old values: no REFRESH after its APPLY; add a REFRESH of "
+                "this unit after the last APPLY"
+            )
         if not is_covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
             raise share.refuse(
-                f"unit {unit} keeps old values: no APPLY, PULL or later GATHER covers {range_text(whole)}"
+                f"unit {unit} keeps old values of parameters: no APPLY, PULL or later GATHER covers {range_text(whole)}"
             )

@@ -58,14 +58,15 @@ def verify(
     """Prove that the operation lists of all ranks form one correct step. Raises ScheduleError if not. Local.
 
     ``lists``: one list per rank of the process grid, then one per parameter server. Keywords: ``grid`` is the process
-    grid. ``units`` maps each model unit to its flat parameter range. ``needs`` maps it to the other units whose
-    parameters it uses. ``placement`` assigns units to pipeline ranks; by default, it is derived from ``lists``.
-    ``experts`` maps each unit to the flat range of its experts, which are sharded over ``grid.expert`` consecutive
-    replicas.
+    grid. ``units`` maps each model unit to its flat parameter range. ``needs`` maps each unit to the other units whose
+    parameters the unit uses. ``placement`` assigns units to pipeline ranks; None derives it from ``lists``. ``experts``
+    maps each unit to the flat range of its experts, which are sharded over ``grid.expert`` consecutive replicas.
     """
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
-        raise ScheduleError(f"there are {len(lists)} lists for the {grid.size} ranks of the grid; give one per rank")
+        raise ScheduleError(
+            f"there are {len(lists)} lists for the {grid.size} ranks of the grid; give one operation list per rank"
+        )
     owned, placements = _owned(lists, neighbours, units, placement)
     shares = [
         RankProgram(
@@ -159,6 +160,7 @@ def _check_owners(
             for piece, times in coverage(whole, applied):
                 if times not in (copies, len(members)):
                     raise ScheduleError(
-                        f"rank {share.rank}: [{piece.start}:{piece.stop}] of unit {unit} is updated by {times} of the "
-                        f"{len(members)} ranks that hold it; expected an APPLY on {copies} of them, or on all"
+                        f"rank {share.rank}: parameter range [{piece.start}:{piece.stop}] of unit {unit} is updated by "
+                        f"{times} of the {len(members)} ranks that hold it; expected an APPLY on {copies} of them, or "
+                        "on all"
                     )

@@ -27,21 +27,33 @@ def check_mixing(share: RankProgram) -> None:
         elif op.kind is Kind.MIX_WAIT:
             start = next((other for other in in_flight if other.range == op.range), None)
             if start is None:
-                raise share.refuse(f"{op} waits for an operation that was not started or has already been waited for")
+                raise share.refuse(
+                    f"{op} waits for an operation that was not started or has already been waited for; put one "
+                    "MIX_START of this range before each MIX_WAIT"
+                )
             in_flight.remove(start)
             arrived.append(op.range)
         else:
             sent = next((other for other in in_flight if _meet(op, other)), None)
             if sent is not None:
-                raise share.refuse(f"{op} changes parameters while {sent} is still sending them")
+                raise share.refuse(
+                    f"{op} changes parameters while {sent} is still sending them; put the MIX_WAIT of this range "
+                    "before the change"
+                )
             if op.kind is Kind.MIX:
                 if op.range not in arrived:
-                    raise share.refuse(f"{op} has no neighbour parameters to mix with: no MIX_WAIT of its range")
+                    raise share.refuse(
+                        f"{op} has no neighbour parameters to mix with: no MIX_WAIT of its range; put a MIX_WAIT of "
+                        "the same parameter range before it"
+                    )
                 arrived.remove(op.range)
     if in_flight:
-        raise share.refuse(f"{in_flight[0]} is never waited for")
+        raise share.refuse(f"{in_flight[0]} is never waited for; put a MIX_WAIT of the same range after it")
     if arrived:
-        raise share.refuse(f"{Operation(Kind.MIX_WAIT, range=arrived[0])} has no MIX of its range")
+        raise share.refuse(
+            f"{Operation(Kind.MIX_WAIT, range=arrived[0])} has no MIX of its range; put a MIX of the same parameter "
+            "range after it"
+        )
 
 
 COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # kinds that complete a unit's gradients for a micro-batch
@@ -95,7 +107,10 @@ def _check_passes(share: RankProgram) -> None:
     steps_of: dict[int, list[Operation]] = {microbatch: [] for microbatch in range(share.microbatches)}
     for _, op in share.where(*COMPUTE, *MESSAGES):
         if not share.units or op.microbatch not in steps_of:
-            raise share.refuse(f"{op} is outside this rank's {share.microbatches if share.units else 0} micro-batches")
+            raise share.refuse(
+                f"{op} is outside this rank's {share.microbatches if share.units else 0} micro-batches, which are "
+                "numbered from 0"
+            )
         steps_of[op.microbatch].append(op)
     if share.place is None:
         return
@@ -105,7 +120,8 @@ def _check_passes(share: RankProgram) -> None:
         for actual, expected in zip([*passed, None], [*_expected(share.place, microbatch, passed), None], strict=False):
             if actual != expected:
                 raise share.refuse(
-                    f"micro-batch {microbatch}: found {actual or 'the end'}, expected {expected or 'the end'}"
+                    f"in the operations of micro-batch {microbatch}: found {actual or 'the end'}, expected "
+                    f"{expected or 'the end'}"
                 )
 
 
@@ -131,11 +147,14 @@ def _check_weights(share: RankProgram, steps: Sequence[Operation]) -> None:
             started.add(op.unit)
         elif op.kind is Kind.BACKWARD_WEIGHT:
             if op.unit not in started:
-                raise share.refuse(f"{op} has no BACKWARD_INPUT before it, or comes twice")
+                raise share.refuse(f"{op} has no BACKWARD_INPUT before it, or this BACKWARD_WEIGHT comes twice")
             started.remove(op.unit)
     if started:
         unit, microbatch = min(started), steps[0].microbatch
-        raise share.refuse(f"{Operation(Kind.BACKWARD_INPUT, microbatch, unit)} has no BACKWARD_WEIGHT after it")
+        raise share.refuse(
+            f"{Operation(Kind.BACKWARD_INPUT, microbatch, unit)} has no BACKWARD_WEIGHT after it; add one for this "
+            "unit and micro-batch"
+        )
 
 
 def _check_gradients(share: RankProgram) -> None:
@@ -155,13 +174,18 @@ def _check_gradients(share: RankProgram) -> None:
                     continue
                 named = [op for op in parts if op.touches(piece)]
                 if times == 0:
-                    raise share.refuse(f"the gradient of unit {unit} in {range_text(piece)} is never exchanged")
+                    raise share.refuse(
+                        f"the gradient of unit {unit} in {range_text(piece)} is never exchanged; exchange this "
+                        "parameter range once, after the backward pass of the unit"
+                    )
                 if due == 0:
                     raise share.refuse(
                         f"{named[0]} comes before {share.steps[stop]}, but must come after it: this "
                         f"{share.steps[stop].kind.name} adds to the gradients that {named[0].kind.name} exchanges"
                     )
-                raise share.refuse(f"{named[1]} exchanges the gradients of {range_text(piece)} a second time")
+                raise share.refuse(
+                    f"{named[1]} exchanges the gradients of {range_text(piece)} a second time; exchange each range once"
+                )
 
 
 def _check_rounds(share: RankProgram) -> None:
@@ -193,7 +217,8 @@ def _check_sums(share: RankProgram) -> None:
         for piece, times in coverage(whole, combined):
             if times != 1:
                 raise share.refuse(
-                    f"the gradient of unit {unit} in {range_text(piece)} has {times} COMBINE over all replicas, not one"
+                    f"the gradient of unit {unit} in {range_text(piece)} has {times} COMBINE over all replicas, "
+                    "expected exactly one"
                 )
     reduced = share.ranges(Kind.REDUCE, Kind.PUSH)
     for _, op in share.where(Kind.ADD):
@@ -210,14 +235,20 @@ def _check_waits(share: RankProgram) -> None:
             written = [share.units[unit] for unit in {op.unit, *share.needs.get(op.unit, ())} if unit in share.units]
             for start in in_flight:
                 if start.range and any(start.range.intersect(part) for part in written):
-                    raise share.refuse(f"{op} writes to the range of {start}, which is still in flight")
+                    raise share.refuse(
+                        f"{op} writes to the range of {start}, which is still in flight; put the WAIT of this START "
+                        "before the write"
+                    )
         else:
             same = [other for other in in_flight if (other.range, other.microbatch) == (op.range, op.microbatch)]
             if not same:
-                raise share.refuse(f"{op} waits for an operation that was not started or has already been waited for")
+                raise share.refuse(
+                    f"{op} waits for an operation that was not started or has already been waited for; put one START "
+                    "of the same range and micro-batch before each WAIT"
+                )
             in_flight.remove(same[0])
     if in_flight:
-        raise share.refuse(f"{in_flight[0]} is never waited for")
+        raise share.refuse(f"{in_flight[0]} is never waited for; put a WAIT of the same range after it")
 
 
 def _check_settled(share: RankProgram) -> None:
@@ -235,7 +266,7 @@ def _check_settled(share: RankProgram) -> None:
 def _check_once(share: RankProgram, kind: Kind, *, after: Sequence[Kind], before: Sequence[Kind] = ()) -> None:
     entries = share.where(kind)
     if len(entries) > 1:
-        raise share.refuse(f"{entries[0][1]} comes twice in one step")
+        raise share.refuse(f"{entries[0][1]} comes twice in one step; keep one")
     for position, only in entries:
         for index, op in share.where(*after, *before):
             if index > position and op.kind in after:
@@ -250,7 +281,9 @@ def _check_update(share: RankProgram) -> None:
         for _, op in share.where(kind):
             twice = any(op.part.intersect(other) for other in seen)
             if twice:
-                raise share.refuse(f"{op} overlaps the range of an earlier {kind.name} of this rank")
+                raise share.refuse(
+                    f"{op} overlaps the range of an earlier {kind.name} of this rank; these ranges must not overlap"
+                )
             seen.append(op.part)
     for later, earlier, whole in ORDERS:
         for index, op in share.where(later):
@@ -259,7 +292,10 @@ def _check_update(share: RankProgram) -> None:
             if late is not None:
                 raise share.refuse(f"{op} comes before {late}, but must come after it")
             if whole and not is_covered(op.range or NOWHERE, [other.range for _, other in others if other.range]):
-                raise share.refuse(f"{op} has no {earlier.name} before it that covers its whole range")
+                raise share.refuse(
+                    f"{op} has no {earlier.name} before it that covers its whole range; add one for the missing part "
+                    "of this parameter range"
+                )
 
 
 def _check_compressed(share: RankProgram) -> None:
@@ -267,12 +303,15 @@ def _check_compressed(share: RankProgram) -> None:
     if compressed and not share.where(Kind.AGREE):
         raise share.refuse(
             f"{compressed[0][1]} sends gradients, but has no AGREE() before it, in which the ranks agree on the step's "
-            "loss, norm, overflow and stop requests"
+            "loss, norm, overflow and stop requests; add one before the first COMPRESS"
         )
     travelled = share.ranges(Kind.COMPRESS)
     for _, op in share.where(Kind.DIRECTION) if compressed else ():
         if not is_covered(op.range or NOWHERE, travelled):
-            raise share.refuse(f"{op} has no COMPRESS before it that covers its whole range")
+            raise share.refuse(
+                f"{op} has no COMPRESS before it that covers its whole range; add one for the missing part of this "
+                "parameter range"
+            )
 
 
 def _check_copies(share: RankProgram) -> None:
