@@ -147,16 +147,13 @@ def _forget_stop(run_dir: Path, job: str) -> None:
 @click.option("--code", type=int, required=True, help="Exit code of the training.")
 @click.option("--preempted", is_flag=True, help="The scheduler has announced that it preempts this job.")
 def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> None:
-    r"""Record in the ledger of RUN_DIR that one start of a job has ended. Print `again`, `stop` or `cancelled`.
+    """Record in the ledger of RUN_DIR that one start of a job has ended. Print `again`, `stop` or `cancelled`.
 
-    `again` means that the job should be requeued. It is printed in these cases:
+    `again` means that the job should be requeued. After exit code 75 it is printed if this start saved a new
+    checkpoint. A start that had no time to save is accepted once.
 
-    \b
-    - The training stopped to be continued (exit code 75), and this start saved a new checkpoint.
-    - It stopped with 75 before it could save. This is accepted for one start only.
-    - The training failed, and a node no longer answers.
-    - The training failed, and the previous start of the job lost a node or was killed.
-    - The job was preempted before its training ended.
+    After a failure, `again` is printed if a node no longer answers, or if the previous start of the job lost a node or
+    was killed. It is also printed if the job was preempted before its training ended.
 
     `cancelled` is printed if `hpcdist jobs cancel` stopped the training. `stop` is printed in all other cases.
     """
