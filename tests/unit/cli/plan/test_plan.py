@@ -378,7 +378,7 @@ def test_plan_that_does_not_fit_exits_with_1(run, plan_json):
     ([*GPT, *ON, "--schedule", "zb-h1"], 2, "--schedule zb-h1 with one pipeline device"),
     ([*GPT, *ON, "--chunks", "2"], 2, "--chunks 2 with one pipeline device"),
     ([*GPT, *ON, "--pipeline", "2", "--schedule", "interleaved"], 2, "needs --chunks"),
-    ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-v", "--chunks", "3"], 2, "which has 2"),
+    ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-v", "--chunks", "3"], 2, "number of chunks per stage is 2"),
     ([*GPT, *ON, "--sequence-parallel"], 2, "has no effect"),
     ([*GPT, *ON, "--main-gradients", "working"], 2, "needs --implementation megatron"),
     (
