@@ -100,7 +100,7 @@ def training_of(session: Session, chosen: argparse.Namespace, folder: Path | Non
 
 def step(session: Session, training: Training, *, to_disk: bool = False) -> float:
     exchange, call = training.trainer.exchange, training.next_step()
-    held = [exchange.parameters, exchange.gradients, *exchange.sharded_update.optimizer.slots.values()]  # type: ignore[attr-defined]
+    held = [exchange.parameters, exchange.gradients, *exchange.update.optimizer.slots.values()]  # type: ignore[attr-defined]
     stores = [store for store in held if to_disk and isinstance(store, FileStore)]
 
     def forget() -> None:

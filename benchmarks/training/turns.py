@@ -71,7 +71,7 @@ class Training:
         step = self.next_step()
         done: list[StepResult] = []
         step_s = harness.seconds(lambda: done.append(step()), comm)
-        overlap = self.trainer.exchange.overlap
+        overlap = self.trainer.exchange.background
         return [step_s, done[0].seconds["communication_s"], *(overlap.taken() if overlap else (np.nan, np.nan))]
 
     def bytes(self, comm: Communicator) -> list[float]:

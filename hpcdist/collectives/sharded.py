@@ -170,13 +170,20 @@ def _check_result(buffer: Array, share: Range, result: Array) -> None:
         )
 
 
-def _end_with(comm: Communicator, token: int, call: Callable[[], None]) -> None:
-    try:
-        call()
-    except REFUSALS:
-        comm.events.end(token)
-        raise
-    comm.events.end(token)
+class _Recorded:
+    """Context of a recorded collective: its end is recorded unless it fails on the way, so that a hang names it."""
+
+    __slots__ = ("_comm", "_token")
+
+    def __init__(self, comm: Communicator, token: int) -> None:
+        self._comm, self._token = comm, token
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None or issubclass(kind, REFUSALS):
+            self._comm.events.end(self._token)
 
 
 def _watched(
@@ -207,10 +214,11 @@ def _watched(
                 fingerprint = checks.ranges_fingerprint(shares)
                 checks.compare_calls(comm, checks.describe_call("reduce_scatter", name, buffer, op, fingerprint))
             run = all_to_all_reduce_scatter if halves and name not in SUM_16_BITS else reduce_scatter
-            if result is None:
-                _end_with(comm, token, lambda: run(comm, buffer, shares, op))
-            else:
-                _end_with(comm, token, lambda: _into_result(run, name, comm, buffer, shares, op, result))
+            with _Recorded(comm, token):
+                if result is None:
+                    run(comm, buffer, shares, op)
+                else:
+                    _into_result(run, name, comm, buffer, shares, op, result)
         elif result is not None:
             result[...] = buffer[shares[0].slice]
 
@@ -225,7 +233,8 @@ def _watched(
             if comm.checked:
                 fingerprint = checks.ranges_fingerprint(shares)
                 checks.compare_calls(comm, checks.describe_call("all_gather", name, buffer, extra=fingerprint))
-            _end_with(comm, token, lambda: all_gather(comm, buffer, shares))
+            with _Recorded(comm, token):
+                all_gather(comm, buffer, shares)
 
     return Sharding(shares, watched_reduce_scatter, watched_all_gather)
 

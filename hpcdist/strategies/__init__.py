@@ -2,5 +2,5 @@
 
 Floor 4: imports nothing of checkpoint, planner, training or cli. A strategy is an exchange (`core.exchange.Exchange`);
 a step is a list of operations (`schedule.operations`) that `schedule.executor` runs and `schedule.verify` proves. Begin
-with `allreduce.AllreduceExchange` and `build.build_executor`.
+with `data.catalogue` and `build.build_executor`.
 """

@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Final
 
 from hpcdist.arrays.ranges import Range
@@ -11,7 +10,7 @@ from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.reporting.rules import section_values
 from hpcdist.strategies import rules
-from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.compressed.registry import Compression
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.context.operations import Messages
 from hpcdist.strategies.context.proof import prove_messages
@@ -20,13 +19,14 @@ from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
 from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
-from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange, PushCompression
+from hpcdist.strategies.parameter_server.compressed import compressed_server
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.partition import Roles
@@ -46,8 +46,6 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.deadlock import PeerRanks
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
-from hpcdist.strategies.zero.config import ShardingDegrees
-from hpcdist.strategies.zero.exchange import ZeroExchange
 
 # By strategy. Construction is collective over the data axis, and raises ConfigurationError on every rank for a graph
 # that does not fit the ranks.
@@ -69,7 +67,7 @@ def server_exchange(
     context: RankContext,
     config: ParameterServerConfig,
     shards: LogicalShards | None = None,
-    compression: PushCompression | None = None,
+    compression: Compression | None = None,
 ) -> Exchange:
     """Return this rank's parameter-server exchange, with the server and worker roles that ``config`` sets. Collective.
 
@@ -103,18 +101,12 @@ def server_exchange(
     serves = context.members.rank in roles.servers
     servers = context.members.split(0 if serves else None, context.members.rank, "servers")
     if compression is not None:
-        return CompressedServerExchange(context, roles, servers, compression)
+        return compressed_server(context, roles, servers, compression)
     return LockStepExchange(context, roles, servers, transport=config.transport, shards=shards)
 
 
 PROVEN_RANKS: Final = 64  # largest number of ranks whose lists are gathered and proven
 IN_FLIGHT: Final = 2  # whole layers of gradients in flight at once, if they are freed afterwards
-EXCHANGES: Final[dict[str, Callable[[RankContext], Exchange]]] = {
-    "allreduce": AllreduceExchange,
-    "zero1": partial(ZeroExchange, stage=1),
-    "zero2": partial(ZeroExchange, stage=2),
-    "zero3": partial(ZeroExchange, stage=3),
-}
 
 
 def build_executor(
@@ -154,23 +146,23 @@ def operations(
     ``parallel``: recipe section [parallel]. ``schedule``: order of the forward and backward passes on every pipeline
     rank, by default the schedule named ``parallel.order``.
     """
-    steps: list[Operation] = []
+    traits, steps = exchange.traits, list[Operation]()
     if context.computes:
         position = context.placed, context.pipeline.rank
         steps = compute_operations(
             schedule or parallel.order, parallel.microbatches, *position, recompute=parallel.recompute
         )
-    if exchange.gathers:
-        steps = insert_gathers(steps, exchange.gathers, keep=exchange.keeps_parameters)
+    if traits.gathers:
+        steps = insert_gathers(steps, traits.gathers, keep=traits.keeps_parameters)
     steps += copies.after_backward()
     plan = exchange.plan()
     if parallel.sequence_parallel:
         plan.insert(plan.index(Operation(Kind.AGREE)), Operation(Kind.SUM_ROWS))
-    merged = insert_exchange(steps, plan, context.ranges, every_microbatch=not exchange.accumulates)
-    if exchange.overlap is not None:
-        most = None if exchange.accumulates else IN_FLIGHT
-        merged = prefetch_gathers(overlap_reductions(merged, context.ranges, context.model.needs, most), exchange.ahead)
-    if Kind.MIX_START in exchange.handlers or (exchange.overlap is not None and exchange.overlap.polls):
+    merged = insert_exchange(steps, plan, context.ranges, every_microbatch=not traits.accumulates)
+    if exchange.background is not None:
+        most = None if traits.accumulates else IN_FLIGHT
+        merged = prefetch_gathers(overlap_reductions(merged, context.ranges, context.model.needs, most), traits.ahead)
+    if Kind.MIX_START in exchange.handlers or (exchange.background is not None and exchange.background.polls):
         merged = insert_polls(merged)
     return merged + copies.after_update()
 

@@ -13,12 +13,12 @@ Route of one gradient from `hpcdist train` to the network, and its update (zero1
     strategies/schedule/executor.py        run the operations
     models/layers/linear.py                a matrix product writes the gradient of a weight
     strategies/core/parameter_views.py     the gradient's range in the flat store
-    strategies/zero/exchange.py            `ZeroExchange`: the exchange
-    strategies/zero/overlap.py             `reduce`: start it in the background if overlap is on
-    strategies/zero/plain.py               `reduce`: sum the gradient into this rank's shard
+    strategies/data/catalogue.py           `zero`: the reducer, gatherer and update of the strategy
+    strategies/data/scatter.py             `Scatter.reduce`: sum the layer's gradients into this rank's shard
+    strategies/data/cuts.py                `Cuts.sum`: over the ranks of each level
     collectives/sharded.py                 reduce-scatter, by the name of the algorithm
     collectives/algorithms/ring.py         for each segment: send one, receive one, add
     comm/mpi/communicator.py               MPI_Sendrecv
-    strategies/core/sharded_update.py      agree on loss and norm, clip, and update the shard
+    strategies/core/sharded_update.py      the update of the shard, after the ranks agreed on loss and norm
     optim/adam.py                          the formula of the optimizer
 """

@@ -106,7 +106,7 @@ class Training:
         self._loop.begin()
         self._done, self._ended, self._evaluations = self._trainer.first_step, False, 0
         self._left_ns = now_ns()
-        if self._trainer.exchange.gathers or self._trainer.grid.pipeline > 1:
+        if self._trainer.exchange.traits.gathers or self._trainer.grid.pipeline > 1:
             for stage in model.stages:
                 if hasattr(stage, "guard"):
                     stage.guard("this rank holds its parameters only during a step; use `training.evaluate`")

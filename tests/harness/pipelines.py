@@ -16,9 +16,9 @@ from hpcdist.models.classifiers import Dense
 from hpcdist.models.model import Model
 from hpcdist.models.stage import Gradients, Operations, Parameters, Saved
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
 from hpcdist.strategies.schedule.generate.passes import Passes, expand
 from hpcdist.strategies.schedule.operations import Kind, StagePlacement
@@ -82,7 +82,7 @@ def run(
     built = built or model()
     axes = {"data": comm.split(comm.rank), "pipeline": comm, "placement": plan.placement}
     context = seat(comm, built, OptimizerConfig(name="sgd", learning_rate=1e-3), algorithm="native", on=on, **axes)
-    exchange = AllreduceExchange(context)
+    exchange = catalogue.allreduce(context)
     for unit, part in context.ranges.items():
         initial = FlatStore(built.layout, built.dtype, part)
         built.initialise_stage(unit, initial, seed=3)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -21,18 +22,25 @@ from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.replica_check import explain_nonfinite
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.operations import Operation, StagePlacement, looped
+from hpcdist.strategies.zero.config import STAGES
 
 GPT = ModelConfig(layers=1, hidden=16, heads=2)
 ADAMW = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
 CONTEXT, FEATURES, CLASSES = 8, 5, 4
+EXCHANGES: dict[str, Callable[[RankContext], Exchange]] = {
+    "allreduce": catalogue.allreduce,
+    **{name: partial(catalogue.zero, stage=stage) for name, stage in STAGES.items()},
+}
 MicroBatches = list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -110,7 +118,7 @@ class RankRun:
         self.operations = build.operations(self.context, self.exchange, self.executor.copies, self.parallel)
         if proven and self.roles is None:
             exchange, count = self.exchange, self.parallel.microbatches
-            proven = {"accumulates": exchange.accumulates, "degrees": exchange.degrees}
+            proven = {"accumulates": exchange.traits.accumulates, "degrees": exchange.traits.degrees}
             build.prove(self.context, self.grid, self.operations, count, **proven)
 
     def _axes(self) -> dict[str, Any]:
@@ -128,8 +136,8 @@ class RankRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self.exchange.overlap is not None:
-            self.exchange.overlap.close()
+        if kind is None and self.exchange.background is not None:
+            self.exchange.background.close()
 
     def share(self, samples: np.ndarray) -> list[np.ndarray]:
         """Return this replica's part of ``samples``, split into micro-batches."""

@@ -18,6 +18,7 @@ import pytest
 from harness.jobs import LIMIT_S
 from hpcdist.arrays import backend
 from hpcdist.arrays.piece import Piece, runs
+from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
@@ -196,7 +197,7 @@ def state_bits(trainer: Trainer) -> dict[tuple[str, str], bytes]:
 
 def digest(trainer: Trainer) -> str:
     """Return a digest of the local parameters and optimizer states."""
-    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.sharded_update.slots()}  # type: ignore[attr-defined]
+    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.update.slots()}  # type: ignore[attr-defined]
     return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
 
 
@@ -280,6 +281,14 @@ SETTINGS: Keys = recipe_keys(
 )
 TWO = {"parallel.microbatches": 2}
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
+
+
+def residuals_of(exchange: Any) -> FlatStore | None:
+    """Return the error-feedback residuals of an exchange with one set of them, or None without error feedback."""
+    residuals = exchange.reducer.feedback.residuals
+    return residuals[0].feedback.residuals if residuals else None
+
+
 SERVER = {"parallel.strategy": "parameter_server", **TWO}
 # An architecture: the numbers of ranks that it runs on, and its keys.
 LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {

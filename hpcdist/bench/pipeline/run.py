@@ -33,11 +33,11 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.pipeline.costs import PassSeconds, agree, measure
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.executor import StepResult
@@ -93,7 +93,7 @@ class TimedTraining:
     def __init__(
         self, context: RankContext, parallel: ParallelConfig, initial: FlatStore | None = None, seed: int = 0
     ) -> None:
-        exchange = AllreduceExchange(context)
+        exchange = catalogue.allreduce(context)
         self._timer, self._number = OperationTimer(exchange), 0
         self._executor = executor = build_executor(context, exchange, observers=(self._timer,))
         self.operations = operations(context, exchange, executor.copies, parallel)

@@ -1,4 +1,4 @@
-"""Compressed exchanges: strategies that send payloads of `hpcdist.compression` instead of gradients.
+"""Compressed reductions: collectives that send payloads of `hpcdist.compression` instead of gradients.
 
-Floor 4. Begin with `exchange.CompressedExchange` and `reduction.CompressedReduction`.
+Floor 4. Begin with `reduction.CompressedReduction`; `hpcdist.strategies.data.coded` uses it in exchanges.
 """

@@ -16,7 +16,6 @@ from hpcdist.compression.quantise.sign import SignSgd
 from hpcdist.compression.quantise.uniform import NEAREST, STOCHASTIC, Blockwise, Qsgd
 from hpcdist.compression.sparsify.randomk import RandomK
 from hpcdist.compression.sparsify.topk import TopK
-from hpcdist.strategies.allreduce import buckets_of_layers, groups_of_layers
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction
 from hpcdist.strategies.compressed.reduction import (
@@ -28,6 +27,7 @@ from hpcdist.strategies.compressed.reduction import (
     QuantisedReduction,
     inter_node,
 )
+from hpcdist.strategies.core.buckets import buckets_of_layers, groups_of_layers
 from hpcdist.strategies.core.rank_context import RankContext
 
 # Integers are rounded to nearest with error feedback, else stochastically (unbiased).
@@ -42,6 +42,15 @@ _MAKE: Final[dict[str, Callable[[CompressionConfig], Compressor]]] = {
     "topk": lambda config: TopK(density=config.density),
     "randomk": lambda config: RandomK(density=config.density, scaled=not config.error_feedback),
 }
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Compressor ``name`` of gradients ("none" for no compressor), its options, and the seed of the run."""
+
+    name: str
+    config: CompressionConfig
+    seed: int
 
 
 def compressor(name: str, config: CompressionConfig) -> Compressor:

@@ -30,7 +30,7 @@ class ParameterViews:
         """Clear the state of the previous operation list, before a new list starts."""
         self.written.clear()
         self._complete.clear()
-        if self._exchange.alternates:
+        if self._exchange.traits.alternates:
             self._gradients.clear()
 
     def parameters(self, unit: int) -> Parameters:

@@ -18,7 +18,6 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, DivergenceError, NonFiniteError
 from hpcdist.optim import norms
-from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
@@ -27,7 +26,7 @@ from hpcdist.strategies.schedule.stages import MicroBatch
 def check_parameters(executor: Executor, step: int) -> None:
     """Raise DivergenceError if a parameter has different bits on the ranks that hold it. Collective over the world."""
     context, exchange, copies = executor.context, executor.exchange, executor.copies.parameters
-    replicated = [(context.data, store) for store in (exchange.parameters, copies) if exchange.replicas_identical]
+    replicated = [(context.data, store) for store in (exchange.parameters, copies) if exchange.traits.identical]
     for comm, store in (*replicated, *exchange.other_replicas):
         if store.size:
             check_replicas(comm, store, step, context.agree_algorithm)
@@ -134,7 +133,7 @@ def explain_nonfinite(
     locations = [f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding]
     location, suspect = "; ".join(locations), "this step"
     exchange = executor.exchange
-    if not location and isinstance(exchange, DelayedExchange) and (tensor := norms.first_nonfinite(exchange.gradients)):
+    if not location and exchange.traits.alternates and (tensor := norms.first_nonfinite(exchange.gradients)):
         location, suspect = f"the step before left it in the gradient of {tensor}, summed over all ranks", "that step"
     location = location or "the gradients of each rank are finite, so their sum over the ranks overflowed"
     return NonFiniteError(

@@ -15,7 +15,7 @@ ring, at most 4 on a torus, ceil(log2 p) on the exponential graph, and 1 for one
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -248,8 +248,9 @@ class GossipExchange(Replicas):
         self.graph = build(config.graph, context.data.size, config.edges)
         self._mixing = NeighbourMixing(context, self.graph, self.parameters, self.ranges) if self.graph.rounds else None
         self._round = 0
-        if config.order == "combine_first" and isinstance(self.sharded_update.optimizer, ElementWise):
-            self.sharded_update.optimizer.direct_before()  # decay uses the weights before mixing
+        self.traits = replace(self.traits, mixing=f"{self.graph.described()}, {config.order.replace('_', ' ')}")
+        if config.order == "combine_first" and isinstance(self.update.optimizer, ElementWise):
+            self.update.optimizer.direct_before()  # decay uses the weights before mixing
         self._last = self.plan()[-1]
         handlers = {**self.handlers, **self._mixes()}
         self.handlers = handlers | {kind: self._measured_after(handlers[kind]) for kind in LAST if kind in handlers}
@@ -257,7 +258,7 @@ class GossipExchange(Replicas):
     def plan(self) -> list[Operation]:
         part = self.context.part
         keep, agree = Operation(Kind.KEEP, range=part), Operation(Kind.AGREE)
-        *directions, apply = self.sharded_update.plan()
+        *directions, apply = self.update.plan()
         combines_first = self.config.order == "combine_first"
         if self._mixing is None:
             mean = [Operation(Kind.AVERAGE, range=part)] if self.context.data.size > 1 else []
@@ -300,6 +301,3 @@ class GossipExchange(Replicas):
 
     def consensus(self) -> Mapping[str, float]:
         return {**super().consensus(), "spectral_gap": self.graph.gap}
-
-    def describe(self) -> str:
-        return f"{self.graph.described()}, {self.config.order.replace('_', ' ')}"

@@ -11,6 +11,7 @@ The outer optimizer keeps Psi, and Psi more for v. Saving a checkpoint also aver
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from hpcdist.arrays.backend import namespace
@@ -59,13 +60,14 @@ class LocalSgdExchange(Replicas):
         self._steps = 0  # steps since the last averaging
         self._weights = (0, 0)  # samples of those steps: (this rank's, all ranks')
         self.handlers = {**self.handlers, Kind.AVERAGE: self.replace_by_mean}
+        self.traits = replace(self.traits, mixing=self._describe())
 
     def plan(self) -> list[Operation]:
         part = self.context.part
         return [
             Operation(Kind.KEEP, range=part),
             Operation(Kind.AGREE),
-            *self.sharded_update.plan(),
+            *self.update.plan(),
             Operation(Kind.AVERAGE, range=part),
         ]
 
@@ -87,7 +89,7 @@ class LocalSgdExchange(Replicas):
             self._take_mean()
             if self.config.moments != "keep":
                 self._unite_moments()
-            self.apart = self.config.moments == "keep" and bool(self.sharded_update.slots())
+            self.apart = self.config.moments == "keep" and bool(self.update.slots())
 
     def come_together(self) -> None:
         if self._steps:
@@ -103,7 +105,7 @@ class LocalSgdExchange(Replicas):
 
     def _unite_moments(self) -> None:
         weight, total = self._weights
-        for moments in self.sharded_update.slots().values():
+        for moments in self.update.slots().values():
             if self.config.moments == "reset":
                 moments.zero()
             else:
@@ -128,9 +130,9 @@ class LocalSgdExchange(Replicas):
     def kept(self) -> dict[str, FlatStore]:
         return super().kept() | (self._outer.slots if self._outer is not None else {})
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         parts = [f"averaging every {self.config.period} steps"]
-        if self.sharded_update.slots():
+        if self.update.slots():
             parts.append(f"moments: {self.config.moments}")
         if self._outer is not None:
             parts.append(

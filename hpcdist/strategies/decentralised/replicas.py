@@ -19,14 +19,15 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
 from hpcdist.optim import norms
 from hpcdist.optim.update import kernels
-from hpcdist.strategies.allreduce import buckets_of_layers
-from hpcdist.strategies.core.exchange import Handlers, pieces_of
+from hpcdist.strategies.core.buckets import buckets_of_layers
+from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
+from hpcdist.strategies.core.sharded_update import ShardedUpdate
+from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
-class Replicas(ShardedUpdateExchange):
+class Replicas(Exchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
     The backward pass computes this rank's summand of the mean gradient of all ranks' samples. The update uses
@@ -36,12 +37,10 @@ class Replicas(ShardedUpdateExchange):
     their mean). It is equal on all ranks. `new_consensus_distances` returns and clears it.
     """
 
-    replicas_identical = False
-
     def __init__(self, context: RankContext) -> None:
-        super().__init__(context)
+        self.context, self.traits = context, Traits(algorithm=context.algorithm)
         stores = context.store("parameters", allocate=context.for_replicas("parameters")), context.store("gradients")
-        self.sharded_update = ShardedUpdate(
+        self.update = ShardedUpdate(
             *stores, context.build_optimizer(context.part), [context.part], None, context.agree_algorithm
         )
         self.ranges = buckets_of_layers(context.layout, context.dtype.itemsize, context.bucket_bytes, context.part)
@@ -50,12 +49,12 @@ class Replicas(ShardedUpdateExchange):
         self.apart = False  # whether a step was made since all replicas were equal
         self.factor = 1.0  # from this rank's share of the mean gradient of all samples to its own gradient
         self._norm_squared = 0.0
-        self.handlers: Handlers = {Kind.KEEP: self.keep, **self.sharded_update.handlers}
+        self.handlers: Handlers = {Kind.KEEP: self.keep, **self.update.handlers}
 
     @property
     def step(self) -> int:
         """Number of updates since the start of training, including the update in progress."""
-        return self.sharded_update.optimizer.count
+        return self.update.optimizer.count
 
     def plan(self) -> list[Operation]:
         raise NotImplementedError
@@ -65,7 +64,7 @@ class Replicas(ShardedUpdateExchange):
 
     def norm_squared(self) -> float:
         """Return this rank's summand of the mean squared gradient norm: the squared norm / the number of ranks."""
-        self._norm_squared = self.sharded_update.norm_squared() * self.factor**2
+        self._norm_squared = self.update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
     def begin_update(self, scale: float) -> None:
@@ -90,7 +89,7 @@ class Replicas(ShardedUpdateExchange):
                 mean[...] = values
             else:
                 namespace(values).multiply(values, values.dtype.type(weight), out=mean)
-            collectives.allreduce(self.context.data, mean, self.algorithm)
+            collectives.allreduce(self.context.data, mean, self.context.algorithm)
             mean /= mean.dtype.type(total or self.context.data.size)
             difference = values if replace else mean
             squares[1] += float(kernels.sum_of_squares(mean))
@@ -115,7 +114,7 @@ class Replicas(ShardedUpdateExchange):
     def come_together(self) -> None:
         """Average the parameters and the optimizer moments over all ranks. Collective."""
         self.note(self.average(self.parameters))
-        for moments in self.sharded_update.slots().values():
+        for moments in self.update.slots().values():
             self.average(moments)
 
     def flush(self) -> bool:
@@ -132,13 +131,10 @@ class Replicas(ShardedUpdateExchange):
 
     def kept(self) -> dict[str, FlatStore]:
         """Return the optimizer arrays to save in a checkpoint, by name, such as ``optimizer.outer``. Local."""
-        return self.sharded_update.slots()
+        return self.update.slots()
 
     def wanted(self) -> Sequence[Piece]:
         return pieces_of({"parameters": self.parameters, **self.kept()}, [self.context.part])
 
     def consensus(self) -> Mapping[str, float]:
         return {"spectral_gap": math.nan, "consensus_distance": self.distance}
-
-    def describe(self) -> str:
-        raise NotImplementedError

@@ -18,6 +18,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.core.exchange import Exchange, Handlers
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 Make = Callable[[RankContext], Exchange]
@@ -32,23 +33,26 @@ class ExpertExchange(Exchange):
     ``replicas``.
     """
 
-    lock_step = True
-
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:
         self._replicas = replicas
         self.dense = make(replace(context, portion="dense"))
-        every_microbatch = not self.dense.accumulates
+        every_microbatch = not self.dense.traits.accumulates
         self.experts = make(replace(context, portion="expert", data=replicas, every_microbatch=every_microbatch))
         self.both = self.dense, self.experts
-        self.algorithm, self.degrees = self.dense.algorithm, self.dense.degrees
-        self.replicas_identical, self.accumulates = self.dense.replicas_identical, self.dense.accumulates
-        self.keeps_parameters = self.dense.keeps_parameters
-        if replicas.size > 1 and self.experts.replicas_identical:
+        dense, experts = self.dense.traits, self.experts.traits
+        if replicas.size > 1 and experts.identical:
             self.other_replicas = [(replicas, self.experts.parameters)]
-        self.gathers: Mapping[int, Sequence[int]] = {
-            unit: sorted({*self.dense.gathers.get(unit, ()), *self.experts.gathers.get(unit, ())})
-            for unit in ({**self.dense.gathers, **self.experts.gathers})
-        }
+        self.traits = Traits(
+            algorithm=dense.algorithm,
+            identical=dense.identical,
+            accumulates=dense.accumulates,
+            degrees=dense.degrees,
+            keeps_parameters=dense.keeps_parameters,
+            gathers={
+                unit: sorted({*dense.gathers.get(unit, ()), *experts.gathers.get(unit, ())})
+                for unit in ({**dense.gathers, **experts.gathers})
+            },
+        )
         layout = context.layout
         self._border = {layer: layout.part_of(layer, "expert").start for layer in layout.units}
         self._portions = [replace(context, portion=name).parts for name in ("dense", "expert")]
@@ -94,7 +98,7 @@ class ExpertExchange(Exchange):
         plans = [exchange.plan() for exchange in self.both]
         dense, experts = (plan[: plan.index(agree)] for plan in plans)
         after = [op for plan in plans for op in plan[plan.index(agree) + 1 :]]
-        if not self.accumulates:  # take a unit as a whole, because the next micro-batch overwrites it
+        if not self.traits.accumulates:  # take a unit as a whole, because the next micro-batch overwrites it
             stops = {op.part.start: op.part.stop for op in experts}
             dense = [replace(op, range=Range(op.part.start, stops.get(op.part.stop, op.part.stop))) for op in dense]
             experts = []
@@ -165,7 +169,7 @@ class ExpertExchange(Exchange):
 
 
 def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
-    gathered = {unit for used in exchange.gathers.values() for unit in used}
+    gathered = {unit for used in exchange.traits.gathers.values() for unit in used}
     units = {kind: {op.unit for op in exchange.plan() if op.kind is kind} for kind in OF_UNITS}
     return units | {Kind.GATHER: units[Kind.GATHER] | gathered, Kind.FREE: gathered}
 

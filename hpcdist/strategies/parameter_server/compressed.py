@@ -1,28 +1,24 @@
-"""The lock-step parameter server with compressed gradients: push payloads, pull parameters as they are.
+"""The lock-step parameter server with compressed gradients: push payloads, pull uncompressed parameters.
 
-A worker that speaks encodes what it pushes of each range, tensor by tensor, and sends that as one message
-(`PayloadTransport`). A server decodes and adds in float32, in the order of the workers, its own gradients in their
-turn and uncompressed: they do not travel. There is one error of the compressor for each worker and element, none of
-the sum.
+A worker encodes the gradients of each range, tensor by tensor, and sends them as one message (`PayloadTransport`). A
+server decodes and adds in float32, in the order of the workers. Its own gradients are not encoded. There is one
+compression error per worker and element, and none of the sum.
 
-With n values, c bytes of a payload for each, and float32 parameters, a dedicated worker sends c n a step, 4 n without
-compression, and its servers 4 n to it in both cases. Where all of p ranks serve, each sends (c + 4) n (p-1)/p. With
-``communication.algorithm = "hierarchical"`` the workers of a node sum in float32 first, and only the one that speaks
-for them encodes.
+With n values and c bytes of payload per value, a dedicated worker sends c n per step instead of 4 n, and its servers
+send 4 n to it. If all p ranks serve, each sends (c + 4) n (p-1)/p. With ``communication.algorithm = "hierarchical"``,
+the workers of a node sum in float32 first, and one worker of the node encodes and sends the sum.
 
-A step has the same bits in every repetition, and all workers have the same parameters. They are those of one process
-that encodes and decodes for every worker. For another number of servers they are the same only where tensors are cut
-alike: each piece of a tensor is encoded by itself, with its own scale. Colocated servers are other bits than
-dedicated ones, since what a rank serves itself is not encoded.
+A step has the same bits in every run, and all workers have the same parameters, as if one process encoded and decoded
+for every worker. Another number of servers gives the same bits only if tensors are cut alike, because each
+piece of a tensor has its own scale. Colocated servers give other bits than dedicated ones.
 
-Residuals of error feedback are those of the rank that encodes, a worker or the one that speaks for its node, and of
-all ranges, so that other servers may serve them after a restore. What is then owed of a range that the rank
-serves itself now is paid in full with its next gradient. In the first ``compression.warmup_steps`` updates gradients
-travel as they are.
+Residuals of error feedback are on the rank that encodes, for all ranges, so that other servers may serve them after a
+restore. Residuals of a range that the rank now serves itself are added in full to its next gradient. In the first
+``compression.warmup_steps`` updates, gradients are not compressed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -35,30 +31,26 @@ from hpcdist.collectives.algorithms.ring import reduce_to_leader
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compression.compressor import align
-from hpcdist.strategies.compressed.config import SUMMED, CompressionConfig
-from hpcdist.strategies.compressed.error_feedback import (
-    ErrorFeedbackExchange,
-    Residuals,
-    with_loss_scale,
-    without_loss_scale,
-)
+from hpcdist.strategies.compressed.config import SUMMED
 from hpcdist.strategies.compressed.reduction import GradientCoder
-from hpcdist.strategies.compressed.registry import compressor
+from hpcdist.strategies.compressed.registry import Compression, compressor
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
+from hpcdist.strategies.core.sharded_update import ShardedUpdate
+from hpcdist.strategies.data.residuals import Feedback, Residuals, with_loss_scale, without_loss_scale
+from hpcdist.strategies.parameter_server.lockstep import LockStepExchange, Push
 from hpcdist.strategies.parameter_server.messages import MessageTransport, ReceiveQueue
 from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.parameter_server.transport import GRADIENT, ServerTopology
+from hpcdist.strategies.parameter_server.transport import GRADIENT, ServerTopology, Transport
 from hpcdist.strategies.schedule.operations import Operation
 
 _BYTES: Final = np.dtype(np.uint8)
 
 
 class PayloadTransport(MessageTransport):
-    """Message transport of payloads. Construction is collective over the world.
+    """Message transport of gradients that ``coder`` encodes. Construction is collective over the world.
 
-    What is pushed is encoded by ``coder`` where the step ``compresses``; gradients are then multiplied by
-    ``loss_scale``. ``owes``: there may be residuals of ranges that this rank serves.
+    The attributes of a step: ``compresses``, True if gradients are encoded; ``loss_scale``, their factor; ``owes``,
+    True if ranges that this rank serves may have residuals.
     """
 
     def __init__(self, topology: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
@@ -67,7 +59,7 @@ class PayloadTransport(MessageTransport):
         self._payloads: dict[Range, Array] = {}
 
     def begin(self, *, compresses: bool) -> None:
-        """Record whether the gradients of the next step are compressed, the same on all ranks (local)."""
+        """Record if the gradients of the next step are compressed, equal on all ranks. Local."""
         if compresses != self.compresses:
             self.compresses = compresses
             self._arrivals = self._receiver()
@@ -80,7 +72,7 @@ class PayloadTransport(MessageTransport):
         return ReceiveQueue(self.comm, order, _BYTES, self.topology.context.on)
 
     def push(self, part: Range) -> None:
-        """Encode the gradients of a range and begin to send them, unless this rank serves it."""
+        """Encode the gradients of the range ``part`` and start to send them, unless this rank serves it."""
         if not self.compresses:
             super().push(part)
             return
@@ -96,7 +88,7 @@ class PayloadTransport(MessageTransport):
             self._sent.append(self.comm.isend(payload, server, GRADIENT))
 
     def _payload(self, part: Range) -> Array:
-        """Return the memory for the payloads of ``part``, which stay there until `settle` (local)."""
+        """Return the memory for the payload of ``part``, which is in use until `settle`. Local."""
         if not self._payloads:
             leaving = [leaving_part for leaving_part, server in self.topology.messages if server != self.topology.rank]
             sizes = [self.coder.message(leaving_part).nbytes for leaving_part in leaving]
@@ -108,7 +100,7 @@ class PayloadTransport(MessageTransport):
         return self._payloads[part]
 
     def collect(self, part: Range) -> None:
-        """Sum the pushes of an own range over the speaking workers, in their order."""
+        """Decode and sum the gradients of a range that this rank serves, in rank order of the workers."""
         if not self.compresses:
             super().collect(part)
             return
@@ -121,9 +113,9 @@ class PayloadTransport(MessageTransport):
         with_loss_scale(total, gradients, self.loss_scale)
 
     def _add_all(self, part: Range, total: Array) -> None:
-        """Add the workers' payloads to ``total``, which holds this rank's own gradients, if it is a worker."""
+        """Add the workers' payloads to ``total``, which has this rank's gradients if it is a worker."""
         message, place = self.coder.message(part), total
-        if self.speaks and self.speakers[0] != self.topology.rank:  # its turn comes later
+        if self.speaks and self.speakers[0] != self.topology.rank:  # another worker comes first in rank order
             place = scratch("parameter_server.sum", total.size, total.dtype, total)
         is_first = True
         for worker in self.speakers if message.nbytes else ():
@@ -139,75 +131,71 @@ class PayloadTransport(MessageTransport):
             is_first = False
 
     def _pay(self, part: Range, values: Array) -> None:
-        """Add the residuals of a range that this rank serves in full: its own gradients do not travel (local)."""
+        """Add the residuals of the range ``part``, which this rank serves and does not encode, to ``values``. Local."""
         if self.owes and self.coder.feedback is not None:
             owed = self.coder.feedback.compensate(part, values)
             values[...] = owed
             owed[...] = 0
 
 
-@dataclass(frozen=True)
-class PushCompression:
-    """The compressor ``name``, its keys, and the seed of the run, from which all draws follow."""
-
-    name: str
-    config: CompressionConfig
-    seed: int
-
-
-class CompressedServerExchange(ErrorFeedbackExchange, LockStepExchange):
-    """Parameter server in lock-step with compressed pushes. Collective over the world."""
+class CodedPush(Push):
+    """Push of encoded gradients, with error feedback."""
 
     def __init__(
-        self, context: RankContext, roles: Roles, servers: Communicator | None, compression: PushCompression
+        self, update: ShardedUpdate, topology: ServerTopology, transport: Transport, compression: Compression
     ) -> None:
-        config = self.config = compression.config
-        encoder = compressor(compression.name, config)
-
-        def carry(topology: ServerTopology) -> PayloadTransport:
-            coder = GradientCoder(context.layout, encoder, compression.seed, 0)
-            return PayloadTransport(topology, coder, compresses=config.warmup_steps == 0)
-
-        super().__init__(context, roles, servers, carry=carry)
-        assert isinstance(self.transport, PayloadTransport)
-        self._payloads, self._coder = self.transport, self.transport.coder
-        speakers, speaks = self._payloads.speakers, self._payloads.speaks
-        speaker = speakers.index(self.topology.rank) if speaks else 0
-        if compression.name not in SUMMED:  # which draw the same indices on all ranks
-            self._coder.rank = speaker
+        super().__init__(update, topology, transport, None)
+        assert isinstance(transport, PayloadTransport)
+        context, config = topology.context, compression.config
+        self._payloads, self._coder, self._warmup_steps = transport, transport.coder, config.warmup_steps
+        encoders, encodes = transport.speakers, transport.speaks
+        encoder = encoders.index(topology.rank) if encodes else 0
+        if compression.name not in SUMMED:  # SUMMED compressors draw equal indices on all ranks
+            self._coder.rank = encoder
         if config.error_feedback:
-            can_roll_back = context.working is not None  # else a norm that is not finite ends the run
-            parts = context.parts if speaks else ()
-            self.residuals = Residuals(context, speaker, len(speakers), parts, can_roll_back=can_roll_back)
-            self._coder.feedback = self.residuals.feedback
+            can_roll_back = context.working is not None  # else a gradient that is not finite ends the run
+            parts = context.parts if encodes else ()
+            residuals = Residuals(context, encoder, len(encoders), parts, can_roll_back=can_roll_back)
+            self.feedback = Feedback(residuals)
+            self._coder.feedback = residuals.feedback
 
     @property
     def is_compressing(self) -> bool:
-        """Whether the gradients of the next update are compressed (local)."""
-        return self.sharded_update.optimizer.count >= self.config.warmup_steps
+        """True after the warm-up, when gradients are encoded."""
+        return self.update.optimizer.count >= self._warmup_steps
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Undo the encoding of a step that was given up (local)."""
-        self._give_up()
-        self._coder.step = self.sharded_update.optimizer.count
+        super().begin(operations)
+        self._coder.step = self.update.optimizer.count
         self._payloads.begin(compresses=self.is_compressing)
 
-    def scaled_by(self, loss_scale: float) -> None:
-        """Record the loss scale of the step that begins (local)."""
-        self._payloads.loss_scale = loss_scale
-
     def push(self, op: Operation) -> None:
-        """Begin to send the gradients of a range to their server."""
-        self._is_open = True
+        self.feedback.is_open = True
+        self._payloads.loss_scale = self.loss_scale
         super().push(op)
 
-    def begin_update(self, scale: float) -> None:
-        """Begin the update of the step, and commit its residuals."""
+    def collect(self, op: Operation) -> None:
+        self._payloads.loss_scale = self.loss_scale
+        super().collect(op)
+
+    def begin_update(self, scale: float, correction: float) -> float:
         if self._payloads.compresses:
             self._payloads.owes = False
-        super().begin_update(scale)
+        return super().begin_update(scale, correction)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, once the pieces are there."""
-        super().restore(state)
+    def restored(self, state: Mapping[str, Any]) -> None:
+        super().restored(state)
         self._payloads.owes = True
+
+
+def compressed_server(
+    context: RankContext, roles: Roles, servers: Communicator | None, compression: Compression
+) -> LockStepExchange:
+    """Return the lock-step parameter server with compressed pushes. Collective over the world."""
+    encoder, is_compressed = compressor(compression.name, compression.config), compression.config.warmup_steps == 0
+
+    def carry(topology: ServerTopology) -> PayloadTransport:
+        coder = GradientCoder(context.layout, encoder, compression.seed, 0)
+        return PayloadTransport(topology, coder, compresses=is_compressed)
+
+    return LockStepExchange(context, roles, servers, carry=carry, reducer=partial(CodedPush, compression=compression))

@@ -1,35 +1,38 @@
-"""The lock-step parameter server ("bsp"): all workers take every step together, as one process would.
+"""The lock-step parameter server ("bsp"): all workers make every step together, like one process.
 
     worker   FORWARD BACKWARD PUSH ...           AGREE                                       PULL ...
     server                        COLLECT ...    AGREE  DIRECTION (NORMS) APPLY  PUBLISH ...
 
-A gradient is pushed as soon as backward has completed it. A server adds what the workers push in the order of their
-ranks, whatever the order of arrival, so a step has the same bits in every repetition, for any number of servers, both
-placements and all transports (but for the norm by which gradients are clipped, whose partial sums follow the cut).
+A gradient is pushed as soon as the backward pass has completed it. A server adds the pushed gradients in the order of
+the workers' ranks, whatever arrives first. So a step has the same bits in every run, for any number of servers, both
+placements and all transports (except the norm for clipping, whose partial sums depend on the cut).
 
-With logical shards (`hpcdist.strategies.core.logical_shards`) a step has the bits of allreduce with as many shards,
-on any number of workers and servers. A worker takes the gradients of a shard into its partial sums (ADD), and pushes
-those with the last one; servers finish the tree (`transport.ShardTree`). It pushes k Psi, k = 1 where its number of
-shards is a power of two.
+With logical shards (`hpcdist.strategies.core.logical_shards`), a step has the bits of an allreduce with equally many
+shards, on any number of workers and servers. A worker takes the gradients of each shard into its partial sums (ADD),
+and pushes these sums with the last one; servers complete the tree (`transport.ShardTree`). A worker pushes k Psi, with
+k = 1 if its number of shards is a power of two.
 
-How gradients and parameters travel is the transport's: `messages`, `shared_memory` or `rma`. The numbers that all
-ranks agree on travel by the MPI library where ``communication.algorithm`` is native, else by counted messages.
+The transport sends gradients and parameters: `messages`, `shared_memory` or `rma`. Values that all ranks agree on are
+sent by the MPI library if ``communication.algorithm`` is native, otherwise by counted messages.
 
-With Psi bytes of parameters and p ranks, a dedicated worker pushes Psi and pulls Psi a step: it sends Psi, and its
-servers send Psi to it. A colocated rank keeps what it owns: where all p ranks serve, each sends 2 Psi (p-1)/p.
+With Psi bytes of parameters, a dedicated worker pushes Psi and pulls Psi per step. A colocated rank keeps the
+parameters that it owns: if all p ranks serve, each sends 2 Psi (p-1)/p.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.core.exchange import Handlers
-from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.sharded_update import ShardedUpdate, ShardedUpdateExchange
+from hpcdist.strategies.core.sharded_update import ShardedUpdate
+from hpcdist.strategies.core.traits import Traits
+from hpcdist.strategies.data.exchange import DataExchange
+from hpcdist.strategies.data.parts import Gatherer, Reducer
 from hpcdist.strategies.parameter_server.messages import MessageTransport
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.parameter_server.rma import RmaTransport
@@ -44,12 +47,93 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 }
 
 
-class LockStepExchange(ShardedUpdateExchange):
+class Push(Reducer):
+    """Reducer that pushes gradients to their servers (PUSH), where they are summed (COLLECT).
+
+    With logical ``shards``, ADD sums the gradients of this worker's shards before they are pushed.
+    """
+
+    def __init__(
+        self, update: ShardedUpdate, topology: ServerTopology, transport: Transport, shards: LogicalShards | None
+    ) -> None:
+        super().__init__(update)
+        self.topology, self.transport, self._shards = topology, transport, shards
+        self._layers = sorted(topology.context.ranges.values(), reverse=True)
+        self._messages = {part: [part] for part, _ in topology.messages}
+        for layer in self._layers if shards is not None else ():
+            self._messages[layer] = [part for part, _ in topology.messages if part.intersect(layer)]
+        self.handlers = {Kind.ADD: self.add, Kind.PUSH: self.push, Kind.COLLECT: self.collect}
+
+    def plan(self) -> list[Operation]:
+        """Return PUSH of each message, or ADD and PUSH of whole layers with shards; COLLECT on a server. Local."""
+        pushes: list[Operation] = []
+        if self.topology.works and self._shards is None:
+            pushes = [Operation(Kind.PUSH, range=part) for part, _ in self.topology.messages]
+        elif self.topology.works:
+            pushes = [Operation(kind, range=layer) for kind in (Kind.ADD, Kind.PUSH) for layer in self._layers]
+        return [*pushes, *(Operation(Kind.COLLECT, range=part) for part in self.topology.own)]
+
+    def add(self, op: Operation) -> None:
+        """Add the gradients of a logical shard to the partial sums, before the next one overwrites them. Local."""
+        assert self.transport.partials is not None
+        self.transport.partials.add(op.microbatch, op.part)
+
+    def push(self, op: Operation) -> None:
+        """Start to send the gradients of a range to their server. They must not change until the agreement."""
+        if self._shards is not None:
+            self.add(op)
+        for part in self._messages[op.part]:
+            self.transport.push(part)
+
+    def collect(self, op: Operation) -> None:
+        """Sum the gradients of a range that this rank serves over the workers, in rank order."""
+        self.transport.collect(op.part)
+
+
+class Pull(Gatherer):
+    """Gatherer that sends updated parameters to the workers (PUBLISH), which receive them (PULL)."""
+
+    def __init__(self, update: ShardedUpdate, topology: ServerTopology, transport: Transport) -> None:
+        super().__init__(update)
+        self.topology, self.transport = topology, transport
+        self._last = next(reversed(self.plan()), None)
+        self.handlers = {Kind.PUBLISH: self.publish, Kind.PULL: self.pull}
+
+    def plan(self) -> list[Operation]:
+        """Return PUBLISH of each range that this rank serves, and PULL of each range that it computes with. Local."""
+        pulled = [part for part, _ in self.topology.messages] if self.topology.works else []
+        return [
+            *(Operation(Kind.PUBLISH, range=part) for part in self.topology.own),
+            *(Operation(Kind.PULL, range=part) for part in pulled),
+        ]
+
+    def publish(self, op: Operation) -> None:
+        """Start to send the updated values of a range to the workers."""
+        self.transport.publish(op.part)
+        self._settle(op)
+
+    def pull(self, op: Operation) -> None:
+        """Receive the updated values of a range from its server."""
+        self.transport.pull(op.part)
+        self._settle(op)
+
+    def spread(self) -> None:
+        super().spread()
+        if self._last is None:
+            self.transport.settle()
+
+    def _settle(self, op: Operation) -> None:
+        """Wait for all messages after the last operation of a step."""
+        if op == self._last:
+            self.transport.settle()
+
+
+class LockStepExchange(DataExchange):
     """Parameter server in lock-step: push, sum in rank order, update, pull. Collective over the world.
 
-    Workers and servers are `RankContext.members`: with a pipeline or tensor axis each place on it has servers of its
-    own, and what is called a rank here is one of those. ``servers`` joins the ranks that serve; None on the others.
-    ``carry`` makes a transport in the place of the one that is named.
+    Workers and servers are `RankContext.members`: with a pipeline or tensor axis, each place on it has its own servers.
+    ``servers``: communicator of the ranks that serve, or None on other ranks. It is freed by `close`. ``reducer``
+    replaces `Push`; it is built from the update, the topology and the transport.
     """
 
     def __init__(
@@ -60,121 +144,54 @@ class LockStepExchange(ShardedUpdateExchange):
         *,
         transport: str = "messages",
         carry: Callable[[ServerTopology], Transport] | None = None,
+        reducer: Callable[[ShardedUpdate, ServerTopology, Transport], Reducer] | None = None,
         shards: LogicalShards | None = None,
     ) -> None:
-        super().__init__(context, shards)
-        self._servers, self.accumulates = servers, shards is None
         if transport != "messages" and context.algorithm == "hierarchical":
             raise ConfigurationError(
                 f"parameter_server.transport = {transport!r} with communication.algorithm = 'hierarchical', where one "
                 "worker of a node speaks for all by messages; choose another algorithm, or transport = 'messages'"
             )
-        self.topology = ServerTopology(
-            context, roles, context.members.dup("parameters"), 0 if shards is None else shards.count
-        )
-        self.works, self.serves = self.topology.works, self.topology.serves
-        self.replicas_identical = self.works
-        self.transport = (carry or TRANSPORTS[transport])(self.topology)
-        stores = self.transport.parameters, self.transport.gradients
-        parts = self.topology.parts(self.topology.rank) if self.serves else []
-        self.sharded_update = ShardedUpdate(
-            *(*stores, context.build_optimizer(parts), parts, servers, context.agree_algorithm),
+        self._servers = servers
+        comm = context.members.dup("parameters")
+        self.topology = topology = ServerTopology(context, roles, comm, 0 if shards is None else shards.count)
+        self.transport = (carry or TRANSPORTS[transport])(topology)
+        parts = topology.parts(topology.rank) if topology.serves else []
+        update = ShardedUpdate(
+            self.transport.parameters,
+            self.transport.gradients,
+            context.build_optimizer(parts),
+            parts,
+            servers,
+            context.agree_algorithm,
             exactly=shards is not None,
             tensor=context.tensor,
         )
-        self._within = {part: [part] for part, _ in self.topology.messages}
-        for layer in context.ranges.values() if shards is not None else ():
-            self._within[layer] = [part for part, _ in self.topology.messages if part.intersect(layer)]
-        self._last = self.plan()[-1]
-        self.handlers: Handlers = {
-            Kind.ADD: self.add,
-            Kind.PUSH: self.push,
-            Kind.COLLECT: self.collect,
-            Kind.PUBLISH: self.publish,
-            Kind.PULL: self.pull,
-            **self.sharded_update.handlers,
-        }
+        algorithm = context.algorithm if shards is None else ALGORITHM
+        sums = "" if shards is None else f"{shards.count} logical shards, arithmetic {shards.arithmetic}"
+        traits = Traits(algorithm=algorithm, identical=topology.works, accumulates=shards is None, sums=sums)
+        made = (reducer or partial(Push, shards=shards))(update, topology, self.transport)
+        gatherer = Pull(update, topology, self.transport)
+        super().__init__(context, traits, update, made, gatherer, update.counted, shards=shards)
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes read so far from memory that others of the node wrote; not part of the sent ones (local)."""
         return self.transport.loaded_bytes
 
     def plan(self) -> list[Operation]:
-        """Return the operations of this rank as a worker, as a server, or as both."""
-        ranges = [part for part, _ in self.topology.messages] if self.works else []
-        own = self.topology.own
-        return [
-            *(self._pushes() if self.works else []),
-            *(Operation(Kind.COLLECT, range=part) for part in own),
-            Operation(Kind.AGREE),
-            *(self.sharded_update.plan() if self.serves else []),
-            *(Operation(Kind.PUBLISH, range=part) for part in own),
-            *(Operation(Kind.PULL, range=part) for part in ranges),
-        ]
-
-    def _pushes(self) -> list[Operation]:
-        """Return PUSH of each message; with logical shards ADD and PUSH of whole layers."""
-        if self.shards is None:
-            return [Operation(Kind.PUSH, range=part) for part, _ in self.topology.messages]
-        layers = sorted(self.context.ranges.values(), reverse=True)
-        return [Operation(kind, range=layer) for kind in (Kind.ADD, Kind.PUSH) for layer in layers]
-
-    def add(self, op: Operation) -> None:
-        """Add the gradients of a logical shard to the partial sums, before the next one overwrites them (local)."""
-        assert self.transport.partials is not None
-        self.transport.partials.add(op.microbatch, op.part)
-
-    def push(self, op: Operation) -> None:
-        """Begin to send the gradients of a range to their server; they must stay until `agree`."""
-        if self.shards is not None:
-            self.add(op)
-        for part in self._within[op.part]:
-            self.transport.push(part)
-
-    def collect(self, op: Operation) -> None:
-        """Sum the gradients of an own range over the workers, the first one's first."""
-        self.transport.collect(op.part)
-
-    def publish(self, op: Operation) -> None:
-        """Begin to send the new values of an own range to the workers."""
-        self.transport.publish(op.part)
-        self._settle(op)
-
-    def pull(self, op: Operation) -> None:
-        """Receive the new values of a range from its server."""
-        self.transport.pull(op.part)
-        self._settle(op)
-
-    def _settle(self, op: Operation) -> None:
-        """Wait for all that is under way, after the last operation of a step."""
-        if op == self._last:
-            self.transport.settle()
+        update = self.update.plan() if self.topology.serves else []
+        return [*self.reducer.plan(), Operation(Kind.AGREE), *update, *self.gatherer.plan()]
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Sum ``values`` over the world, in place; the pushes of this rank have arrived then. Collective."""
-        self.transport.settle()
+        self.transport.settle()  # this rank's pushes have arrived
         return super().agree(values)
 
     def begin_update(self, scale: float) -> None:
-        """Begin the update of the step."""
         super().begin_update(scale)
-        if self.works:
+        if self.topology.works:
             self.transport.expect()
 
-    def spread(self) -> None:
-        """Send the parameters of the servers to all workers. Collective over the members."""
-        for part in self.topology.own:
-            self.transport.publish(part)
-        for part, _ in self.topology.messages if self.works else ():
-            self.transport.pull(part)
-        self.transport.settle()
-
     def close(self) -> None:
-        """Free memory of the transport, and communicators; no step can be made afterwards. Collective over the world.
-
-        The communicator ``servers`` is among them.
-        """
         self.transport.close()
         self.topology.comm.free()
         if self._servers is not None:

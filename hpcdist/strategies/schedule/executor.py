@@ -66,7 +66,9 @@ class Executor:
         self._watch: NanFinder = context.model.watch or NanFinder()
         self._stages = Stages(context, arena, self._bound, self._watch, launches or KernelLaunches())
         evaluation = evaluation_operations(context.placed, context.pipeline.rank)
-        self._forward_only = insert_gathers(evaluation, exchange.gathers) if exchange.gathers else evaluation
+        self._forward_only = (
+            insert_gathers(evaluation, exchange.traits.gathers) if exchange.traits.gathers else evaluation
+        )
         # Later entries replace earlier ones: kinds that need more than the exchange's handler.
         self._handlers: dict[Kind, Handler] = {
             **exchange.handlers,
@@ -185,7 +187,7 @@ class Executor:
 
     def _gather(self, op: Operation) -> None:
         self.exchange.handlers[op.kind](op)
-        if self.exchange.gathers:
+        if self.exchange.traits.gathers:
             if op.kind is not Kind.FREE:
                 store = self.exchange.parameters_at(self.model.stages[op.unit].layer)
                 self._watch.distrust_tensors(store, self.units[op.unit])
@@ -203,7 +205,7 @@ class Executor:
         for observer in self._observers:
             observer.exchanges(self, op)
         self.exchange.handlers[op.kind](op)
-        if not self.exchange.accumulates:  # the next micro-batch overwrites them
+        if not self.exchange.traits.accumulates:  # the next micro-batch overwrites them
             for unit in units:
                 self._bound.exchanged(unit)
 
@@ -236,7 +238,7 @@ class Executor:
             values = values[:-1]
         outcome.loss = loss * self._scale * outcome.correction
         # `alternates` applies the gradient of the previous step, which was corrected in its own step.
-        correction = 1.0 if self.exchange.alternates else outcome.correction
+        correction = 1.0 if self.exchange.traits.alternates else outcome.correction
         self._norm_squared = float(values[0]) * correction**2  # of the scaled gradient
         outcome.gradient_norm = float(np.sqrt(values[0])) * correction / outcome.loss_scale
         *self._sums, outcome.stop_requests = np.split(values[1:], np.cumsum([row.size for row in counts], dtype=int))
@@ -245,7 +247,7 @@ class Executor:
     def _weigh(self, weight: float) -> None:
         """Set the gradient correction: number of targets / ``weight``, the sum of the targets' loss weights."""
         exchange = self.exchange
-        targets = self._targets if exchange.lock_step else sum(self.sizes) * self.model.tokens_per_sample
+        targets = self._targets if exchange.traits.lock_step else sum(self.sizes) * self.model.tokens_per_sample
         if not targets:  # a worker without samples in this step
             return
         if not 0 < weight < np.inf:
@@ -255,7 +257,7 @@ class Executor:
                 "0: leave out batches in which no target has a weight"
             )
         self.outcome.correction = exchange.correction = targets / weight
-        if self.outcome.correction != 1.0 and not exchange.corrects:
+        if self.outcome.correction != 1.0 and not exchange.traits.corrects:
             self._stages.neighbours.finish()
             raise UsageError(
                 f"step {self.number}: the weights of the loss sum to {weight:g}, expected {targets:g}: backup workers "
@@ -268,7 +270,9 @@ class Executor:
         for observer in self._observers:
             observer.agreed(self)
         outcome, scale = self.outcome, self.outcome.loss_scale
-        of_step = f" of step {self.number - 1}" if self.exchange.alternates else ""  # the applied gradient's step
+        of_step = (
+            f" of step {self.number - 1}" if self.exchange.traits.alternates else ""
+        )  # the applied gradient's step
         summary = f"step {self.number}: loss {outcome.loss}, gradient norm{of_step} {outcome.gradient_norm}"
         try:
             if not np.isfinite(outcome.loss):
@@ -280,7 +284,7 @@ class Executor:
         if outcome.skipped:
             return
         norm_squared, normalizes = self._norm_squared / scale**2, self.context.optimizer.normalize_gradient
-        correction = 1.0 if self.exchange.alternates else outcome.correction
+        correction = 1.0 if self.exchange.traits.alternates else outcome.correction
         clip = norms.clip_scale(norm_squared, self.clip_norm, normalize=normalizes)
         self.exchange.begin_update(clip * correction / scale)
 

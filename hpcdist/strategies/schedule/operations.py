@@ -95,7 +95,7 @@ class Kind(Enum):
     GATHER = "gather"  # (unit): gather its whole parameters over the data axis
     START_GATHER = "start_gather"  # (unit): start a GATHER, in flight until WAIT_GATHER
     WAIT_GATHER = "wait_gather"  # (unit): complete a START_GATHER
-    FREE = "free"  # (unit): free its whole parameters; the shards stay (`zero.plain.PlainZero.free`)
+    FREE = "free"  # (unit): free its whole parameters; the shards stay (`CutGatherer.free`)
     ADD = "add"  # (microbatch, range): add gradients to earlier micro-batches, before they are overwritten
     REDUCE = "reduce"  # (range): sum gradients over the replicas
     COMBINE = "combine"  # (range): sum the shards left by REDUCE over the replicas with the same shard

@@ -1,6 +1,6 @@
 """The ``[zero]`` section of a recipe: sharding degrees, prefetch and offload.
 
-Light: imports only the errors and `reporting`. `STAGES` maps a strategy to its ZeRO stage (1, 2 or 3).
+Light: imports no arrays. `STAGES` maps a strategy to its ZeRO stage (1, 2 or 3).
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, at_least, check_section, one_of, rule
+from hpcdist.strategies.core.traits import ShardingDegrees
 
 STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}  # strategy -> stage
 PLACES: Final = ("none", "host", "file")  # locations of offloaded state
@@ -39,15 +40,6 @@ RULES: Final = (
         for degree in DEGREES
     ),
 )
-
-
-@dataclass(frozen=True)
-class ShardingDegrees:
-    """Numbers of data ranks that shard parameters, gradients and optimizer state. Each divides the next."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +81,9 @@ class ZeroConfig:
 
     def degrees(self, stage: int, ranks: int) -> ShardingDegrees:
         """Return the degrees on ``ranks`` data ranks. Raises ConfigurationError with the whole equation. Local."""
-        own_degrees = (self.parameters, self.gradients, self.optimizer)
+        settings = (self.parameters, self.gradients, self.optimizer)
         by_stage = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks)
-        degrees = [own or default for own, default in zip(own_degrees, by_stage, strict=True)]
+        degrees = [setting or default for setting, default in zip(settings, by_stage, strict=True)]
         for (name, degree), (above, multiple) in pairwise(
             zip((*DEGREES, "data ranks"), (*degrees, ranks), strict=True)
         ):

@@ -1,22 +1,21 @@
-"""Offload of optimizer state, and of the shards of parameters and gradients, to the host or to a file.
+"""Offload of optimizer state, and of shards of parameters and gradients, to the host or to a file.
 
-ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857). What is
-offloaded is used in one order that is known beforehand, so it is updated block by block: while one block is computed
-on the host, the next one is read and the one before is written. Three sets of blocks stay in memory, nothing else.
+ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857). Offloaded state is
+used in a fixed order, so it is updated block by block: while the host computes with one block, the next block is read
+and the previous one is written. Only three sets of blocks stay in memory.
 
-Bytes that a rank moves in a step from and to the file, for psi bytes of each of its shards, s optimizer slots (2 for
+Bytes that a rank moves between memory and file per step, with psi bytes in each of its shards, s optimizer slots (2 for
 adamw and lamb, 1 for lars and sgd with momentum) and m micro-batches:
 
                                    optimizer in the file       parameters too: gathers, gradients, their norm, update
   adamw, sgd    read               s psi                       2 m psi + (m - 1) psi + psi + 2 psi
                 written            s psi                       m psi + psi
   lamb          read               s psi                       ... + 2 psi: the step is read again, and the weights,
-                written            s psi                       ... + psi    once the norms of whole tensors are known
+                written            s psi                       ... + psi    when the norms of whole tensors are known
   lars          as lamb
 
-Parameters that are gathered once for uses that follow each other, as those of the last layer, are read once for them.
-Layer-wise rates need a second pass, since all of DIRECTION comes before the norms and all of APPLY behind; the others
-are updated in one.
+Parameters that are gathered once for consecutive uses, like the last layer, are read once. Layer-wise learning rates
+need a second pass, because DIRECTION comes before the norms and APPLY after them; other optimizers need one pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,7 @@ from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.zero.config import ZeroConfig
 
-SETS: Final = 3  # of blocks: one is read, one is computed, one is written
+SETS: Final = 3  # sets of blocks: one is read, one is computed, one is written
 WEIGHTS: Final = "weights"
 GRADIENT: Final = "gradient"
 
@@ -48,9 +47,9 @@ Wait = Callable[[], object]
 
 
 class Offload:
-    """Stores and optimizer of a rank in the places that ``config`` names: memory, host or file (local).
+    """Stores and optimizer of a rank, in memory, on the host or in a file, as ``config`` says. Local.
 
-    Raises ConfigurationError for what is not built, and StorageError where the directory has not the space.
+    Raises ConfigurationError for unsupported combinations, and StorageError if the directory has too little space.
     """
 
     def __init__(self, context: RankContext, config: ZeroConfig) -> None:
@@ -63,15 +62,15 @@ class Offload:
 
     @property
     def is_resident(self) -> bool:
-        """Whether parameters stay in the memory that the model computes with (local)."""
+        """True if parameters stay in the memory that the model computes with."""
         return self._config.offload_parameters == "none"
 
     def shards(self, category: str, parts: Sequence[Range]) -> FlatStore:
-        """Return the store of sharded parameters or, in the same place, gradients."""
+        """Return the store of sharded parameters or gradients, for the ranges ``parts``."""
         return self._store(self._config.offload_parameters, category, parts)
 
     def optimizer(self, parts: Sequence[Range]) -> Optimizer:
-        """Return the optimizer of ``parts``, with zeroed state."""
+        """Return the optimizer of the ranges ``parts``, with zeroed state."""
         context, place = self._context, self._config.offload_optimizer
         if place == "none":
             return context.build_optimizer(parts)
@@ -89,7 +88,7 @@ class Offload:
         context = self._context
         if place == "none":
             return context.store(category, parts)
-        if place == "host":  # what the ledger counts is the memory of the GPU, where the rest is
+        if place == "host":  # not in the memory report, which counts the GPU's memory
             return FlatStore(context.layout, np.dtype(context.dtype), parts)
         return FileStore(
             context.layout,
@@ -106,7 +105,7 @@ class Offload:
 class BlockedOptimizer(WrappedOptimizer):
     """Optimizer that updates block by block, for state, weights or gradients that are not in host memory.
 
-    The result has the bits of ``inner`` on stores in memory. Slots that lie in memory are used where they are.
+    The result has the same bits as the optimizer ``inner`` on stores in memory. Slots in memory are not copied.
     """
 
     def __init__(self, inner: SegmentWise, *, on: str = "cpu", ledger: Ledger | None = None) -> None:
@@ -119,7 +118,7 @@ class BlockedOptimizer(WrappedOptimizer):
         self._scale = 1.0
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Turn the gradient on ``piece`` into the direction. Without norms to wait for, `apply` does it in its pass."""
+        """Turn the gradient on ``piece`` into the direction, or leave it to `apply` if no norms are needed."""
         inner, self._scale = self._inner, scale
         if not inner.needs_norms:
             return
@@ -153,7 +152,7 @@ class BlockedOptimizer(WrappedOptimizer):
     ) -> None:
         """Read each block of ``piece``, compute with it, and write back the stores in ``written``."""
         blocks = list(cut(piece, self._block))
-        away = {name: store for name, store in stores.items() if not _on_the_host(store)}
+        away = {name: store for name, store in stores.items() if not _is_on_host(store)}
         arrived: list[Wait] = []
         arriving: list[Wait] = []
         leaving: list[list[Wait]] = [[] for _ in range(SETS)]
@@ -161,9 +160,9 @@ class BlockedOptimizer(WrappedOptimizer):
             for number in range(-1, len(blocks)):
                 arrived, following = arriving, number + 1
                 if following < len(blocks):
-                    # Three sets of buffers: before a set is read into again, what it held two blocks ago is written.
+                    # Three sets of buffers: before a set is used again, its block of two steps ago must be written.
                     _all(leaving[following % SETS])
-                    arriving = []  # one by one: what was begun before a failure is waited for
+                    arriving = []  # one by one: reads that started before a failure are waited for
                     for name, store in away.items():
                         buffer = self._buffer(name, following, blocks[following])
                         arriving.append(self._begin_read(store, blocks[following], buffer))
@@ -181,18 +180,18 @@ class BlockedOptimizer(WrappedOptimizer):
                 _all(waits)
         finally:
             self._inner.slots = self.slots
-            # After a failure nothing may go on in the background; the first error is the one that is raised.
+            # After a failure nothing may stay in flight. The first error is raised.
             for wait in chain(arrived, arriving, *leaving):
                 with suppress(Exception):
                     wait()
 
     def _window(self, name: str, number: int, block: Range) -> FlatStore:
-        """Return a store of the one ``block``, over the memory that it was read into."""
+        """Return a store of ``block`` over the memory into which it was read."""
         buffer = self._buffer(name, number, block)
         return FlatStore(self._inner.layout, self._inner.dtype, block, allocate=lambda size, dtype: buffer)
 
     def _buffer(self, name: str, number: int, block: Range) -> np.ndarray:
-        """Return memory for block ``number`` of a store: taken at the first use, and kept."""
+        """Return memory for block ``number`` of the store ``name``, allocated at the first use."""
         sets = self._buffers.setdefault(name, [])
         while len(sets) <= number % SETS:
             sets.append(self._take())
@@ -216,7 +215,7 @@ class BlockedOptimizer(WrappedOptimizer):
         return device.record().synchronize
 
 
-def _on_the_host(store: FlatStore) -> bool:
+def _is_on_host(store: FlatStore) -> bool:
     return not isinstance(store, FileStore) and not backend.is_device(store.array)
 
 

@@ -20,11 +20,7 @@ from hpcdist.models.model import Model
 from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.optim import rates
 from hpcdist.strategies import build as strategies
-from hpcdist.strategies.allreduce import FixedTreeExchange
-from hpcdist.strategies.compressed.dgc import DgcExchange
-from hpcdist.strategies.compressed.exchange import CompressedExchange
-from hpcdist.strategies.compressed.onebit import OneBitExchange
-from hpcdist.strategies.compressed.zero import CompressedZero
+from hpcdist.strategies.compressed.registry import Compression
 from hpcdist.strategies.config import resolve_context_method
 from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.model import cut_context
@@ -34,11 +30,10 @@ from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, expert_replicas
 from hpcdist.strategies.expert.exchange import ExpertExchange
 from hpcdist.strategies.expert.model import share_out
-from hpcdist.strategies.parameter_server.compressed import PushCompression
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor
@@ -50,7 +45,6 @@ from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero.config import STAGES
-from hpcdist.strategies.zero.exchange import ZeroExchange
 from hpcdist.training import data
 from hpcdist.training.build import pipeline, state
 from hpcdist.training.build import selection as build_selection
@@ -88,28 +82,18 @@ def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Ex
     if context.experts.size > 1 and not context.portion:
         replicas = expert_replicas(context.data, context.experts.size)
         return ExpertExchange(context, replicas, lambda part: build_exchange(part, recipe, compression))
-    if recipe.parallel.strategy == "parameter_server":
-        quantiser = compression, recipe.compression, recipe.run.seed
-        pushed = None if compression == "none" else PushCompression(*quantiser)
+    strategy = recipe.parallel.strategy
+    coded = Compression(compression, recipe.compression, recipe.run.seed)
+    if strategy == "parameter_server":
+        pushed = None if compression == "none" else coded
         return strategies.server_exchange(context, recipe.parameter_server, shards, pushed)
-    if recipe.parallel.strategy in strategies.DECENTRALISED_EXCHANGES:
-        return strategies.DECENTRALISED_EXCHANGES[recipe.parallel.strategy](context, recipe.decentralised)
-    if recipe.parallel.strategy in STAGES:
-        stage = STAGES[recipe.parallel.strategy]
-        if compression != "none" or recipe.compression.parameters != "none":
-            return CompressedZero(context, stage, recipe.zero, compression, recipe.compression, recipe.run.seed)
-        return ZeroExchange(context, stage, recipe.zero, shards)
-    if shards is not None:
-        return FixedTreeExchange(context, shards)
+    if strategy in strategies.DECENTRALISED_EXCHANGES:
+        return strategies.DECENTRALISED_EXCHANGES[strategy](context, recipe.decentralised)
+    if strategy in STAGES:
+        return catalogue.zero(context, STAGES[strategy], recipe.zero, shards, coded)
     if recipe.communication.delayed:
-        return DelayedExchange(context)
-    if compression == "dgc":
-        return DgcExchange(context, recipe.compression)
-    if compression == "onebit":
-        return OneBitExchange(context, recipe.compression, recipe.run.seed)
-    if compression != "none":
-        return CompressedExchange(context, compression, recipe.compression, recipe.run.seed)
-    return strategies.EXCHANGES[recipe.parallel.strategy](context)
+        return catalogue.delayed(context)
+    return catalogue.allreduce(context, shards) if compression == "none" else catalogue.compressed(context, coded)
 
 
 def assemble(
@@ -212,14 +196,19 @@ def _proven_operations(
     recipe: Recipe, grid: ProcessGrid, context: RankContext, executor: Executor, schedule: ScheduleText | None
 ) -> tuple[list[Operation], Proof | None]:
     exchange, microbatches = executor.exchange, microbatches_of(recipe, grid)
-    pipeline.check_exchange(recipe.parallel, schedule, context, accumulates=exchange.accumulates)
+    pipeline.check_exchange(recipe.parallel, schedule, context, accumulates=exchange.traits.accumulates)
     passes = None if schedule is None else schedule.passes
     parallel = replace(recipe.parallel, microbatches=microbatches)
     operations = strategies.operations(context, exchange, executor.copies, parallel, passes)
-    if not exchange.lock_step:  # ranks step independently
+    if not exchange.traits.lock_step:  # ranks step independently
         return operations, None
     proof = strategies.prove(
-        context, grid, operations, microbatches, accumulates=exchange.accumulates, degrees=exchange.degrees
+        context,
+        grid,
+        operations,
+        microbatches,
+        accumulates=exchange.traits.accumulates,
+        degrees=exchange.traits.degrees,
     )
     return operations, proof
 

@@ -29,7 +29,7 @@ from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
 from hpcdist.checkpoint.saving.two_phase import SavePlan
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, DataError, StorageError
-from hpcdist.strategies.compressed.onebit import FROZEN
+from hpcdist.strategies.data.onebit import FROZEN
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training.build import pipeline
 from hpcdist.training.build.state_source import StateSource, scalars_of
@@ -54,7 +54,7 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
         "sample_order": trainer.sample_order,
         "world": trainer.comm.size,
         "ranks_per_node": list(trainer.selection.ranks_per_node),
-        "algorithm": trainer.exchange.algorithm,
+        "algorithm": trainer.exchange.traits.algorithm,
         "compression": trainer.compression.name,
         "data": trainer.source.fingerprint,
         "data_digest": trainer.source.digest,
@@ -121,12 +121,12 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
             f"{origin} orders the training samples by the rule {order!r}, but this hpcdist supports {RULES}; update "
             "hpcdist"
         )
-    if resumed["optimizer"].get("pending") and "pending" not in trainer.exchange.restores:
+    if resumed["optimizer"].get("pending") and "pending" not in trainer.exchange.traits.restores:
         raise ConfigurationError(
             f"{origin} has a pending gradient, because it was written with communication.delayed = true; resume with "
             "communication.delayed = true and finish the run: its last checkpoint has no pending gradient"
         )
-    if resumed["optimizer"].get(FROZEN) and FROZEN not in trainer.exchange.restores:
+    if resumed["optimizer"].get(FROZEN) and FROZEN not in trainer.exchange.traits.restores:
         raise ConfigurationError(
             f"{origin} has the frozen variance of 1-bit Adam, which other optimizers would continue to update; resume "
             "with communication.compression = 'onebit', or load only its parameters with --init-from. To continue "

@@ -176,8 +176,8 @@ class Trainer:
 
     def close(self) -> None:
         """Free communicators, MPI windows and threads. Collective; no step can follow."""
-        if self.exchange.overlap is not None:
-            self.exchange.overlap.close()
+        if self.exchange.background is not None:
+            self.exchange.background.close()
         self.exchange.close()
         self.axes.free()
         if self.axes.world is not self.comm:

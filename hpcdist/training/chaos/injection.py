@@ -95,8 +95,8 @@ class Slowdown(StepObserver):
         exchange = self._exchange
         end = time.perf_counter() + seconds
         while (remaining := end - time.perf_counter()) > 0:
-            time.sleep(min(remaining, SLEEP_SLICE_S) if exchange.serves_beside else remaining)
-            if exchange.serves_beside:
+            time.sleep(min(remaining, SLEEP_SLICE_S) if exchange.traits.serves else remaining)
+            if exchange.traits.serves:
                 exchange.handlers[Kind.COLLECT](Operation(Kind.COLLECT))
 
 

@@ -120,7 +120,7 @@ class StateProtection:
 def holds_whole_state(trainer: Trainer) -> bool:
     """Return True if this rank has all parameters and optimizer state, and can update them without messages. Local."""
     exchange, operations = trainer.exchange, trainer.operations
-    if not exchange.whole_state:
+    if not exchange.traits.whole_state:
         return False
     if trainer.data_axis.size < trainer.comm.size or not any(op.kind is Kind.AGREE for op in operations):
         return False

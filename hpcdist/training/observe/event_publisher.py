@@ -144,7 +144,7 @@ class EventPublisher:
                 owner=provenance.job_owner(),
             )
             self._stream = EventStream(build_sinks(run, recipe.telemetry, say), say)
-            self._derived = DerivedFigures(lock_step=trainer.exchange.lock_step)
+            self._derived = DerivedFigures(lock_step=trainer.exchange.traits.lock_step)
             config = recipe.telemetry
             self._anomalies = Anomalies(
                 loss_spike=config.loss_spike, throughput_drop=config.throughput_drop, unit=trainer.speed_unit

@@ -33,14 +33,14 @@ def describe_architecture(trainer: Trainer) -> str:
     """Return a line about the parallel setup: strategy, algorithm, and settings other than the default. Local."""
     recipe, grid = trainer.recipe, trainer.grid
     parallel, servers = recipe.parallel, recipe.parameter_server
-    algorithms = list(dict.fromkeys(row.partition("<=")[0] for row in trainer.exchange.algorithm.split(",")))
+    algorithms = list(dict.fromkeys(row.partition("<=")[0] for row in trainer.exchange.traits.algorithm.split(",")))
     parts = [parallel.strategy, " or ".join(algorithms) + (" by size" if len(algorithms) > 1 else "")]
     if parallel.strategy == "parameter_server":
         roles = Roles.of(servers, trainer.context.members.size)
         parts[1:] = [counted(len(roles.servers), f"{servers.placement} server"), servers.described]
     if servers.transport != "messages":
         parts.append(f"transport {servers.transport}")
-    if words := trainer.exchange.describe():
+    if words := trainer.exchange.traits.mixing:
         parts.insert(1, words)
     parts += _state_placement(recipe.zero, trainer)
     if recipe.communication.overlap != "none":
@@ -55,7 +55,7 @@ def describe_architecture(trainer: Trainer) -> str:
         parts.append("samples by measured speed")
     if recipe.precision.working is not None:
         parts.append(f"{recipe.precision.working} working copies")
-    if words := trainer.exchange.describe_sums():
+    if words := trainer.exchange.traits.sums:
         parts.append(words)
     if isinstance(trainer.model, CutModel):
         rows = ", activations by rows" if parallel.sequence_parallel else ""
@@ -118,7 +118,7 @@ def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
 def warn_of_whole_gathers(trainer: Trainer) -> str:
     """Return a warning if ZeRO-3 gathers most parameters of a user model at the same time, else "". Local."""
     model, ranges = trainer.model, trainer.context.ranges
-    if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.gathers:
+    if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.traits.gathers:
         return ""
     largest = max(ranges, key=lambda unit: ranges[unit].size)
     share = ranges[largest].size / sum(part.size for part in ranges.values())
@@ -219,10 +219,10 @@ def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) ->
     """
     exchange = trainer.exchange
     stragglers: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
-    if exchange.fullest is None:
+    if exchange.traits.fullest is None:
         return stragglers
-    stragglers["servers_fullest"] = exchange.fullest
-    if exchange.drops_late:
+    stragglers["servers_fullest"] = exchange.traits.fullest
+    if exchange.traits.drops_late:
         return stragglers | {"dropped_gradients": sum(rank["dropped"] for rank in workers)}
     count = sum(rank["count"] for rank in workers)
     if not count:

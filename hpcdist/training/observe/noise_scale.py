@@ -50,7 +50,7 @@ class NoiseMeter(StepObserver):
 
     def __init__(self, context: RankContext, exchange: Exchange, every_steps: int) -> None:
         self._context, self._exchange, self._every_steps = context, exchange, every_steps
-        self.looks_at_first = context.computes and context.data.size == 1 and self._exchange.accumulates
+        self.looks_at_first = context.computes and context.data.size == 1 and self._exchange.traits.accumulates
         self._speaks = context.computes and context.pipeline.rank == 0 and context.tensor.rank == 0  # one per replica
         self._squared = 0.0
         self.smoothed = SmoothedNoise()
@@ -73,7 +73,7 @@ class NoiseMeter(StepObserver):
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
         sizes = step.sizes
-        batch_size = sum(sizes) if self._exchange.accumulates else sizes[op.microbatch]
+        batch_size = sum(sizes) if self._exchange.traits.accumulates else sizes[op.microbatch]
         if self.looks_at_first or not self._is_due(step) or not batch_size:
             return
         before = time.perf_counter()
@@ -94,7 +94,7 @@ class NoiseMeter(StepObserver):
             return np.array([squared, 0.0])
         if self.looks_at_first:
             return np.array([squared, 1.0 / sizes[0] if sizes[0] else 0.0])
-        batches = bool(sum(sizes)) if self._exchange.accumulates else sum(map(bool, sizes))
+        batches = bool(sum(sizes)) if self._exchange.traits.accumulates else sum(map(bool, sizes))
         return np.array([squared, batches / samples])
 
     def _is_due(self, step: RunningStep) -> bool:

@@ -27,7 +27,7 @@ from hpcdist.training.run.stop_requests import StopReason, agreed_reason
 
 def loop_class(trainer: Trainer) -> type[TrainingLoop]:
     """Return the class of the training loop for the strategy of ``trainer``. Local."""
-    return TrainingLoop if trainer.exchange.lock_step else AsyncTrainingLoop
+    return TrainingLoop if trainer.exchange.traits.lock_step else AsyncTrainingLoop
 
 
 class AsyncTrainingLoop(TrainingLoop):

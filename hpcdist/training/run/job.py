@@ -213,7 +213,10 @@ def _metrics_attributes(
     entropy_nats = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
     made = trainer.recipe.chaos.described()
     chaos = {"chaos": made} if made else {}
-    about: dict[str, float | str] = {"lock_step": int(trainer.exchange.lock_step), "speed_unit": trainer.speed_unit}
+    about: dict[str, float | str] = {
+        "lock_step": int(trainer.exchange.traits.lock_step),
+        "speed_unit": trainer.speed_unit,
+    }
     about["loss_unit"] = trainer.loss_unit
     if trainer.source.padding is not None:
         about["padding_share"] = trainer.source.padding

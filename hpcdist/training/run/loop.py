@@ -234,9 +234,9 @@ class TrainingLoop:
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.stop_request = step, result.loss, agreed_reason(result.stop_requests)
         own = {"communication_s": result.seconds["communication_s"], **moved._asdict()}
-        if trainer.exchange.overlap is not None:
-            exposed_s, total_s = trainer.exchange.overlap.taken()
-            fetched = trainer.exchange.overlap.fetched()
+        if trainer.exchange.background is not None:
+            exposed_s, total_s = trainer.exchange.background.taken()
+            fetched = trainer.exchange.background.fetched()
             own |= {"reductions_s": total_s, "reductions_exposed_s": exposed_s}
             own |= {"hits": fetched.hits, "misses": fetched.misses, "fetches_exposed_s": fetched.exposed_s}
             self.streaming.overlapped(exposed_s, total_s, fetched.hits, fetched.misses)

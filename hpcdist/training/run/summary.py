@@ -129,7 +129,7 @@ def summarise(
     """
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
-    if trainer.exchange.lock_step:
+    if trainer.exchange.traits.lock_step:
         alike = trainer.recipe.parallel.strategy != "local_sgd"
         pace = lock_step_throughput(ranks, workers, _targets(trainer, outcome), alike=alike)
     else:
@@ -140,7 +140,7 @@ def summarise(
         "strategy": trainer.recipe.parallel.strategy,
         "architecture": figures.describe_architecture(trainer),
         "grid": {axis: getattr(trainer.grid, axis) for axis in ORDER},
-        "algorithm": trainer.exchange.algorithm,
+        "algorithm": trainer.exchange.traits.algorithm,
         "selection_from": trainer.selection.source,
         "selection_s": trainer.selection.seconds,
         "compression": trainer.compression.numbers(),
@@ -197,7 +197,7 @@ def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, flo
 
 def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
     reasons = {}
-    if trainer.exchange.overlap is not None and summary["communication_hidden_share"] is None:
+    if trainer.exchange.background is not None and summary["communication_hidden_share"] is None:
         reasons["communication_hidden_reason"] = NOT_HIDDEN
     if not has_steps:
         return reasons | {f"{name}_reason": NO_STEP_MADE for name in ("train", "tokens", "step", "comm", "bytes_sent")}
@@ -209,7 +209,7 @@ def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> d
 def _not_counted(trainer: Trainer) -> str:
     if trainer.recipe.communication.checked:
         return NOT_COUNTED
-    if trainer.exchange.algorithm == "native":
+    if trainer.exchange.traits.algorithm == "native":
         return f"{NOT_VISIBLE}; set communication.algorithm to ring, or any but native, to count"
     return NOT_VISIBLE
 
@@ -219,7 +219,7 @@ def _measured(trainer: Trainer, outcome: RunOutcome) -> dict[str, Any]:
         **outcome.steps.measured(),
         "served": outcome.served_bytes,
         "loaded": trainer.exchange.loaded_bytes,
-        "prefetches": bool(trainer.exchange.ahead),
+        "prefetches": bool(trainer.exchange.traits.ahead),
         "computes": trainer.context.computes,
         "stalest": outcome.stalest,
         "dropped": outcome.dropped,

@@ -13,8 +13,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import norms
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.compressed.exchange import LocalGradients
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.data.exchange import DataExchange
 from hpcdist.strategies.schedule.operations import Kind
 
 MODEL = ModelConfig(layers=1, hidden=8, heads=2, vocabulary=20)
@@ -39,7 +39,7 @@ def pad_values(drawn: Callable[[int], np.ndarray]) -> np.ndarray:  # (size,), ze
     return received
 
 
-def step(exchange: LocalGradients, gradient: np.ndarray) -> float:
+def step(exchange: DataExchange, gradient: np.ndarray) -> float:
     """Take one step, as the executor does, and return the gradient norm. Collective."""
     exchange.begin([])
     exchange.gradients.array[...] = backend.place(gradient, exchange.context.on)
@@ -52,7 +52,7 @@ def step(exchange: LocalGradients, gradient: np.ndarray) -> float:
     return float(norm_squared**0.5)
 
 
-def steps(exchange: LocalGradients, gradients: Sequence[np.ndarray]) -> np.ndarray:  # (steps, size)
+def steps(exchange: DataExchange, gradients: Sequence[np.ndarray]) -> np.ndarray:  # (steps, size)
     """Return the parameters after each step."""
     results = []
     for gradient in gradients:

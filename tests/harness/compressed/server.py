@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.trainings import residuals_of
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
@@ -19,9 +20,8 @@ from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.compressed.config import SUMMED, CompressionConfig
-from hpcdist.strategies.compressed.registry import compressor
+from hpcdist.strategies.compressed.registry import Compression, compressor
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange, PushCompression
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles, partition_keys
 from hpcdist.strategies.schedule.operations import Kind
@@ -97,7 +97,7 @@ class Job:
             working=None if case.working is None else dtype_of(case.working),
             on=case.on,
         )
-        compression = None if case.name == "none" else PushCompression(case.name, case.config, SEED)
+        compression = None if case.name == "none" else Compression(case.name, case.config, SEED)
         self.exchange = server_exchange(self.context, case.servers, None, compression)
         initial = FlatStore(case.layout, np.dtype(np.float32))
         initial.array[...] = start(case.layout)
@@ -123,7 +123,7 @@ class Job:
             if not np.isfinite(this.agree(np.array([this.norm_squared()]))[0]):
                 return False
             self.sums.append(np.zeros(self.case.layout.size, np.float32))
-            for part in this.sharded_update.parts:
+            for part in this.update.parts:
                 self.sums[-1][part.slice] = float32(this.gradients.range(part))
             this.begin_update(1.0 / self.case.loss_scale)
         return True
@@ -132,8 +132,8 @@ class Job:
         """Copy to the host the values that a thread can read from its device."""
         this = self.exchange
         self.weights, self.owed = float32(this.parameters.array), np.zeros(0, np.float32)
-        if isinstance(this, CompressedServerExchange) and this.residuals is not None:
-            self.owed = float32(this.residuals.feedback.residuals.array)
+        if (residuals := residuals_of(this)) is not None:
+            self.owed = float32(residuals.array)
 
 
 def float32(values: backend.Array) -> np.ndarray:

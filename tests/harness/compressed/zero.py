@@ -21,10 +21,11 @@ from hpcdist.compression.quantise.uniform import Blockwise
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.registry import compressor
-from hpcdist.strategies.compressed.zero import CompressedZero
+from hpcdist.strategies.compressed.registry import Compression, compressor
+from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
+from hpcdist.strategies.zero.config import ZeroConfig
 
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 RATE, SEED, STEPS = 0.125, 11, 10
@@ -54,7 +55,9 @@ class DrivenExchange:
         )
         kept = None if working is None else dtype_of(working)
         self.context = seat(comm, model, sgd, algorithm=algorithm, working=kept, on=on)
-        self.exchange = CompressedZero(self.context, stage, zero, name, CompressionConfig(**keys), SEED)
+        self.exchange = catalogue.zero(
+            self.context, stage, zero, compression=Compression(name, CompressionConfig(**keys), SEED)
+        )
         initial = FlatStore(self.layout, np.dtype(np.float32))
         initial.array[...] = weights(self.layout)
         self.exchange.load_initial(initial)
@@ -76,7 +79,7 @@ class DrivenExchange:
     def _run(self, bad: int | None, scale: float) -> float:
         self.step += 1
         exchange, plan = self.exchange, self.exchange.plan()
-        rounds = 1 if exchange.accumulates else self.microbatches
+        rounds = 1 if exchange.traits.accumulates else self.microbatches
         reduces = [op for op in plan if op.kind is Kind.REDUCE]
         at = plan.index(Operation(Kind.AGREE))
         exchange.begin([*reduces * (rounds - 1), *plan])
@@ -106,7 +109,7 @@ class DrivenExchange:
 
     def computed_with(self) -> np.ndarray:
         """Return the weights of all layers as a stage sees them, with zeros in the padding. Collective."""
-        gathers = sorted({used for needs in self.exchange.gathers.values() for used in needs})
+        gathers = sorted({used for needs in self.exchange.traits.gathers.values() for used in needs})
         self.exchange.begin([Operation(Kind.GATHER, 0, unit) for unit in gathers])
         received = np.zeros(self.layout.size, np.float32)
         for unit, part in self.context.ranges.items():
@@ -279,7 +282,7 @@ def compare(driven: DrivenExchange, defined: DefinedExchange, steps: int) -> Non
     if driven.comm.rank:
         return
     for step, norm in enumerate(norms, start=1):
-        total = defined.step(step, driven.microbatches, driven.draw, once=driven.exchange.accumulates)
+        total = defined.step(step, driven.microbatches, driven.draw, once=driven.exchange.traits.accumulates)
         assert norm == pytest.approx(np.linalg.norm(total), rel=1e-6)
         expected -= RATE * total
     for part in driven.layout.units.values():

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from harness.rank_run import RankRun
+from harness.rank_run import EXCHANGES, RankRun
 from hpcdist.adapters.torch.model import wrap
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.build import EXCHANGES
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.operations import looped

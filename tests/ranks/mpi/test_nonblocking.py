@@ -134,7 +134,7 @@ def test_rank_overlapped_training_has_the_same_bits(comm, folder, overlap, algor
     assert starts == sum(op.kind is Kind.WAIT for op in trainer.operations)
     assert (starts > 2) == (comm.size > 1)
     if comm.size > 1:
-        overlapped = trainer.exchange.overlap
+        overlapped = trainer.exchange.background
         assert overlapped is not None and overlapped.taken()[0] > 0
 
 
@@ -175,7 +175,7 @@ def test_rank_overlapped_zero_has_the_same_bits(comm, folder, overlap, algorithm
     keys |= {"communication__overlap": overlap, "zero__prefetch": prefetch}
     behind, result, trainer = _train(comm, folder, **keys)
     assert (behind, result) == (expected, weights)
-    overlapped = trainer.exchange.overlap
+    overlapped = trainer.exchange.background
     assert (overlapped is None) == (comm.size == 1)
     if overlapped is not None:
         fetched = overlapped.fetched()

@@ -7,8 +7,7 @@ from harness.compressed.optimizers import pad_values, seat_of, step
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.dgc import DgcExchange
-from hpcdist.strategies.compressed.onebit import OneBitExchange
+from hpcdist.strategies.data import catalogue
 
 STEPS = 5
 
@@ -16,8 +15,8 @@ STEPS = 5
 def make_exchange(comm, name):
     if name == "dgc":
         keys = {"name": "sgd", "learning_rate": 0.1, "clip_norm": 3.0}
-        return DgcExchange(seat_of(comm, keys), CompressionConfig(density=0.1, warmup_steps=4))
-    return OneBitExchange(seat_of(comm, {"name": "adamw", "learning_rate": 0.01}), CompressionConfig(warmup_steps=2))
+        return catalogue.dgc(seat_of(comm, keys), CompressionConfig(density=0.1, warmup_steps=4))
+    return catalogue.onebit(seat_of(comm, {"name": "adamw", "learning_rate": 0.01}), CompressionConfig(warmup_steps=2))
 
 
 def run(comm, name):

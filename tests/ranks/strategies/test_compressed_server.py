@@ -22,7 +22,7 @@ def test_rank_compressed_server_has_the_bits_of_one_process(comm):
             assert job.step(row[comm.rank])
             alone.step(row)
         job.look()
-        for part in job.exchange.sharded_update.parts:
+        for part in job.exchange.update.parts:
             assert np.array_equal(job.sums[-1][part.slice], alone.sums[-1][part.slice])
         if comm.rank in case.roles.workers:
             assert job.weights.tobytes() == alone.parameters.array.tobytes()

@@ -20,7 +20,7 @@ def test_rank_sums_match_the_definition_and_weights_agree(comm):
     blocks = ZeroConfig(parameters=inner, gradients=inner, optimizer=inner)  # several ranks own the same
     for zero, name, microbatches in ((ZeroConfig(), "int8", 2), (blocks, "int4", 1)):
         run = DrivenExchange(comm, 3, zero, name, microbatches=microbatches, parameters="int8" if inner > 1 else "none")
-        compare(run, DefinedExchange(run.exchange.degrees, comm.size, name), 2)
+        compare(run, DefinedExchange(run.exchange.traits.degrees, comm.size, name), 2)
         weights = run.computed_with().tobytes()
         assert all(other == weights for other in comm.allgather_object(weights))
         run.exchange.close()

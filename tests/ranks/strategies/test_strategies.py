@@ -244,7 +244,7 @@ def test_rank_end_of_a_training_frees_every_communicator(comm, folder, alive, na
         pytest.skip(f"{name} is for {sizes} ranks")
     trainer = _trainer(comm, folder, recipe_keys(keys))
     assert alive
-    if trainer.exchange.lock_step:
+    if trainer.exchange.traits.lock_step:
         losses(trainer, 1)
     trainer.close()
     assert not [each.name for each in alive.values()]

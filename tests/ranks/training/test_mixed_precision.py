@@ -31,7 +31,7 @@ def _train(trainer, last=STEPS):
             done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
             trainer.model.loss.backward = healthy
             result.append((done.loss, done.skipped, done.loss_scale))
-            if trainer.exchange.replicas_identical:
+            if trainer.exchange.traits.identical:
                 check_replicas(trainer.data_axis, trainer.exchange.parameters, step)
     return result
 

@@ -54,8 +54,8 @@ def test_rank_resume_is_bit_identical(comm, folder, name):
     assert first + _losses(resumed) == expected
     assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()
     assert all(
-        store.array.tobytes() == whole.exchange.sharded_update.slots()[slot].array.tobytes()
-        for slot, store in resumed.exchange.sharded_update.slots().items()
+        store.array.tobytes() == whole.exchange.update.slots()[slot].array.tobytes()
+        for slot, store in resumed.exchange.update.slots().items()
     )
 
 

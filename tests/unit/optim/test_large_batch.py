@@ -83,4 +83,4 @@ def test_scaled_rate_equals_an_explicit_rate(shared_text):
     rates = [scaled.learning_rate(step) for step in range(1, 5)]
     assert rates == pytest.approx([2e-4, 4e-4, 5e-4, 5e-4])  # 10, 20, 30 and 40 of 25 samples
     assert rates == [plain.learning_rate(step) for step in range(1, 5)]
-    assert scaled.exchange.sharded_update.optimizer.learning_rate == rates[-1]
+    assert scaled.exchange.update.optimizer.learning_rate == rates[-1]

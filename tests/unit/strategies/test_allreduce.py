@@ -10,10 +10,11 @@ from hpcdist import collectives
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.strategies.allreduce import AllreduceExchange, buckets_of_layers
+from hpcdist.strategies.core.buckets import buckets_of_layers
+from hpcdist.strategies.data import catalogue
 
 SAMPLES, STEPS = 7, 6  # 7 samples over 1..4 ranks are uneven nearly everywhere
-Run = partial(RankRun, make=AllreduceExchange, config=GPT, bucket_bytes=4096)
+Run = partial(RankRun, make=catalogue.allreduce, config=GPT, bucket_bytes=4096)
 
 
 def losses(size, data, ranks_per_node=None, **keys):

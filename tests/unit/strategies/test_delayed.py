@@ -19,7 +19,7 @@ from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.loop import mean_validation_loss
@@ -42,7 +42,7 @@ class Run(RankRun):
     def __init__(self, comm, overlap="poll", optimizer=ADAMW, *, algorithm="ring", microbatches=1, pipeline=1):
         keys = {"microbatches": microbatches, "pipeline": pipeline, "algorithm": algorithm, "overlap": overlap}
         keys |= {"config": MODEL, "optimizer": optimizer, "total_steps": STEPS, "bucket_bytes": 4096}
-        super().__init__(comm, DelayedExchange, **keys)
+        super().__init__(comm, catalogue.delayed, **keys)
 
     def flush(self):
         left = self.exchange.finish()

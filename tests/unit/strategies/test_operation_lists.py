@@ -89,7 +89,7 @@ def operation_lists(ranks, keys):
         )
         with run:
             lines = [str(operation) for operation in run.operations]
-            if run.exchange.lock_step:
+            if run.exchange.traits.lock_step:
                 run.exchange.close()
         return " ".join(lines)
 

@@ -24,6 +24,7 @@ from hpcdist.comm.communicator import Request
 from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
     SHORTEST_S,
     ControlChannel,
@@ -88,8 +89,8 @@ class AsynchronousServerExchange(Exchange):
     last rendezvous. Subclasses define `_on_push`.
     """
 
-    lock_step = False
-    replicas_identical = False
+    drops_late = False
+    corrects = True
     taken = True  # whether the last gradient of this worker was applied
     staleness = 0  # staleness of that gradient
 
@@ -99,7 +100,7 @@ class AsynchronousServerExchange(Exchange):
         ``context``: context of this rank. ``serving``: context for the parameters that a server owns. Its learning-rate
         schedule may differ from the schedule in ``context``.
         """
-        self.context, self.roles, self.algorithm = context, roles, context.algorithm
+        self.context, self.roles = context, roles
         self.rank, self._first = context.world.rank, roles.servers[0]
         self.works = self.rank in roles.workers
         self._values = context.world.dup("values")
@@ -111,13 +112,19 @@ class AsynchronousServerExchange(Exchange):
         }
         self.meetings = Rendezvous(self.rank, roles, self._channel, self._on_left)
         partition = partition_keys(context.layout, len(roles.servers), whole=True)
-        self.fullest = partition.fullest
         self._messages = [(part, roles.servers[index]) for part, index in partition.messages(context.layout.units)]
         self._owner_of = dict(self._messages)
         self._parts = {rank: partition.parts(index) for index, rank in enumerate(roles.servers)}
         served = self._parts.get(self.rank)
         self.shard = None if served is None else ServerShard(serving, served)
-        self.serves_beside = self.shard is not None
+        self.traits = Traits(
+            algorithm=context.algorithm,
+            lock_step=False,
+            serves=self.shard is not None,
+            fullest=partition.fullest,
+            drops_late=self.drops_late,
+            corrects=self.corrects,
+        )
         if self.shard is None or self.works:
             self._stores = context.store("parameters"), context.store("gradients")
         else:

@@ -184,7 +184,7 @@ def test_chosen_algorithm_is_restored(keys, tmp_path):
 
     def restored_state(comm):
         trainer = trainer_of(comm, keys, path)
-        return trainer.exchange.algorithm, trainer.selection.source
+        return trainer.exchange.traits.algorithm, trainer.selection.source
 
     assert run_threads(2, restored_state) == [("recursive_doubling", "checkpoint")] * 2
     rewrite(path, removal_of("algorithm"))

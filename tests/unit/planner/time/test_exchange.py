@@ -9,7 +9,7 @@ import pytest
 
 from harness.made_plans import cluster_of
 from harness.marks import cases
-from harness.rank_run import RankRun, optimizer_of
+from harness.rank_run import EXCHANGES, RankRun, optimizer_of
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.record.timing import count_traffic
@@ -24,7 +24,7 @@ from hpcdist.planner.cluster.hardware import Device, LinkLevel
 from hpcdist.planner.layout import COMPRESSIONS, ParallelLayout
 from hpcdist.planner.time.exchange import exchange
 from hpcdist.planner.time.gradient_payloads import gradient_item_bytes, payload, summed_item_bytes
-from hpcdist.strategies.build import EXCHANGES, server_exchange
+from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 
 RATE, ALPHA = 1e9, 1e-6

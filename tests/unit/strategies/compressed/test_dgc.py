@@ -9,7 +9,7 @@ from harness.compressed.optimizers import layout, pad_values, seat_of, step, ste
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.dgc import DgcExchange
+from hpcdist.strategies.data import catalogue
 
 STEPS = 12
 LAYOUT = layout()
@@ -70,9 +70,11 @@ def test_dgc_has_the_bits_of_the_paper_algorithm(ranks, nesterov, rng):
     config = CompressionConfig(density=0.1, warmup_steps=6)
 
     def body(comm):
-        exchange = DgcExchange(seat_of(comm, sgd(nesterov=nesterov), WHOLE), config)
+        exchange = catalogue.dgc(seat_of(comm, sgd(nesterov=nesterov), WHOLE), config)
         results = steps(exchange, given[:, comm.rank])
-        return results, exchange.velocity.feedback.residuals.array, exchange.unsent.feedback.residuals.array
+        return results, *(
+            residuals.feedback.residuals.array for residuals in (exchange.reducer.velocity, exchange.reducer.unsent)
+        )
 
     results = run_threads(ranks, body)
     paper = Paper(ranks, nesterov=nesterov)
@@ -93,7 +95,7 @@ def test_dgc_with_clipping_and_decay_matches_the_formula(ranks, masks, rng):
     keys = sgd(momentum=0.9, clip_norm=1.0, weight_decay=0.05)
 
     def body(comm):
-        exchange = DgcExchange(seat_of(comm, keys), CompressionConfig(density=1.0), masks_velocity=masks)
+        exchange = catalogue.dgc(seat_of(comm, keys), CompressionConfig(density=1.0), masks_velocity=masks)
         exchange.parameters.array[...] = start
         return steps(exchange, given[:, comm.rank]), [step(exchange, given[0, comm.rank])]
 
@@ -117,7 +119,7 @@ def test_dgc_at_full_density_is_momentum_sgd(ranks, nesterov, rng):
 
     def body(comm):
         context = seat_of(comm, sgd(momentum=0.9, nesterov=nesterov))
-        exchange = DgcExchange(context, CompressionConfig(density=1.0), masks_velocity=False)
+        exchange = catalogue.dgc(context, CompressionConfig(density=1.0), masks_velocity=False)
         return steps(exchange, given[:, comm.rank])[-1]
 
     w, velocity = np.zeros((2, LAYOUT.size))
@@ -132,7 +134,7 @@ def test_dgc_on_one_rank_is_momentum_sgd_at_any_density(rng):
     given = [pad_values(lambda n: rng.integers(-9, 10, n)) for _ in range(STEPS)]
 
     def body(comm):
-        return steps(DgcExchange(seat_of(comm, sgd()), CompressionConfig(density=0.01)), given)[-1]
+        return steps(catalogue.dgc(seat_of(comm, sgd()), CompressionConfig(density=0.01)), given)[-1]
 
     w, velocity = np.zeros((2, LAYOUT.size))
     for g in given:
@@ -147,7 +149,7 @@ def test_sent_bytes_of_dgc_match_the_formula(ranks, rng):
 
     def body(comm):
         config = CompressionConfig(density=0.001, warmup_steps=8)
-        exchange, result = DgcExchange(seat_of(comm, sgd(), WHOLE), config), []
+        exchange, result = catalogue.dgc(seat_of(comm, sgd(), WHOLE), config), []
         for _ in range(10):
             with count_traffic(comm) as traffic:
                 step(exchange, gradient)

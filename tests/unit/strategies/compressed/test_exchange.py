@@ -5,11 +5,11 @@ import pytest
 
 from harness.combinations import EXCHANGES, HALF, SMALL
 from harness.marks import cases, on_threads
-from harness.trainings import local_bits, losses, outcomes, state, trainer_of
+from harness.trainings import local_bits, losses, outcomes, residuals_of, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import COMPRESSORS
-from hpcdist.strategies.compressed.exchange import CompressedExchange
+from hpcdist.strategies.data.coded import CodedSum
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build import pipeline
 from hpcdist.training.run.saving import CheckpointSaver
@@ -31,7 +31,7 @@ def compressed(keys, name, **more):
 
 
 def exchange_of(trainer):
-    assert isinstance(trainer.exchange, CompressedExchange)
+    assert isinstance(trainer.exchange.reducer, CodedSum)
     return trainer.exchange
 
 
@@ -41,7 +41,7 @@ def spoil(exchange, value):
     def reduce_spoiled(op):
         assert op.range is not None
         exchange.gradients.range(op.range)[3] = value
-        exchange.reduce(op)
+        exchange.reducer.reduce(op)
 
     exchange.handlers = {**exchange.handlers, Kind.REDUCE: reduce_spoiled}
 
@@ -105,11 +105,11 @@ def test_resumed_run_restores_the_residuals(keys, tmp_path, name, ranks):
 
     def resumed(comm, path):
         trainer = trainer_of(comm, given, path)
-        residuals = exchange_of(trainer).residuals
+        residuals = residuals_of(trainer.exchange)
         assert residuals is not None
         owed = np.zeros(trainer.model.layout.size)
-        for part in residuals.feedback.residuals.parts:
-            owed[part.slice] = residuals.feedback.residuals.range(part)
+        for part in residuals.parts:
+            owed[part.slice] = residuals.range(part)
         return local_bits(trainer), outcomes(trainer, 2 * HALF, HALF), owed
 
     results = run_threads(2, begin)

@@ -13,10 +13,8 @@ from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.models.config import ModelConfig
-from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.compressed import onebit
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.onebit import OneBitExchange
+from hpcdist.strategies.data import catalogue, onebit
 
 WARM, STEPS = 4, 16
 LAYOUT = layout()
@@ -143,7 +141,7 @@ def test_one_bit_adam_matches_the_paper_algorithm(ranks, clip, rng):
         expected.append(paper.w)
 
     def body(comm):
-        exchange = OneBitExchange(seat_of(comm, adamw(clip_norm=clip)), CompressionConfig(warmup_steps=WARM))
+        exchange = catalogue.onebit(seat_of(comm, adamw(clip_norm=clip)), CompressionConfig(warmup_steps=WARM))
         return steps(exchange, [gradients[comm.rank] for gradients in given]), exchange
 
     assert {len(where) for where in paper.stretches} >= {LAYOUT.by_key["0.tokens.weight"].range.size}
@@ -151,7 +149,7 @@ def test_one_bit_adam_matches_the_paper_algorithm(ranks, clip, rng):
     for weights, exchange in results:
         np.testing.assert_allclose(weights, expected, atol=2e-5)
         assert weights.tobytes() == results[0][0].tobytes()
-        for group, adam in exchange._all():
+        for group, adam in exchange.reducer.all_groups():
             where = np.concatenate([np.r_[part.slice] for _, part in group.tensors])
             moves = paper.v[where] > 0  # errors of what stays where it is count for nothing
             worker, local_slice = adam.worker_error * moves, adam.own.slice
@@ -169,7 +167,7 @@ def test_warm_up_and_single_rank_are_adamw(ranks, rng):
 
     def body(comm):
         context = seat_of(comm, adamw(clip_norm=0.5, warmup_steps=3, decay="cosine"))
-        plain, exchange = AllreduceExchange(context), OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
+        plain, exchange = catalogue.allreduce(context), catalogue.onebit(context, CompressionConfig(warmup_steps=WARM))
         norms = []
         for each in (plain, exchange):
             each.parameters.array[...] = start
@@ -201,7 +199,7 @@ def test_sent_bytes_of_one_bit_adam_match_the_formula(ranks, rng):
     given = [draw_gradients(rng, ranks) for _ in range(WARM + 2)]
 
     def body(comm):
-        exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
+        exchange = catalogue.onebit(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
         with count_traffic(comm) as agreed:
             exchange.agree(np.zeros(1))
         results = []
@@ -230,6 +228,6 @@ def test_real_model_sends_28_times_fewer_bytes(ranks, monkeypatch):
 
 @on_threads(1)
 def test_restore_of_invalid_scalars_is_rejected(comm):
-    exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
+    exchange = catalogue.onebit(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
     with pytest.raises(StorageError, match="-1 ranks had errors of signs; it is damaged"):
         exchange.prepare_restore({"frozen": -1})

@@ -15,12 +15,13 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.compressed.dgc import DgcExchange
-from hpcdist.strategies.compressed.exchange import LocalGradients
-from hpcdist.strategies.compressed.onebit import OneBitExchange
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.replica_check import check_replicas
+from hpcdist.strategies.data import catalogue
+from hpcdist.strategies.data.dgc import Dgc
+from hpcdist.strategies.data.exchange import DataExchange
+from hpcdist.strategies.data.onebit import OneBit
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe import recipe as recipes
@@ -68,12 +69,13 @@ def test_resumed_run_has_the_bits_of_the_whole_run(text, tmp_path, name, ranks, 
 def local_residuals(trainer):
     """Return the local contribution to the residuals of all ranks, by name: flat, in float64."""
     exchange, size, ranks = trainer.exchange, trainer.model.layout.size, trainer.data_axis.size
-    if isinstance(exchange, DgcExchange):
-        kept = {"unsent": exchange.unsent, "velocity": exchange.velocity}
+    reducer = exchange.reducer
+    if isinstance(reducer, Dgc):
+        kept = {"unsent": reducer.unsent, "velocity": reducer.velocity}
         return {name: one.feedback.residuals.array.astype(np.float64) for name, one in kept.items()}
-    assert isinstance(exchange, OneBitExchange)
+    assert isinstance(reducer, OneBit)
     results = {name: np.zeros(size) for name in ("worker", "server", "m", "v")}
-    for group, adam in exchange._all():
+    for group, adam in reducer.all_groups():
         where = np.concatenate([np.r_[part.slice] for _, part in group.tensors])
         results["worker"][where] = adam.worker_error / ranks
         results["server"][where[adam.own.slice]] = adam.server_error
@@ -134,9 +136,11 @@ def test_one_rank_applies_sign_residuals_and_continues_with_adam(rng):
     given = np.array([pad_values(rng.standard_normal) for _ in range(6)])
 
     def body(comm):
-        exchange = OneBitExchange(seat_of(comm, {"name": "adamw", "clip_norm": 0.0}), CompressionConfig(warmup_steps=4))
+        exchange = catalogue.onebit(
+            seat_of(comm, {"name": "adamw", "clip_norm": 0.0}), CompressionConfig(warmup_steps=4)
+        )
         given_steps(exchange, given[:5])
-        ((_, adam), *_) = exchange._all()
+        ((_, adam), *_) = exchange.reducer.all_groups()
         before = adam.v.copy()
         adam.freeze()
         adam.worker_error[...] = 0.25
@@ -214,14 +218,14 @@ def test_compressed_optimizers_on_the_gpu_match_the_cpu(gpu, name):
     given = np.array([[pad_values(lambda n: rng.integers(-9, 10, n)) for _ in range(2)] for _ in range(6)])
 
     def body(comm, on):
-        exchange: LocalGradients
+        exchange: DataExchange
         if name == "dgc":
             keys = {"name": "sgd", "momentum": 0.5, "learning_rate": 0.25, "weight_decay": 0.0, "clip_norm": 0.0}
             config = CompressionConfig(density=0.1, warmup_steps=4)
-            exchange = DgcExchange(seat_of(comm, keys, on=on), config)
+            exchange = catalogue.dgc(seat_of(comm, keys, on=on), config)
         else:
             context = seat_of(comm, {"name": "adamw", "learning_rate": 0.01}, on=on)
-            exchange = OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
+            exchange = catalogue.onebit(context, CompressionConfig(warmup_steps=WARM))
         return given_steps(exchange, given[:, comm.rank])
 
     host = run_threads(2, lambda comm: body(comm, "cpu"))
@@ -234,7 +238,7 @@ def test_compressed_optimizers_on_the_gpu_match_the_cpu(gpu, name):
 
 def list_operations(comm):
     context = replace(seat_of(comm, {"name": "adamw"}), pipeline=solo())
-    exchange = OneBitExchange(context, CompressionConfig(warmup_steps=WARM))
+    exchange = catalogue.onebit(context, CompressionConfig(warmup_steps=WARM))
     return operations(context, exchange, build_executor(context, exchange).copies, ParallelConfig())
 
 

@@ -20,6 +20,7 @@ from harness.compressed.server import (
     start,
 )
 from harness.marks import cases
+from harness.trainings import residuals_of
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
@@ -27,7 +28,6 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SPARSE, CompressionConfig
 from hpcdist.strategies.compressed.registry import compressor
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.training.recipe.recipe import Recipe
 
@@ -184,8 +184,8 @@ def test_non_finite_gradient_stops_all_before_any_update(rng):
             before = job.exchange.parameters.array.tobytes()
             assert not job.step(given[2][comm.rank])
             assert job.exchange.parameters.array.tobytes() == before
-            residuals = job.exchange.residuals
-            assert residuals is None or np.isfinite(residuals.feedback.residuals.array).all()
+            residuals = residuals_of(job.exchange)
+            assert residuals is None or np.isfinite(residuals.array).all()
 
         run_threads(3, body)
 
@@ -201,15 +201,15 @@ def test_a_skipped_16_bit_step_changes_no_residual(rng):
             job = Job(comm, case)
             this = job.exchange
             for row in rows:
-                this._payloads.owes = owes
-                before = this.residuals.feedback.residuals.array.tobytes(), this.parameters.array.tobytes()
+                this.transport.owes = owes
+                before = residuals_of(this).array.tobytes(), this.parameters.array.tobytes()
                 if not job.step(row[comm.rank]):
                     if owes:  # a save, or else the next step, gives it up
                         this.pieces()
-                        now = this.residuals.feedback.residuals.array.tobytes(), this.parameters.array.tobytes()
+                        now = residuals_of(this).array.tobytes(), this.parameters.array.tobytes()
                         assert before == now
-                    assert this._payloads.owes == owes
-            return this.parameters.array.tobytes() + this.residuals.feedback.residuals.array.tobytes()
+                    assert this.transport.owes == owes
+            return this.parameters.array.tobytes() + residuals_of(this).array.tobytes()
 
         skipping = (given[0], overflowing, given[1], given[2])
         results = [run_threads(3, lambda comm, rows=rows: body(comm, rows=rows)) for rows in (tuple(given), skipping)]
@@ -224,13 +224,13 @@ def test_residuals_of_a_local_range_are_applied_immediately(rng):
     def body(comm):
         job = Job(comm, case)
         this = job.exchange
-        this.residuals.feedback.residuals.array[...] = owed[comm.rank]
-        this._payloads.owes = True
+        residuals_of(this).array[...] = owed[comm.rank]
+        this.transport.owes = True
         job.step(given[0][comm.rank])
-        for part in this.sharded_update.parts:
-            assert not this.residuals.feedback.residuals.range(part).any()
-        assert not this._payloads.owes
-        return job.sums[0], this.residuals.feedback.residuals.array.copy()
+        for part in this.update.parts:
+            assert not residuals_of(this).range(part).any()
+        assert not this.transport.owes
+        return job.sums[0], residuals_of(this).array.copy()
 
     sums, residuals = (sum(pair) for pair in zip(*run_threads(2, body), strict=True))
     pushed = given[0].sum(axis=0) + owed.sum(axis=0) + 2 * np.float32(0.1) * start(UNEVEN)
@@ -273,8 +273,7 @@ def test_ssp_with_bound_0_allows_compression():
 def test_only_sending_workers_keep_residuals():
     def body(comm, case):
         this = Job(comm, case).exchange
-        assert isinstance(this, CompressedServerExchange) and this.residuals is not None
-        return this.residuals.feedback.residuals.array.size
+        return residuals_of(this).array.size
 
     whole = UNEVEN.size
     cases = (Case(3, dedicated(), "int8"), Case(4, colocated(), "int8", per_node=2))

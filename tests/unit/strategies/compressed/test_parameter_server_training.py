@@ -88,8 +88,8 @@ def test_residuals_are_kept_for_other_workers(now, after, words, tmp_path):
 
     def residuals_of(trainer):
         result = {}
-        for segment, where in trainer.exchange.residuals.feedback.residuals.tensors():
-            result[segment.key] = trainer.exchange.residuals.feedback.residuals.contents(where).copy()
+        for segment, where in trainings.residuals_of(trainer.exchange).tensors():
+            result[segment.key] = trainings.residuals_of(trainer.exchange).contents(where).copy()
         return result
 
     def save_before(comm):
@@ -127,7 +127,7 @@ def test_overflowing_gradient_ends_the_run_on_all_ranks(comm, placed, words):
     trainer = assemble_trainer(comm, {**words, **placed, **TOPK})
     steps(trainer, 2)
     trainer = replace(trainer, first_step=2)
-    handlers, push = trainer.executor._handlers, trainer.exchange.push
+    handlers, push = trainer.executor._handlers, trainer.exchange.reducer.push
 
     def push_overflow(op):
         trainer.exchange.gradients.range(op.range)[:1] = np.inf

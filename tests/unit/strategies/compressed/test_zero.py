@@ -36,7 +36,7 @@ def test_ten_steps_match_the_definition(name, rng):
     def body(comm):
         keys = {"density": 0.1} if name in ("topk", "randomk") else {}
         driven = DrivenExchange(comm, stage, name=name, draw=draw, **keys)
-        compare(driven, DefinedExchange(driven.exchange.degrees, comm.size, name, **keys), STEPS)
+        compare(driven, DefinedExchange(driven.exchange.traits.degrees, comm.size, name, **keys), STEPS)
 
     run_threads(size, body)
 
@@ -63,7 +63,7 @@ WITH_REPLICAS = ZeroConfig(parameters=1, gradients=2, optimizer=2)
 @pytest.mark.full_except("zero6-topk-1-keys6")
 def test_all_degrees_and_micro_batches_match_the_definition(comm, zero, name, microbatches, keys):
     driven = DrivenExchange(comm, 3, zero, name, microbatches=microbatches, **keys)
-    degrees, across = driven.exchange.degrees, keys.get("across_nodes", False)
+    degrees, across = driven.exchange.traits.degrees, keys.get("across_nodes", False)
     blocks = degrees.parameters, degrees.gradients, degrees.optimizer
 
     def between(level):  # the first two ranks of a block are on a node
@@ -93,7 +93,7 @@ def test_ranks_compute_with_decoded_and_owners_save_exact_weights(zero, bits, ac
         assert exact.keys() == saved.keys()
         for key, values in saved.items():
             assert exact[key].tobytes() == values.tobytes(), f"{key} was rounded"
-        return run.computed_with(), exact, run.exchange.degrees
+        return run.computed_with(), exact, run.exchange.traits.degrees
 
     results = run_threads(4, body, 2)
     computed, exact, degrees = results[0]
@@ -133,7 +133,7 @@ def test_sent_bytes_match_the_formula(comm, bits, size):
     run.computed_with()
     expected = owned = 0
     for layer in run.layout.units.values():
-        cuts = [cuts_of(layer, run.exchange.degrees, rank)[-1] for rank in range(size)]
+        cuts = [cuts_of(layer, run.exchange.traits.degrees, rank)[-1] for rank in range(size)]
         messages = [message_bytes(run, cut, bits) for cut in cuts]
         expected += sum(messages) - messages[comm.rank]  # to each owner its own
         owned += (size - 1) * messages[comm.rank]  # to everybody the same

@@ -17,12 +17,11 @@ from harness.trainings import TOLERANCE
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import server_exchange as served
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.zero.config import ZeroConfig
-from hpcdist.strategies.zero.exchange import ZeroExchange
 
 SAMPLES, STEPS, MICROBATCHES = 10, 50, 2  # uneven over 3 and 4 ranks
 MODEL = ModelConfig(kind="mlp", layers=1, hidden=7)
@@ -37,11 +36,11 @@ OPTIMIZERS = {
 COLOCATED = ParameterServerConfig(placement="colocated")
 # How the exchange of a rank is made, and who serves where somebody does.
 WAYS = {
-    "allreduce": (AllreduceExchange, None),
-    "zero1": (partial(ZeroExchange, stage=1), None),
-    "zero2": (partial(ZeroExchange, stage=2), None),
-    "zero3": (partial(ZeroExchange, stage=3), None),
-    "shared parameters": (partial(ZeroExchange, stage=1, config=ZeroConfig(shared_parameters=True)), None),
+    "allreduce": (catalogue.allreduce, None),
+    "zero1": (partial(catalogue.zero, stage=1), None),
+    "zero2": (partial(catalogue.zero, stage=2), None),
+    "zero3": (partial(catalogue.zero, stage=3), None),
+    "shared parameters": (partial(catalogue.zero, stage=1, config=ZeroConfig(shared_parameters=True)), None),
     "bsp": (partial(served, config=COLOCATED), COLOCATED),
 }
 

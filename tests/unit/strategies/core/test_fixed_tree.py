@@ -153,7 +153,7 @@ def test_resume_with_other_arithmetic_is_rejected(text, tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="fingerprint .*, but the ranks now have 0123abcd.*OMP_NUM_THREADS"):
         run_threads(2, lambda comm: start(comm, saved))
     resumed = run_threads(2, lambda comm: start(comm, saved, run__logical_shards=0))[0]
-    assert resumed.first_step == 1 and resumed.exchange.algorithm != logical_shards.ALGORITHM
+    assert resumed.first_step == 1 and resumed.exchange.traits.algorithm != logical_shards.ALGORITHM
 
     def two(comm):
         names = ["0123abcd", "4567cdef"]

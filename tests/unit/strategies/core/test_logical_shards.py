@@ -126,7 +126,7 @@ def test_step_is_proven_with_one_meeting_per_layer(text, way, size):
     layers, microbatches = len(trainers[0].context.ranges), -(-SHARDS // size)
     for trainer in trainers:
         kinds = [op.kind for op in trainer.operations]
-        assert trainer.proof is not None and not trainer.exchange.accumulates
+        assert trainer.proof is not None and not trainer.exchange.traits.accumulates
         assert kinds.count(Kind.REDUCE) == layers and kinds.count(Kind.COMBINE) == 0
         assert kinds.count(Kind.ADD) == layers * (microbatches - 1)
 
@@ -176,8 +176,8 @@ def test_non_finite_gradient_is_detected_on_all_ranks(text, way, bad):
 
         def spoil_gradients():
             if comm.rank == comm.size - 1:
-                (part, *_) = trainer.exchange.sharded_update.parts
-                trainer.exchange.sharded_update.gradients.range(part)[0] = bad
+                (part, *_) = trainer.exchange.update.parts
+                trainer.exchange.update.gradients.range(part)[0] = bad
             return exact()
 
         trainer.exchange.norm_squared = spoil_gradients

@@ -502,7 +502,7 @@ def test_description_of_a_run():
     def body(comm):
         gossip = GossipExchange(seat_of(comm, SGD), DecentralisedConfig(graph="torus"))
         local = LocalSgdExchange(seat_of(comm, {"name": "adamw"}), DecentralisedConfig(outer_momentum=0.9))
-        return [gossip.describe(), local.describe()]
+        return [gossip.traits.mixing, local.traits.mixing]
 
     for gossip, local in run_threads(4, body):
         assert gossip == "torus of 2 x 2 ranks, spectral gap 0.667, combine first"

@@ -39,7 +39,7 @@ class Run(RankRun):
     def weights(self):
         """Return the bits of every part that this rank holds, by its start."""
         store = self.exchange.parameters
-        return {part.start: store.range(part).tobytes() for part in self.exchange.sharded_update.parts or store.parts}
+        return {part.start: store.range(part).tobytes() for part in self.exchange.update.parts or store.parts}
 
 
 def configs(size):
@@ -66,7 +66,7 @@ def test_one_sender_per_node_matches_one_process(size, per_node, rng):
     def body(comm, config):
         run = Run(comm, config, algorithm="hierarchical")
         losses = run.losses(data)
-        weights = run.exchange.parameters.array.tobytes() if run.exchange.works else b""
+        weights = run.exchange.parameters.array.tobytes() if run.exchange.topology.works else b""
         return losses, len(run.exchange.transport.speakers), run.exchange.transport.speaks, weights
 
     for config in configs(size):
@@ -122,7 +122,7 @@ def test_workers_and_servers_hold_the_same_bits(rng):
     assert first.array.tobytes() == runs[1][0].exchange.parameters.array.tobytes()
     for run, losses in runs[2:]:
         assert losses == runs[0][1]
-        assert not run.exchange.replicas_identical and run.exchange.parameters.size < first.size
+        assert not run.exchange.traits.identical and run.exchange.parameters.size < first.size
         for part in run.exchange.parameters.parts:
             assert run.exchange.parameters.range(part).tobytes() == first.range(part).tobytes()
 
@@ -177,7 +177,7 @@ def test_saved_pieces_are_disjoint_and_restore_in_any_layout(comm, config, rng):
     assert {key: values.size for key, values in saved.items()} == {
         (kind, segment.key): segment.range.size for segment in run.model.layout.segments for kind in KINDS
     }
-    if not run.exchange.serves:
+    if not run.exchange.topology.serves:
         assert not run.exchange.pieces()
     fresh = Run(comm, config, "float32")
     fresh.load(saved, run.exchange.state(), 2)
@@ -215,7 +215,7 @@ def test_pushes_overlap_the_backward():
 
 def test_colocated_server_does_not_send_its_part_to_itself():
     def body(comm):
-        return Run(comm, ParameterServerConfig(servers=1, placement="colocated")).exchange.sharded_update.parts
+        return Run(comm, ParameterServerConfig(servers=1, placement="colocated")).exchange.update.parts
 
     served = run_threads(2, body)
     assert served[1] == [] and len(served[0]) == 1

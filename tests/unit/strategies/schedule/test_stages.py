@@ -15,8 +15,8 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule import messages
 from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.operations import Kind, folded, looped
@@ -121,7 +121,7 @@ def test_ranks_that_disagree_on_a_shape_do_not_start():
         model = models.build(ModelConfig(layers=2, hidden=8 * (1 + comm.rank), heads=2), context=8)
         placement = looped([range(2), range(2, 4)], 2)
         context = seat(comm, model, OptimizerConfig(), data=solo(), pipeline=comm, placement=placement)
-        build_executor(context, AllreduceExchange(context))
+        build_executor(context, catalogue.allreduce(context))
 
     with pytest.raises(CommunicationError, match="has activation messages of shapes"):
         run_threads(2, build)

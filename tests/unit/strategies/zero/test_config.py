@@ -4,7 +4,8 @@ import pytest
 
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.zero.config import ShardingDegrees, ZeroConfig
+from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.training.recipe import recipe
 
 

@@ -1,5 +1,6 @@
 """ZeRO with any degrees matches one process: parameters, gradients and optimizer state sharded over separate groups."""
 
+from dataclasses import asdict
 from functools import cache
 
 import numpy as np
@@ -13,12 +14,10 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies import build
-from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ZeroConfig
-from hpcdist.strategies.zero.exchange import ZeroExchange
-from hpcdist.strategies.zero.plain import PlainZero
 
 SAMPLES, STEPS = 11, 20
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
@@ -44,7 +43,7 @@ class Run(RankRun):
 
 
 def zero(stage=1, config=ZeroConfig()):  # noqa: B008 (frozen)
-    return lambda context: ZeroExchange(context, stage, config)
+    return lambda context: catalogue.zero(context, stage, config)
 
 
 @cache
@@ -60,7 +59,7 @@ def alone(**keys):
 @cache
 def _alone(keys):
     def body(comm):
-        run = Run(comm, AllreduceExchange, **dict(keys))
+        run = Run(comm, catalogue.allreduce, **dict(keys))
         return run.losses(text()), run.state()
 
     return run_threads(1, body)[0]
@@ -82,14 +81,11 @@ def test_all_degrees_match_one_process(size):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.full_except("3")
-def test_plain_zero_has_the_bits_of_its_stage(stage):
-    def make_plain_zero(context):
-        config = ZeroConfig()
-        return PlainZero(context, config.degrees(stage, context.data.size), config)
-
-    layered = run_threads(3, lambda comm: train(comm, zero(stage), steps=4, microbatches=2))
+def test_zero_with_explicit_degrees_has_the_bits_of_its_stage(stage):
+    degrees = ZeroConfig(**asdict(ZeroConfig().degrees(stage, 3)))
+    by_stage = run_threads(3, lambda comm: train(comm, zero(stage), steps=4, microbatches=2))
     for (losses, state), (expected, expected_state) in zip(
-        run_threads(3, lambda comm: train(comm, make_plain_zero, steps=4, microbatches=2)), layered, strict=True
+        run_threads(3, lambda comm: train(comm, zero(1, degrees), steps=4, microbatches=2)), by_stage, strict=True
     ):
         assert losses == expected
         assert state.keys() == expected_state.keys()
@@ -108,7 +104,7 @@ def test_step_without_its_second_half_is_rejected(comm, kind, config, why):
     steps = [op for op in run.operations if op.kind is not kind]
     assert len(steps) < len(run.operations)
     with pytest.raises(ScheduleError, match=why):
-        build.prove(run.context, ProcessGrid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
+        build.prove(run.context, ProcessGrid(data=4), steps, 1, accumulates=False, degrees=run.exchange.traits.degrees)
 
 
 OPTIMIZERS = {"sgd": {"learning_rate": 0.05}, "adamw": {}, "lars": {"learning_rate": 0.5}, "lamb": {}}
@@ -204,9 +200,7 @@ def test_small_units_stay_gathered_and_their_state_is_sharded(comm):
         after = [op.unit for op in one.operations[agreed:] if op.kind is Kind.GATHER]
         assert sorted(after) == sorted(kept), "one gather after the update"
         assert not kept & {op.unit for op in one.operations[:agreed] if op.kind is Kind.GATHER}
-    assert (
-        run.exchange.sharded_update.optimizer.slots["m"].size == whole.exchange.sharded_update.optimizer.slots["m"].size
-    )
+    assert run.exchange.update.optimizer.slots["m"].size == whole.exchange.update.optimizer.slots["m"].size
     assert run.exchange.parameters.size > whole.exchange.parameters.size
 
 
@@ -242,10 +236,12 @@ def test_more_ranks_than_elements_of_a_layer(config):
     def body(comm, make):
         run = Run(comm, make, "float32", tiny)
         if comm.rank == 7:
-            assert not all(cuts[-1] for cuts in run.exchange.levels.cuts.values()), "this rank owns nothing of a layer"
+            assert not all(cuts[-1] for cuts in run.exchange.reducer.cuts.cuts.values()), (
+                "this rank owns nothing of a layer"
+            )
         return run.losses(data[:4])
 
-    expected = run_threads(1, lambda comm: body(comm, AllreduceExchange))[0]
+    expected = run_threads(1, lambda comm: body(comm, catalogue.allreduce))[0]
     for result in run_threads(8, lambda comm: body(comm, zero(stage, config))):
         np.testing.assert_allclose(result, expected, rtol=1e-5)
 
@@ -272,7 +268,7 @@ def test_gather_out_of_order_is_rejected(comm):
     run.losses(text()[:1])
     run.exchange.begin(run.operations)
     with pytest.raises(ScheduleError, match=r"got GATHER\(0, 1\) of unit 1, expected GATHER\(0, 0\) of unit 0"):
-        run.exchange.gather(Operation(Kind.GATHER, 0, 1))
+        run.exchange.handlers[Kind.GATHER](Operation(Kind.GATHER, 0, 1))
 
 
 @on_threads(3)
@@ -324,7 +320,7 @@ def test_failed_step_does_not_change_shared_parameters(comm):
 def test_model_state_memory_matches_the_closed_form(size):
     model = ModelConfig(layers=8, hidden=32, heads=2, vocabulary=64)
     forms = [  # bytes per parameter, and number of additional layers
-        (AllreduceExchange, 16, 0),
+        (catalogue.allreduce, 16, 0),
         (zero(1), 8 + 8 / size, 0),
         (zero(2), 4 + 12 / size, 1),
         (zero(3), 16 / size, 2),

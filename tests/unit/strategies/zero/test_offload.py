@@ -24,8 +24,8 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.optim import norms, optimizer
+from hpcdist.strategies.data.cuts import PARAMETERS
 from hpcdist.strategies.zero.config import ZeroConfig
-from hpcdist.strategies.zero.levels import PARAMETERS
 from hpcdist.strategies.zero.offload import BlockedOptimizer
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
@@ -368,12 +368,12 @@ def test_read_and_written_bytes_of_a_step_match_the_formula(
     def body(comm):
         trainer = assemble_trainer(comm, settings)
         exchange = trainer.exchange
-        kept = [exchange.parameters, exchange.gradients, *exchange.sharded_update.optimizer.slots.values()]
+        kept = [exchange.parameters, exchange.gradients, *exchange.update.optimizer.slots.values()]
         before = [sum(getattr(store, name) for store in kept) for name in ("read_bytes", "written_bytes")]
         steps(trainer, 1)
         after = [sum(getattr(store, name) for store in kept) for name in ("read_bytes", "written_bytes")]
         owned = sum(where.size for _, where in exchange.parameters.tensors())
-        sizes = [cuts[PARAMETERS].size * 4 for cuts in exchange.levels.cuts.values()]
+        sizes = [cuts[PARAMETERS].size * 4 for cuts in exchange.reducer.cuts.cuts.values()]
         again = m * sizes[-1] + (m - 1) * sizes[0]  # uses that follow each other: one gather
         return before, after, exchange.parameters.nbytes, owned * 4, again
 

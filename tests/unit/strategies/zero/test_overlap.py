@@ -16,8 +16,8 @@ from hpcdist.comm import config
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, ScheduleError
 from hpcdist.models.config import ModelConfig
-from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe import recipe as recipes
@@ -35,7 +35,7 @@ class Run(RankRun):
     def __init__(self, comm, overlap, algorithm, grid=None, microbatches=1):
         keys = {"microbatches": microbatches, "pipeline": 1 if grid is None else grid.pipeline}
         context = {"algorithm": algorithm, "bucket_bytes": 4096, "overlap": overlap, "total_steps": STEPS}
-        super().__init__(comm, AllreduceExchange, config=MODEL, dtype="float32", **keys, **context)
+        super().__init__(comm, catalogue.allreduce, config=MODEL, dtype="float32", **keys, **context)
 
 
 def train(overlap, algorithm, data, size, **keys):
@@ -94,7 +94,7 @@ def test_exposed_time_is_measured(overlap, rng):
 
     def body(comm):
         with Run(comm, overlap, "ring") as run:
-            overlapped = run.exchange.overlap
+            overlapped = run.exchange.background
             assert overlapped is not None
             first = overlapped.taken()
             run.train(data)
@@ -237,8 +237,8 @@ def test_reduction_works_in_place_on_its_range():
         with Run(comm, "thread", "ring") as run:
             part = Range(3, 103)
             run.exchange.gradients.array[...] = comm.rank + 1
-            run.exchange.start(Operation(Kind.START, range=part))
-            run.exchange.wait(Operation(Kind.WAIT, range=part))
+            run.exchange.handlers[Kind.START](Operation(Kind.START, range=part))
+            run.exchange.handlers[Kind.WAIT](Operation(Kind.WAIT, range=part))
             inside = run.exchange.gradients.range(part)
             return bool((inside == 6).all()) and bool((run.exchange.gradients.array[103:] == comm.rank + 1).all())
 

@@ -16,11 +16,11 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.exchange import PrefetchCounts
+from hpcdist.strategies.core.background import PrefetchCounts
+from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.strategies.zero.config import ZeroConfig
-from hpcdist.strategies.zero.exchange import ZeroExchange
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import StepStatistics
 from hpcdist.training.run.summary import prefetch_figures
@@ -49,7 +49,7 @@ class Run(RankRun):
         pipeline=1,
         **zero,
     ):
-        make = partial(ZeroExchange, stage=stage, config=ZeroConfig(prefetch=prefetch, **zero))
+        make = partial(catalogue.zero, stage=stage, config=ZeroConfig(prefetch=prefetch, **zero))
         parallel = ParallelConfig(pipeline=pipeline, microbatches=microbatches, schedule=schedule)
         config = ModelConfig(layers=LAYERS, hidden=16, heads=2, tied=tied)
         context = {"algorithm": algorithm, "overlap": overlap, "total_steps": STEPS}
@@ -139,7 +139,7 @@ def test_overlap_sends_the_same_messages(overlap, rng):
 def test_prefetched_gathers_and_their_time_are_counted(comm, overlap, prefetch, rng):
     data = text(rng, STEPS, SAMPLES)
     with Run(comm, 3, overlap, "ring", prefetch) as run:
-        behind = run.exchange.overlap
+        behind = run.exchange.background
         assert behind is not None
         for number, samples in enumerate(data):
             run.step(samples, number)
@@ -156,7 +156,7 @@ def test_completed_prefetch_is_a_hit():
 
     def body(comm):
         with Run(comm, 3, "thread", "ring", 1) as run:
-            behind, handlers = run.exchange.overlap, run.exchange.handlers
+            behind, handlers = run.exchange.background, run.exchange.handlers
             assert behind is not None
             for late in (False, True):
                 if late and comm.rank == 1:
@@ -166,10 +166,10 @@ def test_completed_prefetch_is_a_hit():
                     behind.drain()
                     comm.barrier()
                 elif comm.rank == 0:
-                    assert not behind._under_way[run.model.stages[1].layer].test()
-                    behind._under_way[run.model.stages[1].layer] = Watched(comm, behind, run)
+                    assert not behind._in_flight[run.model.stages[1].layer].test()
+                    behind._in_flight[run.model.stages[1].layer] = Watched(comm, behind, run)
                 handlers[Kind.WAIT_GATHER](Operation(Kind.WAIT_GATHER, unit=1))
-                run.exchange.free(Operation(Kind.FREE, unit=1))
+                handlers[Kind.FREE](Operation(Kind.FREE, unit=1))
             result = behind.fetched()
             return result.hits, result.misses
 
@@ -181,7 +181,7 @@ class Watched:
     """A handle that lets the other rank continue only after a test found it incomplete."""
 
     def __init__(self, comm, behind, run):
-        self.comm, self.inner = comm, behind._under_way[run.model.stages[1].layer]
+        self.comm, self.inner = comm, behind._in_flight[run.model.stages[1].layer]
 
     def test(self):
         result = self.inner.test()

@@ -166,7 +166,7 @@ def test_memory_matches_the_closed_form(comm, text, strategy, parameters, gradie
     trainings.losses(trainer, 2)
     psi = trainer.model.layout.parameters
     layer = max(part.size for part in trainer.context.ranges.values())
-    update = 4 * min(BLOCK, max(part.size for part in trainer.exchange.sharded_update.parts))
+    update = 4 * min(BLOCK, max(part.size for part in trainer.exchange.update.parts))
     named = {  # a layer in float32; where it is cut, one in 16 bits; and what an update widens
         "parameters": 4 * layer + (2 * layer if parameters > 1 else 0),
         "gradients": 4 * layer + (2 * layer if gradients > 1 else 0) + update,

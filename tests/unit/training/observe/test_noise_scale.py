@@ -135,7 +135,7 @@ def train(ranks, settings):
         result = trainings.run_steps(trainer, trainer.recipe.run.steps)
         context, sizes, parts = trainer.context, trainer.executor.sizes, []
         if context.computes and context.pipeline.rank == context.tensor.rank == 0:
-            together = trainer.exchange.accumulates and not trainer.noise.looks_at_first
+            together = trainer.exchange.traits.accumulates and not trainer.noise.looks_at_first
             sizes = [sum(sizes)] if together else sizes[:1] if trainer.noise.looks_at_first else sizes
             first = trainer.first_sample(1)
             for size in filter(None, sizes):

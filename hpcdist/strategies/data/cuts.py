@@ -1,14 +1,15 @@
-"""The nested cuts of every layer over the data axis: reduce-scatters down, all-gathers up along them.
+"""Nested cuts of every layer over the data axis: reduce-scatters along them down, all-gathers up.
 
-A layer is cut over the ranks of a parameter group; each of these shards once more, over the ranks of a gradient group
-that hold it; each of those over the ranks of an optimizer group. Groups are blocks of consecutive data ranks:
+A layer is cut over the ranks of a parameter group. Each of these shards is cut again over the ranks of a gradient group
+that hold it, and each of those over the ranks of an optimizer group. Groups are blocks of consecutive data ranks. With
+the sharding degrees d_p | d_g | d_o of p data ranks:
 
     level 0   d_p consecutive ranks                                 whole layer      -> shard of the parameters
     level 1   d_g/d_p ranks, d_p apart: one of each parameter group                  -> shard of the gradients
     level 2   d_o/d_g ranks, d_g apart: one of each gradient group                   -> cut of the optimizer
     replicas  p/d_o ranks, d_o apart, that own the same cut
 
-So where d_p ranks share a node, level 0 stays inside it and the others go between nodes. Reduce-scatters down the
+If d_p ranks share a node, level 0 stays inside it and the other levels go between nodes. Reduce-scatters down the
 levels send as much as one over all of them: 1 - 1/d_p + (1/d_p) (1 - d_p/d_g) = 1 - 1/d_g of the layer.
 """
 
@@ -24,7 +25,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.logical_shards import ALGORITHM
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.zero.config import ShardingDegrees
+from hpcdist.strategies.core.traits import ShardingDegrees
 
 WHOLE: Final = 0  # indices into the cuts of a layer
 PARAMETERS: Final = 1
@@ -32,16 +33,17 @@ GRADIENTS: Final = 2
 OPTIMIZER: Final = 3
 
 
-class Levels:
+class Cuts:
     """Nested cuts of each layer on this rank, and their communicators. Construction is collective over the world.
 
-    ``cuts[layer]`` are four ranges of the flat space, each inside the one before: the whole layer, the shard of its
-    parameters, of its gradients, and what this rank updates of it. ``comms`` are the ranks that cut at each level
-    together with this one, None where it is alone. ``sharers`` joins the ranks whose last cuts make up
-    the model once, ``replicas`` those with the same last cut; None where this rank is alone.
+    ``cuts[layer]`` are four ranges of the flat parameter vector, each inside the one before: the whole layer, the shard
+    of its parameters, the shard of its gradients, and the cut that this rank updates. The communicators are None if
+    this rank is alone: ``comms``, one for each level; ``sharers``, the ranks whose last cuts make up the model once;
+    ``replicas``, the ranks with the same last cut.
     """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
+        self.degrees = degrees
         self._data, self._made = context.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
         self._blocks, self._itemsize = list(pairwise(bounds)), context.dtype.itemsize
@@ -51,15 +53,15 @@ class Levels:
         self.algorithm = _alike(context)
         self._sharding = self._choose_sharding(context)
         self.cuts: dict[int, list[Range]] = {}
-        self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, from the start of its range
+        self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, relative to its range
         for unit, whole in context.ranges.items():
             layer = context.model.stages[unit].layer
             self.cuts[layer], self._shares[layer] = self._cut(whole, context.dtype.itemsize)
 
     def _between(self, inner: int, outer: int) -> Communicator | None:
-        """Return the ranks of a block of ``outer`` that have the same place in their blocks of ``inner``. Collective.
+        """Return the ranks of a block of ``outer`` ranks with the same index in their blocks of ``inner`` ranks.
 
-        None where that is one rank. Splits of the whole axis are the axis itself: what is shared there is found again.
+        The result is None for one rank, and the data axis itself for all of its ranks. Collective over the data axis.
         """
         data = self._data
         if (inner, outer) not in self._made:
@@ -68,14 +70,14 @@ class Levels:
             elif (inner, outer) == (1, data.size):
                 self._made[inner, outer] = data
             else:
-                # Of the ranks of one block (rank // outer), those of one place in their inner blocks (rank % inner).
+                # Ranks of one block (rank // outer) with one index in their inner blocks (rank % inner).
                 color = data.rank // outer * inner + data.rank % inner
                 self._made[inner, outer] = data.split(color, data.rank, f"data of {inner} in {outer}")
         return self._made[inner, outer]
 
     def _choose_sharding(self, context: RankContext) -> Sharding:
         if self.algorithm == ALGORITHM:
-            return SHARDED["ring"]  # hands round what the trees have summed
+            return SHARDED["ring"]  # only for gathers: trees sum the gradients
         shardings = SHARDED | SHARDED_ON_GPUS if context.on == "gpu" else SHARDED
         if self.algorithm not in shardings:
             raise ConfigurationError(
@@ -83,7 +85,7 @@ class Levels:
                 f"all-gather, as ZeRO needs; on the {context.on} choose one of {', '.join(shardings)}"
             )
         if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self.comms):
-            # Its cuts follow the nodes, and those of two groups need not be alike. The levels are its hierarchy.
+            # Its cuts follow the nodes, which may differ between groups. The levels are the hierarchy instead.
             return shardings["ring"]
         return shardings[self.algorithm]
 
@@ -93,54 +95,58 @@ class Levels:
             parts = [Range(0, cuts[-1].size)]
             if comm is not None:
                 parts = self._sharding.shares(comm, cuts[-1].size, itemsize)
-            # ``parts`` count from the start of the cut before; cuts are ranges of the flat space.
             cuts.append(parts[comm.rank if comm is not None else 0].shift(cuts[-1].start))
             shares.append(parts)
         return cuts, shares
 
     def first(self, start: int, stop: int) -> Communicator | None:
-        """Return who takes part in the first step of `reduce` between these cuts; None where nobody does (local)."""
+        """Return the first communicator of the levels from cut ``start`` to cut ``stop``, or None. Local."""
         return next((comm for comm in self.comms[start:stop] if comm is not None), None)
 
-    def reduce(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Sum cut ``start`` of a layer down to this rank's cut ``stop``, in place. Collective over those levels.
+    def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+        """Sum cut ``start`` of ``layer`` to this rank's cut ``stop``, in place. Collective over these levels.
 
-        What ``store`` holds of cut ``start`` beyond cut ``stop`` is undefined afterwards.
+        The last cut is also summed over the ranks that own the same one. The rest of cut ``start`` becomes undefined.
         """
         for level in range(start, stop):
             comm, part = self.comms[level], self.cuts[layer][level]
             if comm is not None and part:
                 self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
+        if stop == OPTIMIZER and self.replicas is not None:
+            self.sum_replicas(store, layer)
+
+    def reduce_level(self, store: FlatStore, layer: int, level: int) -> None:
+        """Sum cut ``level`` of ``layer`` to this rank's next cut, in place. Collective over the level."""
+        comm, part = self.comms[level], self.cuts[layer][level]
+        if comm is not None and part:
+            self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
 
     def shares_at(self, layer: int, level: int) -> list[Range]:
-        """Return the cuts of all who cut a layer at ``level`` (local)."""
+        """Return the cuts of all ranks that cut ``layer`` at ``level``. Local."""
         return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
 
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
-        """Sum this rank's last cut of a layer over those who own the same one, in place. Collective over them."""
+        """Sum this rank's last cut of ``layer`` over the ranks that own it too, in place. Collective over them."""
         part = self.cuts[layer][OPTIMIZER]
         if self.replicas is not None and part:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)
 
     def of_replicas(self, parts: Sequence[Range]) -> list[Range]:
-        """Return this rank's share of each of the last cuts ``parts``, which its replicas have as well (local)."""
+        """Return this rank's share, by bytes, of each of its last cuts ``parts``, which replicas also own. Local."""
         if self.replicas is None:
             return list(parts)
         count, rank = self.replicas.size, self.replicas.rank
         return [split(part.size, count, self._itemsize)[rank].shift(part.start) for part in parts]
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Fill cut ``start`` of a layer from the cuts ``stop`` of the ranks that have them. Collective: `reduce`."""
+        """All-gather cut ``start`` of ``layer`` from the ranks' cuts ``stop``. Collective over these levels."""
         for level in reversed(range(start, stop)):
             comm, part = self.comms[level], self.cuts[layer][level]
             if comm is not None and part:
                 self._sharding.all_gather(comm, store.range(part), self._shares[layer][level])
 
     def owners(self, layer: int) -> list[Range]:
-        """Return the last cut of every data rank from the start of the layer (local).
-
-        Where fewer ranks than all cut a layer, several have the same one. For an algorithm with shares in rank order.
-        """
+        """Return the last cut of every data rank, relative to the start of ``layer``; some may be equal. Local."""
         owners = []
         for rank in range(self._data.size):
             part = Range(0, self.cuts[layer][WHOLE].size)
@@ -150,7 +156,7 @@ class Levels:
         return owners
 
     def free(self) -> None:
-        """Release the communicators of the levels; nothing can be summed or gathered then. Collective over them."""
+        """Free the communicators of the levels. Nothing can be summed or gathered afterwards. Collective."""
         for comm in self._made.values():
             if comm is not None and comm is not self._data:
                 comm.free()
@@ -158,15 +164,15 @@ class Levels:
 
     @property
     def at_once(self) -> bool:
-        """Whether each layer is cut over all data ranks in one step (local)."""
+        """True if each layer is cut over all data ranks at a single level."""
         return [comm for comm in (*self.comms, self.replicas) if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
-        """Return the cuts of all data ranks from the start of the layer, where it is cut `at_once` (local)."""
+        """Return the cuts of all data ranks, relative to the start of ``layer``, if the cuts are `at_once`. Local."""
         return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
 
     def of_all(self, layer: int) -> list[Range]:
-        """Return the last cut of every data rank; the layer must be cut over all of them at one level (local)."""
+        """Return the last cut of every data rank; all of them must cut ``layer`` at one level. Local."""
         if self._data.size == 1:
             return [self.cuts[layer][OPTIMIZER]]
         (level,) = [level for level, comm in enumerate(self.comms) if comm is self._data]
@@ -174,10 +180,10 @@ class Levels:
 
 
 def _alike(context: RankContext) -> str:
-    """Return the algorithm; the ring where it would cut differently on the ranks of a tensor axis. Collective.
+    """Return the reduction algorithm, or "ring" if it would cut layers differently on the tensor ranks. Collective.
 
-    Those of ``hierarchical`` follow the nodes, and where tensor groups lie across nodes so may the replicas of one of
-    their ranks lie otherwise than those of the next. All ranks of the world have to come.
+    The cuts of "hierarchical" follow the nodes, which may differ between the data axes of two tensor ranks. Collective
+    over the world.
     """
     if context.algorithm != "hierarchical" or context.tensor.size == 1:
         return context.algorithm

@@ -1,0 +1,118 @@
+"""Collectives of an exchange that run in the background while the rank computes."""
+
+import math
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.nonblocking import engines
+from hpcdist.collectives.nonblocking.progress import Handle
+from hpcdist.comm.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class PrefetchCounts:
+    """Numbers of prefetched gathers that were complete when the rank waited for them (hits), and that were not.
+
+    ``exposed_s`` is the time spent starting and waiting, in seconds.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    exposed_s: float = 0.0
+
+
+class BackgroundCollectives:
+    """Collectives in flight over the data axis, by key, and the time for which the rank waits for them.
+
+    Construction is collective over ``data``. ``kind`` is one of `nonblocking.KINDS`. The methods that start a
+    collective are collective over ``data``, in the same order on all ranks. The other methods are local.
+    """
+
+    def __init__(self, data: Communicator, kind: str) -> None:
+        self._progress = engines.begin(data, kind)
+        self.over = self._progress.own  # communicator of the collectives, a duplicate of ``data``
+        self.polls = kind == "poll"  # with a thread, nothing has to be polled
+        self._in_flight: dict[Hashable, Handle] = {}
+        self._exposed_s = self._busy_before_s = 0.0
+        self._fetched = PrefetchCounts()
+
+    def start(self, key: Hashable, gradients: Array, algorithm: str) -> None:
+        """Start to sum ``gradients`` in place."""
+        with self._exposed():
+            self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
+
+    def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
+        """Start to sum ``gradients`` in place; each rank gets the sum of its range of ``shares``."""
+        with self._exposed():
+            self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
+
+    def wait(self, key: Hashable) -> None:
+        """Wait for the collective that was started under ``key``."""
+        with self._exposed():
+            self._in_flight.pop(key).wait()
+
+    def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
+        """Start to all-gather ``parameters``, of which each rank has its range of ``shares``."""
+        with self._fetching():
+            self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
+
+    def wait_gather(self, key: Hashable) -> None:
+        """Wait for the gather that was started under ``key``, and count whether it was complete already."""
+        with self._fetching():
+            handle = self._in_flight.pop(key)
+            if handle.test():
+                self._fetched = replace(self._fetched, hits=self._fetched.hits + 1)
+            else:
+                self._fetched = replace(self._fetched, misses=self._fetched.misses + 1)
+                handle.wait()
+
+    def poll(self) -> None:
+        """Make progress on the collectives in flight, without waiting."""
+        with self._exposed():
+            self._progress.progress()
+
+    def drain(self) -> None:
+        """Wait until all collectives in flight are complete, so that the communicator ``over`` can be used.
+
+        Each of them must still be waited for by its key.
+        """
+        with self._exposed():
+            for handle in self._in_flight.values():
+                handle.wait()
+
+    @contextmanager
+    def _exposed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._exposed_s += time.perf_counter() - start
+
+    @contextmanager
+    def _fetching(self) -> Iterator[None]:
+        before = self._exposed_s
+        with self._exposed():
+            yield
+        self._fetched = replace(self._fetched, exposed_s=self._fetched.exposed_s + self._exposed_s - before)
+
+    def taken(self) -> tuple[float, float]:
+        """Return the exposed and the busy seconds of background collectives since the last call.
+
+        Exposed: time spent starting, polling and waiting. Busy: time in which the thread worked or waited for other
+        ranks; NaN without a thread.
+        """
+        exposed_s, self._exposed_s = self._exposed_s, 0.0
+        busy_s, before_s = self._progress.busy_s, self._busy_before_s
+        self._busy_before_s = busy_s
+        return exposed_s, math.nan if self.polls else busy_s - before_s
+
+    def fetched(self) -> PrefetchCounts:
+        """Return the counts of gathers since the last call."""
+        counts, self._fetched = self._fetched, PrefetchCounts()
+        return counts
+
+    def close(self) -> None:
+        """Free the communicator, and end the thread. Collective over the data axis."""
+        self._progress.close()

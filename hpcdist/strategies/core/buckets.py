@@ -1,0 +1,42 @@
+"""Buckets: ranges of the flat parameter vector whose gradients are reduced in one message."""
+
+from collections.abc import Iterable, Iterator
+
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.ranges import Range, cut
+from hpcdist.strategies.core.rank_context import RankContext
+
+
+def groups_of_layers(units: Iterable[Range], longest: int, part: Range) -> Iterator[Range]:
+    """Yield ranges of whole layers of ``part``, last layers first, as backward completes them.
+
+    Each range except the last has at least ``longest`` elements. ``part`` starts and ends at borders of ``units``.
+    """
+    stop = part.stop
+    for unit in sorted(filter(part.intersect, units), reverse=True):
+        if stop - unit.start >= longest or unit.start == part.start:
+            yield Range(unit.start, stop)
+            stop = unit.start
+
+
+def buckets_of_layers(
+    layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None, units: Iterable[Range] = ()
+) -> list[Range]:
+    """Cut ``part`` of the flat parameter vector (default: all of it) into buckets, in the order of `groups_of_layers`.
+
+    A bucket ends at the first layer border at which it has ``bucket_bytes`` or more. A larger layer is cut.
+    ``part`` starts and ends at borders of layers, or of ``units`` if given.
+    """
+    longest = max(1, bucket_bytes // itemsize)
+    groups = groups_of_layers(units or layout.units.values(), longest, part or Range(0, layout.size))
+    return [bucket for group in groups for bucket in reversed(list(cut(group, longest)))]
+
+
+def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
+    """Return the buckets of all stages of this rank, in the order in which backward completes them. Local."""
+    units = [*context.ranges.values()]
+    return [
+        bucket
+        for part in reversed(context.parts)
+        for bucket in buckets_of_layers(context.layout, itemsize, context.bucket_bytes, part, units)
+    ]

@@ -1,0 +1,56 @@
+"""Traits of an exchange: the facts that the operation list, the training loop, the planner and the page read."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ShardingDegrees:
+    """Numbers of data ranks that shard parameters, gradients and optimizer state. Each divides the next."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Properties of an exchange that do not change after construction.
+
+    - ``algorithm``: name of the reduction algorithm, as stored in checkpoints.
+    - ``lock_step``: all ranks make each step together.
+    - ``identical``: the parameters that ranks of the data axis keep have the same bits.
+    - ``accumulates``: the gradients of all micro-batches are added up first, and exchanged once per step.
+    - ``degrees``: sharding degrees, or None if every replica keeps everything.
+    - ``gathers``: for each unit of the model, the units whose parameters must be gathered before it is computed and
+      freed afterwards; empty if nothing is gathered for use.
+    - ``keeps_parameters``: gathered parameters stay from their first use in a step to their last.
+    - ``alternates``: the gradients of consecutive steps go to two stores in turn, and are applied one step late.
+    - ``ahead``: number of gathers that are started before they are needed.
+    - ``whole_state``: every data rank holds the whole state and updates all of it.
+    - ``serves``: this rank answers requests of workers (COLLECT) between its own computations.
+    - ``drops_late``: gradients that arrive too late are dropped.
+    - ``fullest``: elements of the server with the most parameters, divided by an even share; None without servers.
+    - ``corrects``: `Exchange.begin_update` applies a ``correction`` other than 1.
+    - ``restores``: special entries of a checkpoint's state that the exchange understands, such as "pending".
+    - ``sums``: description of a summation order that does not depend on the ranks, or "".
+    - ``mixing``: description of how differing replicas are mixed or averaged, or "".
+    """
+
+    algorithm: str
+    lock_step: bool = True
+    identical: bool = False
+    accumulates: bool = True
+    degrees: ShardingDegrees | None = None
+    gathers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    keeps_parameters: bool = False
+    alternates: bool = False
+    ahead: int = 0
+    whole_state: bool = False
+    serves: bool = False
+    drops_late: bool = False
+    fullest: float | None = None
+    corrects: bool = True
+    restores: Collection[str] = ()
+    sums: str = ""
+    mixing: str = ""

@@ -1,0 +1,388 @@
+"""Compressed messages around the reducers and the gatherer, with error feedback.
+
+Gradients are summed as float32 without loss scale. A step that is given up restores the residuals of before it. On one
+data rank nothing is compressed. Residuals of a checkpoint are then added to the gradients in full.
+
+ZeRO with compressed messages is ZeRO++ (Wang et al., arXiv:2306.10209):
+
+    qgZ    gradients travel as payloads to the ranks that own them: communication.compression, `CodedScatter`
+    qwZ    cut parameters are gathered as payloads: compression.parameters, `CodedGatherer`
+    hpZ    gathers within a node: zero.parameters = the data ranks of a node, see `catalogue`
+
+qgZ: an owner adds the payloads to its own gradients in float32, and the sum is not encoded again. So there is one
+compression error per level of the cuts. With c bytes of payload per value, a rank sends (p-1)/p c n bytes of n values
+if a layer is cut at one level. Error feedback takes 4 bytes for each parameter of a rank's stages, 8 with 16-bit
+parameters, whatever is cut: residuals of everything that is sent to the other ranks.
+
+qwZ: each owner encodes its cut, tensor by tensor, rounding to nearest. All ranks compute with the decoded values, the
+owner too, so replicas have equal bits. The update and checkpoints use the owners' exact weights. An evaluation during
+training uses the decoded weights, an evaluation of a checkpoint the exact ones. At one level, n values on p ranks take
+(p-1)/p c n bytes from each rank. Shards that are larger than the cuts (hpZ) are decoded once per step and kept; with
+float32 parameters this takes memory in addition to the cuts.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.segments import scratch
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigurationError
+from hpcdist.optim.update import kernels
+from hpcdist.strategies.compressed.config import QUANTISED, SUMMED, CompressionConfig
+from hpcdist.strategies.compressed.low_rank import QUERY, PowerSgdReduction
+from hpcdist.strategies.compressed.reduction import (
+    CompressedReduction,
+    GatheredReduction,
+    GradientCoder,
+    QuantisedReduction,
+)
+from hpcdist.strategies.compressed.registry import bucket_reduction, compressor
+from hpcdist.strategies.core.parameter_views import TransientLayers
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdate
+from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
+from hpcdist.strategies.data.gatherers import CutGatherer
+from hpcdist.strategies.data.reducers import Sum
+from hpcdist.strategies.data.residuals import (
+    FLOAT32,
+    Feedback,
+    Residuals,
+    StepResiduals,
+    with_loss_scale,
+    without_loss_scale,
+)
+from hpcdist.strategies.data.scatter import Scatter
+from hpcdist.strategies.schedule.operations import Operation
+
+
+class CodedSum(Sum):
+    """Allreduce of gradients compressed by ``name``. Construction is collective over the data axis.
+
+    ``seed``: seed of the run. With the step, the rank and the place of a tensor, it selects the random numbers.
+    """
+
+    def __init__(
+        self, context: RankContext, update: ShardedUpdate, name: str, config: CompressionConfig, seed: int
+    ) -> None:
+        self._coded = bucket_reduction(context, name, config, seed)
+        super().__init__(context, update, buckets=self._coded.buckets)
+        self._codes, self._warmup_steps = self._coded.codes, config.warmup_steps
+        self._owes = False  # gradients that are not encoded may lack residuals of a checkpoint
+        if config.error_feedback:
+            can_roll_back = context.working is not None  # else a gradient that is not finite ends the run
+            comm = self._coded.comm
+            residuals = Residuals(context, comm.rank, comm.size, self._coded.kept(), can_roll_back=can_roll_back)
+            self.feedback = Feedback(residuals)
+            self._codes.feedback = residuals.feedback
+
+    @property
+    def is_compressing(self) -> bool:
+        """True if the gradients of the next update are compressed."""
+        return self._coded.comm.size > 1 and self.update.optimizer.count >= self._warmup_steps
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        self._give_up()
+        if isinstance(self._codes, PowerSgdReduction):
+            self._codes.owes = self._owes
+        else:
+            self._codes.step = self.update.optimizer.count
+
+    def _give_up(self) -> None:
+        if self.feedback.is_open and isinstance(self._codes, PowerSgdReduction):
+            self._codes.rollback()
+        self.feedback.give_up()
+
+    def reduce(self, op: Operation) -> None:
+        if not self.is_compressing:
+            self._pay(op.part)
+            super().reduce(op)
+            return
+        self.feedback.is_open = True
+        gradients = self.update.gradients.range(op.part)
+        values = without_loss_scale(gradients, self.loss_scale)
+        self._coded.reduction.allreduce(values, op.part)
+        with_loss_scale(values, gradients, self.loss_scale)
+
+    def _pay(self, part: Range) -> None:
+        """Add the residuals of ``part`` in full to gradients that are not encoded. Local."""
+        if not self._owes or not self.feedback.residuals:
+            return
+        (residuals,) = self.feedback.residuals
+        feedback, gradients = residuals.feedback, self.update.gradients.range(part)
+        owing_parts = [kept for kept in self._coded.reduction.kept(part) if feedback.residuals.range(kept).any()]
+        if not owing_parts:
+            return  # adding zeros could change bits of the gradients
+        self.feedback.is_open = True
+        values = without_loss_scale(gradients, self.loss_scale)
+        for kept in owing_parts:
+            within = kept.shift(-part.start).slice
+            owed = feedback.compensate(kept, values[within])
+            values[within] = owed
+            owed[...] = 0
+        with_loss_scale(values, gradients, self.loss_scale)
+
+    def begin_update(self, scale: float, correction: float) -> float:
+        self._owes = False
+        return super().begin_update(scale, correction)
+
+    def _factors(self) -> list[Piece]:
+        return self._codes.pieces(self._coded.kept()) if isinstance(self._codes, PowerSgdReduction) else []
+
+    def pieces(self) -> list[Piece]:
+        """Return residuals. The first rank adds the low-rank factors, which are equal on all ranks. Local."""
+        self._give_up()
+        return [*super().pieces(), *(self._factors() if self._coded.comm.rank == 0 else [])]
+
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
+        return [*super().prepare_restore(state), QUERY]
+
+    def wanted(self) -> list[Piece]:
+        return [*super().wanted(), *self._factors()]
+
+    def restored(self, state: Mapping[str, Any]) -> None:
+        super().restored(state)
+        self._owes = bool(self.feedback.residuals)
+
+
+REPLICAS: Final = OPTIMIZER  # index, after the levels, of the ranks that own the same cut
+_NAMES: Final = {
+    WHOLE: "zero.parameters",
+    PARAMETERS: "zero.gradients within those of zero.parameters",
+    GRADIENTS: "zero.optimizer within those of zero.gradients",
+    REPLICAS: "the replicas of zero.optimizer",
+}
+
+
+def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
+    """Return, for each level of ``cuts`` and last for the replicas, True if it exchanges payloads. Collective.
+
+    With ``across_nodes``, these are the levels between nodes; other levels are not compressed. Raises
+    ConfigurationError on every rank if a level is neither within nodes nor between them.
+    """
+    comms = [*cuts.comms, cuts.replicas]
+    if not across_nodes:
+        return [comm is not None for comm in comms]
+    local_kinds = [_kind(comm) for comm in comms]
+    for index, kinds in enumerate(zip(*data.allgather_object(local_kinds), strict=True)):
+        if "mixed" in kinds or len(set(kinds)) > 1:
+            raise ConfigurationError(
+                f"compression.across_nodes = true, but the ranks of {_NAMES[index]} are neither all on one node nor "
+                "all on nodes of their own: set zero.parameters or zero.gradients to the data ranks of a node, so that "
+                "one level lies within nodes and the next between them, or compression.across_nodes = false"
+            )
+    return [kind == "between" for kind in local_kinds]
+
+
+def _kind(comm: Communicator | None) -> str:
+    if comm is None:
+        return "alone"
+    nodes = comm.nodes()
+    if nodes.count == 1:
+        return "within"
+    return "between" if all(len(members) == 1 for members in nodes.members) else "mixed"
+
+
+def float32_scratch(store: FlatStore, layer: int, cut: int, cuts: Cuts) -> FlatStore:
+    """Return float32 scratch memory for cut number ``cut`` of ``layer``; the next call uses it again. Local."""
+    return FlatStore(
+        store.layout,
+        FLOAT32,
+        cuts.cuts[layer][cut],
+        allocate=lambda size, dtype: scratch("compressed.widened", size, dtype, store.array),
+    )
+
+
+_ROUND = 1 << 24  # step numbers of the coder: update number + _ROUND * earlier sums of the layer in this step
+
+
+class CodedScatter(Scatter):
+    """Reduce-scatter of gradients compressed by ``name``. Construction is collective over the data axis.
+
+    Levels within nodes stay uncompressed if ``config.across_nodes``. ``seed``: seed of the run.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        update: ShardedUpdate,
+        cuts: Cuts,
+        whole: TransientLayers | None,
+        name: str,
+        config: CompressionConfig,
+        seed: int,
+    ) -> None:
+        super().__init__(context, update, cuts, whole)
+        self.sum_cuts = self._sum_cuts
+        self._warmup_steps, self._alone, self._step = config.warmup_steps, context.data.size == 1, 0
+        carries = compressed_levels(context.data, cuts, across_nodes=config.across_nodes)
+        # Payloads of SUMMED compressors are decoded as payloads of rank 0 on all ranks.
+        self.coder = GradientCoder(
+            context.layout, compressor(name, config), seed, 0 if name in SUMMED else context.data.rank
+        )
+        self._reductions = {
+            level: QuantisedReduction(comm, self.coder)
+            for level, comm in enumerate(cuts.comms)
+            if comm is not None and carries[level]
+        }
+        self._over_replicas: CompressedReduction | None = None
+        if cuts.replicas is not None and carries[REPLICAS]:
+            self._over_replicas = (QuantisedReduction if name in QUANTISED else GatheredReduction)(
+                cuts.replicas, self.coder
+            )
+        self._sums = Counter[int]()  # sums of each layer in this step
+        self._residuals: StepResiduals | None = None
+        if config.error_feedback:
+            layers = {layer: layer_cuts[WHOLE] for layer, layer_cuts in cuts.cuts.items()}
+            plain = {layer: self._plain(layer_cuts) for layer, layer_cuts in cuts.cuts.items()}
+            self._residuals = StepResiduals(context, layers, plain, can_roll_back=context.working is not None)
+            self.feedback = Feedback(self._residuals)
+            self.coder.feedback = self._residuals.feedback
+
+    def _plain(self, layer_cuts: Sequence[Range]) -> list[Range]:
+        """Return the ranges of a layer that this rank never encodes. Local."""
+        parts = [layer_cuts[OPTIMIZER]] if self._over_replicas is None else []
+        for level in range(OPTIMIZER):
+            if level not in self._reductions:
+                outer, inner = layer_cuts[level], layer_cuts[level + 1]
+                parts += [Range(outer.start, inner.start), Range(inner.stop, outer.stop)]
+        return [part for part in parts if part]
+
+    @property
+    def is_compressing(self) -> bool:
+        """True if the gradients of the next update are encoded, or lack residuals."""
+        if self.update.optimizer.count < self._warmup_steps:
+            return False
+        return not self._alone or (self._residuals is not None and self._residuals.are_owed)
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        super().begin(operations)
+        self._step = self.coder.step = self.update.optimizer.count
+        self._sums.clear()
+
+    def _sum_cuts(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+        if not (self.feedback.is_open or self.is_compressing):
+            self.cuts.sum(store, layer, start, stop)
+            return
+        self.feedback.is_open = True  # to the end of the step
+        part, result = self.cuts.cuts[layer][start], self.cuts.cuts[layer][stop]
+        values = store
+        if store.dtype != FLOAT32:
+            values = float32_scratch(store, layer, start, self.cuts)
+            without_loss_scale(store.range(part), self.loss_scale, values.array)
+        self._sum_float32(values, layer, start, stop)
+        if values is not store:
+            with_loss_scale(values.range(result), store.range(result), self.loss_scale)
+
+    def _sum_float32(self, values: FlatStore, layer: int, start: int, stop: int) -> None:
+        cuts = self.cuts.cuts[layer]
+        if start == WHOLE:
+            self.coder.step = self._step + _ROUND * self._sums[layer]
+            self._sums[layer] += 1
+            if self._residuals is not None:
+                self._residuals.open(layer, values)
+        for level in range(start, stop):
+            part = cuts[level]
+            if level not in self._reductions:
+                self.cuts.reduce_level(values, layer, level)
+            elif part:
+                self._reductions[level].reduce_scatter(values.range(part), part, self.cuts.shares_at(layer, level))
+        if stop == OPTIMIZER and self._over_replicas is None:
+            self.cuts.sum_replicas(values, layer)
+        elif stop == OPTIMIZER and self._over_replicas is not None and cuts[OPTIMIZER]:
+            self._over_replicas.allreduce(values.range(cuts[OPTIMIZER]), cuts[OPTIMIZER])
+
+
+_NEAREST: Final = CompressionConfig(error_feedback=True)  # selects rounding to nearest
+
+
+class CompressedGathers:
+    """All-gathers along ``cuts``, compressed by ``name``. Construction is collective over the data axis."""
+
+    def __init__(self, context: RankContext, cuts: Cuts, name: str, *, across_nodes: bool) -> None:
+        self._cuts = cuts
+        carries = compressed_levels(context.data, cuts, across_nodes=across_nodes)
+        coder = GradientCoder(context.layout, compressor(name, _NEAREST), 0, 0)
+        self._reductions = {
+            level: QuantisedReduction(comm, coder)
+            for level, comm in enumerate(cuts.comms)
+            if comm is not None and carries[level]
+        }
+        # Shards then hold decoded values, not the weights of their owners.
+        self.keeps_decoded = any(level in self._reductions for level in range(PARAMETERS, OPTIMIZER))
+
+    def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+        """Gather like `Cuts.gather`, with compressed messages at some levels. Collective over these levels."""
+        for level in reversed(range(start, stop)):
+            if level in self._reductions:
+                self._decode(store, layer, level)
+            else:
+                self._cuts.gather(store, layer, level, level + 1)
+
+    def _decode(self, store: FlatStore, layer: int, level: int) -> None:
+        part, local = (self._cuts.cuts[layer][cut] for cut in (level, level + 1))
+        if not part:
+            return
+        values = store
+        if store.dtype != FLOAT32:
+            values = float32_scratch(store, layer, level, self._cuts)
+            kernels.widen(store.range(local), values.range(local))
+        self._reductions[level].all_gather(values.range(part), part, self._cuts.shares_at(layer, level))
+        if values is not store:
+            for _, where in store.layout.within(part):
+                kernels.round_into(values.range(where), store.range(where))
+
+
+class CodedGatherer(CutGatherer):
+    """All-gathers of parameters by ``gathers``, compressed. Layers that are kept whole stay uncompressed.
+
+    ``decoded``: store of the shards with decoded values, or None if owners update the shards themselves.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        update: ShardedUpdate,
+        cuts: Cuts,
+        cut_units: Collection[int],
+        whole: TransientLayers,
+        gathers: CompressedGathers,
+        decoded: FlatStore | None,
+    ) -> None:
+        super().__init__(context, update, cuts, cut_units, whole)
+        self.gather_cuts, self._decoded, self._keeps_decoded = gathers.gather, decoded, gathers.keeps_decoded
+        self._is_stale = False  # the shards are not yet decoded from the owners' cuts
+
+    @property
+    def parameters(self) -> FlatStore:
+        """The parameters that this rank computes with or gathers from: decoded values, if they are kept."""
+        return self.update.parameters if self._decoded is None else self._decoded
+
+    def begin(self) -> None:
+        if self._is_stale:
+            self._is_stale = False
+            self.spread()
+
+    def gather(self, op: Operation) -> None:
+        if self._layer_of[op.unit] not in self._cut_layers:
+            self._copy_cut(op.unit)
+        super().gather(op)
+
+    def refresh(self, op: Operation) -> None:
+        self._copy_cut(op.unit)
+        super().refresh(op)
+
+    def _copy_cut(self, unit: int) -> None:
+        """Copy the updated cut of a layer to the decoded store. Local."""
+        if self._decoded is not None:
+            part = self.cuts.cuts[self._layer_of[unit]][OPTIMIZER]
+            self._decoded.range(part)[...] = self.update.parameters.range(part)
+
+    def loaded(self) -> None:
+        self._is_stale = self._keeps_decoded
+
+    def restored(self) -> None:
+        self._is_stale = self._decoded is not None  # 16-bit parameters were gathered when they were rounded

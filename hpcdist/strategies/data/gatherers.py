@@ -1,0 +1,106 @@
+"""Gatherer of ZeRO: brings the cuts that ranks update to all ranks that compute with the parameters.
+
+Operations:
+
+GATHER    after the update, all-gather a layer that is kept whole; or, before each use, a layer that is cut
+FREE      after each use, free a layer that is cut; its shard stays
+REFRESH   after the update, all-gather the shard of a layer that is cut from the smaller cuts of the optimizer
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeAlias
+
+from hpcdist.arrays.store import FlatStore
+from hpcdist.strategies.core.background import BackgroundCollectives
+from hpcdist.strategies.core.parameter_views import TransientLayers
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.sharded_update import ShardedUpdate
+from hpcdist.strategies.data.cuts import OPTIMIZER, PARAMETERS, WHOLE, Cuts
+from hpcdist.strategies.data.parts import Gatherer
+from hpcdist.strategies.schedule.operations import Kind, Operation
+
+# Fills cut ``start`` of a layer from the ranks' cuts ``stop``: `Cuts.gather`, or the same with compressed messages.
+GatherCuts: TypeAlias = Callable[[FlatStore, int, int, int], None]
+
+
+class CutGatherer(Gatherer):
+    """All-gathers along ``cuts``. Handlers are collective over the data axis.
+
+    ``cut_units``: units of the model whose parameters are gathered for each use, into the memory ``whole``.
+    ``background``: collectives that run while other layers are computed; ``ahead``: number of layers that they gather
+    before their use.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        update: ShardedUpdate,
+        cuts: Cuts,
+        cut_units: Collection[int],
+        whole: TransientLayers,
+        background: BackgroundCollectives | None = None,
+        ahead: int = 0,
+    ) -> None:
+        super().__init__(update)
+        self.cuts, self.gather_cuts = cuts, cuts.gather
+        self._layer_of: Mapping[int, int] = {unit: context.model.stages[unit].layer for unit in context.units}
+        self._cut_layers = {self._layer_of[unit] for unit in cut_units}
+        self._whole, self._background = whole, background
+        self._gathers_in_background = background is not None and ahead > 0
+        self.handlers = {Kind.GATHER: self.gather, Kind.FREE: self.free, Kind.REFRESH: self.refresh}
+        if background is not None:
+            self.handlers |= {Kind.START_GATHER: self.start_gather, Kind.WAIT_GATHER: self.wait_gather}
+
+    def plan(self) -> list[Operation]:
+        """Return GATHER of layers that are kept whole, and REFRESH of shards that are larger than cuts. Local."""
+        degrees, plan = self.cuts.degrees, []
+        for unit, layer in self._layer_of.items():
+            is_cut = layer in self._cut_layers
+            if (degrees.parameters if is_cut else 1) < degrees.optimizer:
+                plan.append(Operation(Kind.REFRESH if is_cut else Kind.GATHER, unit=unit))
+        return plan
+
+    def parameters_at(self, layer: int) -> FlatStore:
+        """Return the store of the whole ``layer``. A layer that is cut exists between GATHER and FREE. Local."""
+        return self._whole.at(layer) if layer in self._cut_layers else self.parameters
+
+    def gather(self, op: Operation) -> None:
+        """All-gather a layer."""
+        layer = self._layer_of[op.unit]
+        if layer not in self._cut_layers:
+            self.cuts.gather(self.parameters, layer, WHOLE, OPTIMIZER)
+        elif self._gathers_in_background:
+            assert self._background is not None
+            self.start_gather(op)
+            self._background.wait(layer)
+        else:
+            self.gather_cuts(self._with_shard(layer), layer, WHOLE, PARAMETERS)
+
+    def _with_shard(self, layer: int) -> FlatStore:
+        """Return memory for the whole ``layer``, with this rank's shard in it. Local."""
+        store, shard = self._whole.at(layer), self.cuts.cuts[layer][PARAMETERS]
+        self.parameters.read(shard, store.range(shard))
+        return store
+
+    def free(self, op: Operation) -> None:
+        """Free the memory of a layer after its use. Local."""
+        self._whole.free(self._layer_of[op.unit])
+
+    def refresh(self, op: Operation) -> None:
+        """All-gather the shard of a layer from the updated cuts."""
+        self.gather_cuts(self.parameters, self._layer_of[op.unit], PARAMETERS, OPTIMIZER)
+
+    def start_gather(self, op: Operation) -> None:
+        """Start to all-gather a layer that is cut."""
+        assert self._background is not None
+        layer = self._layer_of[op.unit]
+        whole = self._with_shard(layer).range(self.cuts.cuts[layer][WHOLE])
+        self._background.start_gather(layer, whole, self.cuts.shares(layer), self.cuts.algorithm)
+
+    def wait_gather(self, op: Operation) -> None:
+        """Wait for a layer whose gather was started."""
+        assert self._background is not None
+        self._background.wait_gather(self._layer_of[op.unit])
+
+    def close(self) -> None:
+        self.cuts.free()

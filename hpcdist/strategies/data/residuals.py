@@ -1,0 +1,249 @@
+"""Error feedback: residuals of compression, across skipped steps, checkpoints and changed numbers of ranks.
+
+Each of the p ranks that send payloads has residuals; their sum is what the gradients still lack. With the same number
+of ranks, a checkpoint returns each rank's residuals, to the bit. With another number, each rank takes the sum over all
+old ranks for its share of the elements, and zeros elsewhere: nothing is lost or counted twice, and every byte is read
+once. A checkpoint without residuals starts with zeros.
+
+Gradients are encoded as float32 without loss scale. 16-bit gradients are converted first, so residuals stay valid when
+the loss scale changes.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.segments import scratch
+from hpcdist.compression.compressor import ErrorFeedback
+from hpcdist.errors import StorageError
+from hpcdist.optim.update import kernels
+from hpcdist.strategies.core.exchange import pieces_of
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.tensor.axis import counted
+
+STATE: Final = "residuals"  # in a checkpoint's scalars: the number of ranks that had residuals
+FLOAT32: Final = np.dtype(np.float32)
+
+
+class Residuals:
+    """Residuals of the ranges ``parts`` on this rank, number ``rank`` of ``ranks`` ranks with residuals. Local.
+
+    ``can_roll_back``: a step may be given up after its gradients were encoded. ``kind``: prefix of the kind of the
+    pieces in a checkpoint, followed by the rank.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        rank: int,
+        ranks: int,
+        parts: Sequence[Range],
+        *,
+        can_roll_back: bool,
+        kind: str = "residual",
+    ) -> None:
+        self.rank, self.ranks, self.kind, self._can_roll_back = rank, ranks, kind, can_roll_back
+        self._context, self._old_ranks = context, ranks
+        self.feedback = ErrorFeedback(
+            context.layout, parts, on=context.on, can_roll_back=can_roll_back, ledger=context.ledger
+        )
+        self._store = self.feedback.residuals
+        self._old: list[FlatStore] = []  # residuals of another number of ranks, while a checkpoint is read
+
+    def keep(self) -> None:
+        """End a step that is applied."""
+        self.feedback.keep()
+
+    def settle(self) -> None:
+        """End a step that was given up: restore the residuals of before it.
+
+        Without ``can_roll_back``, keep the new ones: the run ends, because a gradient was not finite.
+        """
+        if self._can_roll_back:
+            self.feedback.rollback()
+        else:
+            self.feedback.keep()
+
+    def pieces(self) -> list[Piece]:
+        """Return views of this rank's residuals, for a checkpoint."""
+        self.settle()
+        parts = counted(self._context.layout, self._store.parts, self._context.tensor)
+        return pieces_of({self._kind(self.rank): self._store}, parts)
+
+    def _kind(self, rank: int) -> str:
+        return f"{self.kind}.{rank}"
+
+    def prepare_restore(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Record how many ranks had residuals in the checkpoint to be read. Return the kinds that it may lack."""
+        ranks = state.get(STATE, self.ranks)
+        if not (isinstance(ranks, int) and ranks > 0):
+            raise StorageError(f"the checkpoint says that {ranks!r} ranks had residuals of compression; it is damaged")
+        self._old_ranks = ranks
+        return tuple(map(self._kind, range(ranks)))
+
+    def wanted(self) -> list[Piece]:
+        """Return views of the memory into which residuals are read."""
+        if self._old_ranks == self.ranks:
+            return pieces_of({self._kind(self.rank): self._store}, self._store.parts)
+        shares = [
+            split(part.size, self.ranks, FLOAT32.itemsize)[self.rank].shift(part.start) for part in self._store.parts
+        ]
+        self._old = [
+            FlatStore(self._store.layout, self._store.dtype, shares, on=self._context.on)
+            for _ in range(self._old_ranks)
+        ]
+        return [
+            piece for rank, store in enumerate(self._old)
+            for piece in pieces_of({self._kind(rank): store}, store.parts)
+        ]  # fmt: skip
+
+    def restored(self) -> None:
+        """After the pieces were read, sum the residuals of all old ranks if their number was another."""
+        if self._old_ranks == self.ranks:
+            return
+        self._store.zero()
+        for old in self._old:
+            for part in old.parts:
+                self._store.add(part, old.range(part))
+        self._old, self._old_ranks = [], self.ranks
+
+
+class StepResiduals(Residuals):
+    """Residuals of ZeRO's layers, which are encoded once per micro-batch. Local.
+
+    What one micro-batch leaves is added to the next. A step that is given up restores the residuals of before its first
+    micro-batch. ``layers``: range of each layer. ``plain``: ranges of each layer that this rank does not encode. A
+    checkpoint of other cuts can have residuals there; they are added to the gradients in full.
+    """
+
+    def __init__(
+        self,
+        context: RankContext,
+        layers: Mapping[int, Range],
+        plain: Mapping[int, Sequence[Range]],
+        *,
+        can_roll_back: bool,
+    ) -> None:
+        parts = sorted(layers.values(), key=lambda part: part.start)
+        super().__init__(context, context.data.rank, context.data.size, parts, can_roll_back=False)
+        self._layers, self._plain = layers, plain
+        self._saved: FlatStore | None = None
+        if can_roll_back:
+            self._saved = FlatStore(
+                context.layout, FLOAT32, parts, on=context.on, category="optimizer", ledger=context.ledger
+            )
+        self._open: set[int] = set()  # layers that were encoded in this step
+        self._due: set[int] = set()  # layers whose plain ranges may have residuals
+        self._paid: set[int] = set()  # layers of `_due` whose residuals were added in this step
+
+    @property
+    def are_owed(self) -> bool:
+        """True if gradients that are not encoded may lack residuals."""
+        return bool(self._due)
+
+    def open(self, layer: int, gradients: FlatStore) -> None:
+        """Start to encode the float32 ``gradients`` of ``layer``. Add the residuals of its plain ranges to them."""
+        self.feedback.keep()  # the residuals of earlier micro-batches are final
+        if layer not in self._open:
+            self._open.add(layer)
+            if self._saved is not None:
+                part = self._layers[layer]
+                self._saved.range(part)[...] = self._store.range(part)
+        if layer in self._due:
+            self._due.discard(layer)
+            self._paid.add(layer)
+            for part in self._plain[layer]:
+                residual = self._store.range(part)
+                if residual.any():  # adding zeros could change bits of the gradient
+                    total = gradients.range(part)
+                    total += residual
+                    residual[...] = 0
+
+    def keep(self) -> None:
+        super().keep()
+        self._open.clear()
+        self._paid.clear()
+
+    def settle(self) -> None:
+        if self._saved is not None:
+            for layer in self._open:
+                part = self._layers[layer]
+                self._store.range(part)[...] = self._saved.range(part)
+            self._due |= self._paid
+        self.keep()
+
+    def restored(self) -> None:
+        super().restored()
+        self._due = set(self._layers)
+
+
+class Feedback:
+    """All residuals of one exchange, through a step and a checkpoint. Local.
+
+    An encoder sets ``is_open``. A step that is still open when the next one begins was given up.
+    """
+
+    def __init__(self, *residuals: Residuals) -> None:
+        self.residuals = residuals
+        self.is_open = False  # gradients were encoded that are not applied yet
+
+    def give_up(self) -> None:
+        """Restore the residuals of before a step that was given up, if there was one."""
+        if self.is_open:
+            for residuals in self.residuals:
+                residuals.settle()
+        self.is_open = False
+
+    def keep(self) -> None:
+        """Keep the residuals of a step that is applied."""
+        self.is_open = False
+        for residuals in self.residuals:
+            residuals.keep()
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's residuals as pieces of a checkpoint."""
+        self.give_up()
+        return [piece for residuals in self.residuals for piece in residuals.pieces()]
+
+    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Record the scalars of the checkpoint to be read. Return the kinds of pieces that it may lack."""
+        return [kind for residuals in self.residuals for kind in residuals.prepare_restore(state)]
+
+    def wanted(self) -> list[Piece]:
+        """Return views of the memory for all residuals of a checkpoint."""
+        return [piece for residuals in self.residuals for piece in residuals.wanted()]
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of ranks with residuals, as a scalar of a checkpoint."""
+        return {STATE: self.residuals[0].ranks} if self.residuals else {}
+
+    def restored(self) -> None:
+        """Finish a restore, after the pieces were read."""
+        for residuals in self.residuals:
+            residuals.restored()
+
+
+def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:
+    """Return float32 ``gradients`` themselves, or float32 copies of 16-bit ones, divided by ``loss_scale``. Local.
+
+    Copies are written to ``wide``, by default to scratch memory that the next call uses again.
+    """
+    if gradients.dtype == FLOAT32:
+        return gradients
+    if wide is None:
+        wide = scratch("compressed.widened", gradients.size, FLOAT32, gradients)
+    kernels.widen(gradients, wide)
+    wide *= np.float32(1.0 / loss_scale)
+    return wide
+
+
+def with_loss_scale(values: Array, gradients: Array, loss_scale: float) -> None:
+    """Write ``values``, the result of `without_loss_scale`, to 16-bit ``gradients``, times ``loss_scale``. Local."""
+    if values is not gradients:
+        values *= np.float32(loss_scale)
+        kernels.round_into(values, gradients)
