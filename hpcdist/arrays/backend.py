@@ -21,7 +21,7 @@ Scalar: TypeAlias = float | Array  # a Python number, or a 0-d array that a GPU 
 class ArrayGroup:
     """A batch of several arrays, such as tokens and their mask. Axis 0 of each array counts the samples.
 
-    ``names`` are the keys if the batch was passed as a dict, or None if it was passed as a tuple.
+    ``names`` are the dict keys of the arrays, or None if the batch was passed as a tuple.
     """
 
     arrays: tuple[Any, ...]
@@ -114,8 +114,8 @@ def as_array(values: Any) -> Array:
         members = dict(zip(names or range(len(values)), several.arrays, strict=True))
         if single := [str(name) for name, array in members.items() if not array.ndim]:
             raise UsageError(
-                f"{', '.join(single)} of a {type(values).__name__} is a single number; expected an array whose first "
-                "dim is the samples"
+                f"member {', '.join(single)} of the batch (a {type(values).__name__}) is a single number; expected an "
+                "array whose axis 0 counts the samples"
             )
         sizes = {name: len(array) for name, array in members.items()}
         if len(set(sizes.values())) > 1:
@@ -151,7 +151,10 @@ def zeros(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Arr
         return device.cupy().zeros(shape, dtype)
     nbytes = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
     if nbytes > MOST_BYTES:
-        raise MemoryError(f"cannot allocate an array of shape {shape} and type {np.dtype(dtype)}: {nbytes:.3g} bytes")
+        raise MemoryError(
+            f"cannot allocate an array of shape {shape} and type {np.dtype(dtype)}: {nbytes:.3g} bytes exceed the "
+            f"limit of {MOST_BYTES:.3g}"
+        )
     owner = np.zeros(nbytes + ALIGN_BYTES, np.uint8)  # numpy itself aligns to 16 bytes
     start = -owner.ctypes.data % ALIGN_BYTES
     array: Array = owner[start : start + nbytes].view(dtype).reshape(shape)

@@ -33,9 +33,8 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class FileStore(FlatStore):
     """A `FlatStore` that keeps its elements, initially zeros, in an unnamed file in ``directory``.
 
-    A file has no array views: use `read`, `write`, `add`, `blocks` and `contents`, not ``range`` or ``view``. The
-    attribute ``array`` is always empty. The keyword ``what`` names the stored data in error messages. Raises
-    StorageError if the file system has no space.
+    It has no array views: use `read`, `write`, `add`, `blocks` and `contents`. The attribute ``array`` is always empty.
+    The keyword ``what`` names the data in error messages. Raises StorageError if the file system has no space.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class FileStore(FlatStore):
                 into(where, values[where.slice])
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the range ``elements`` as host arrays of up to `block` elements. Each is overwritten by the next."""
+        """Yield host arrays of up to `block` elements from the range ``elements``, each valid until the next."""
         start = self._offset(elements) if elements else 0
         for where in cut(Range(0, elements.size), self.block):
             held = self._buffer(where.size)

@@ -263,7 +263,7 @@ class Kernel:
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Add argument types ``*types`` for which the function `warm` compiles this kernel, to be called by address."""
+        """Add argument types (names as in `address`) for which the function `warm` compiles this kernel."""
         self._addressed.append(types)
 
 
@@ -312,7 +312,7 @@ def count() -> int:
 
 
 def warm(part: int = 0, parts: int = 1) -> Iterator[str]:
-    """Compile kernels number ``part``, ``part + parts``, ... for their sample arguments. Yield their names."""
+    """Compile every ``parts``-th kernel, from kernel number ``part`` on. Yield the names of the kernels."""
     for kernel in _kernels[part::parts]:
         for arguments in kernel._samples:
             kernel(*arguments())

@@ -14,15 +14,15 @@ ALIGN_ELEMENTS = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A model's declaration of one parameter tensor.
+    """Name, shape and properties of one parameter tensor of a model.
 
-    ``layer`` is the number of the layer in the model. If ``adapted`` is True, weight decay and layer-wise rates apply.
-    ``cut`` is the dim that tensor parallelism splits, or None. If the tensor is split, ``whole`` is its full shape, and
-    this rank holds the region ``box`` (start, stop per dim). ``room`` is then the number of elements of the largest
-    shard, for which every rank reserves memory.
-
-    ``stacked`` is the number of equal tensors stacked along dim 0, such as query, key and value. If ``expert`` is True,
-    dim 0 counts experts, which can be distributed over ranks. Expert tensors follow all other tensors of their layer.
+    - ``layer``: number of the layer in the model.
+    - ``adapted``: True if weight decay and layer-wise learning rates apply.
+    - ``cut``: the dim that tensor parallelism splits, or None.
+    - ``whole``: full shape of a split tensor. This rank holds its region ``box``, (start, stop) per dim.
+    - ``room``: number of elements that every rank reserves for a split tensor: the size of the largest shard.
+    - ``stacked``: number of equal tensors stacked along dim 0, such as query, key and value.
+    - ``expert``: True if dim 0 counts experts. Such tensors follow all other tensors of their layer.
     """
 
     layer: int
@@ -57,9 +57,9 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one rank's shard: indices ``along`` of the dim that tensor parallelism splits.
+        """Return the spec of one rank's shard. ``along``: its indices in the dim that tensor parallelism splits.
 
-        ``longest`` is the length of the longest shard in this dim. Every rank reserves memory for such a shard.
+        ``longest``: length of the longest shard in this dim, for which every rank reserves memory.
         """
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))

@@ -46,10 +46,10 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the flop/s of the fastest of several matrix products, measured for ``seconds`` seconds. Local.
+    """Return the speed of matrix products in flop/s: the fastest of at least 3 products. Local.
 
-    At least 3 products are measured. A product of n x n matrices (n = ``side``) counts as 2 n^3 operations. If
-    ranks share cores, all ranks should measure at the same time.
+    Products of matrices with ``side`` x ``side`` elements run for ``seconds`` seconds. Each counts as 2 n^3 operations,
+    with n = ``side``. If ranks share cores, all ranks should measure at the same time.
     """
     product = MatrixProduct(dtype, on, side)
     product.run()  # touch the pages, start the threads

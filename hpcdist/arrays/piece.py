@@ -31,9 +31,10 @@ class Runs:
 class Piece:
     """Elements of a tensor that this rank holds in the 1-D ``array``.
 
-    ``box`` is a region of the tensor, (start, stop) per dim. ``flat`` is the range of held elements in this region, in
-    row-major order. ``kind`` names the state: "parameters", "optimizer.m", ... ``array`` is a view of the state, or a
-    `FileSlice`.
+    - ``kind``: name of the state that has the tensor: "parameters", "optimizer.m", ...
+    - ``box``: region of the tensor, (start, stop) per dim.
+    - ``flat``: range of the held elements in this region, in row-major order.
+    - ``array``: view of the state, or a `FileSlice`.
     """
 
     kind: str
@@ -56,8 +57,8 @@ class Piece:
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
         """Return the `Piece` for ``array``, which holds consecutive elements of one tensor.
 
-        ``segment`` describes the tensor and its range in the layout's flat array. ``touched`` is the range of ``array``
-        in the same flat array. ``kind`` names the state ("optimizer.m").
+        ``kind``: name of the state ("optimizer.m"). ``segment``: the tensor and its range in the layout's flat array.
+        ``touched``: range of ``array`` in this flat array.
         """
         spec = segment.spec
         shape = spec.whole or spec.shape
@@ -83,10 +84,9 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the runs of consecutive tensor elements that a piece of the tensor holds.
+    """Return the ranges of consecutive tensor elements that a `Piece` holds.
 
-    ``shape`` is the shape of the tensor, and ``box`` is a region of the tensor: a range per dim. ``flat`` is the range
-    of elements that the piece holds. It counts the elements of the region in row-major order.
+    ``shape``: shape of the tensor. For ``box`` and ``flat`` see `Piece`.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.
@@ -115,10 +115,10 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the element ranges of a tensor that ``left`` and ``right`` have in common.
+    """Return the tensor elements that two arrays both hold. ``left`` and ``right`` describe the elements of each array.
 
-    ``left`` and ``right`` each describe the tensor elements that one array holds. The result has three arrays, with one
-    value per common range: its offset in the left array, its offset in the right array, and its size.
+    The result has three arrays, with one value per common range: offset in the left array, offset in the right array,
+    and size.
     """
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")

@@ -28,8 +28,8 @@ def philox(
 ) -> None:
     """Write random words of Philox4x32-10 (Salmon et al., SC'11) to ``words``: uint32, of shape (4 * count,).
 
-    Each of ``count`` counters gives four words. Word 0 of the counters is ``first``, ``first`` + 1, ...; words 1 to 3
-    are ``counter1`` to ``counter3``. ``key0`` and ``key1`` are the key. For compiled kernels.
+    Each of ``count`` counters gives four words. The i-th counter, from 0, is (``first`` + i, ``counter1``,
+    ``counter2``, ``counter3``). The key is (``key0``, ``key1``). For compiled kernels.
     """
     # The rounds are inlined: LLVM vectorises this loop, but not a loop over calls.
     for i in range(count):

@@ -18,10 +18,10 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 
 class FlatStore:
-    """A 1-D array for the elements of a model's tensors, or some of them. ``layout`` orders them in one flat array.
+    """1-D array for all or some elements of a model's tensors, in the order of ``layout``.
 
-    ``parts`` is the range of the flat array to hold, or several ascending, disjoint ranges; None means the whole array.
-    Padding is zero. ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
+    ``parts``: the element range to hold, or several ascending, disjoint ranges; None means all elements. Padding is
+    zero. ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FlatStore:
             ledger.track(self.array, category, None if allocate or on == "gpu" else self.array.base)
 
     def range(self, elements: Range) -> Array:
-        """Return a 1-D view of the range ``elements`` of the layout, which must lie in one of the store's ``parts``."""
+        """Return a 1-D view of the layout's elements in the range ``elements``. This store must hold all of them."""
         if not elements:
             return self.array[:0]
         start = self._offset(elements)
@@ -59,7 +59,7 @@ class FlatStore:
         return elements.start + self._shifts[index] - self._starts[index]
 
     def view(self, key: str) -> Array:
-        """Return a view of tensor ``key`` in its shape. One flat range of this store must contain the whole tensor."""
+        """Return a view of tensor ``key`` in its shape. This store must hold the whole tensor."""
         segment = self.layout.by_key[key]
         return self.range(segment.range).reshape(segment.spec.shape)
 
@@ -104,7 +104,7 @@ class FlatStore:
         yield self.range(elements)
 
     def contents(self, elements: Range) -> Array:
-        """Return a view of the values in the range ``elements``, for use as the ``array`` of a `Piece`."""
+        """Return the layout's elements in the range ``elements`` as an array, without a copy."""
         return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:

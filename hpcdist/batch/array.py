@@ -49,8 +49,8 @@ class ArrayJob(BatchJob):
 class SweepJob(ArrayJob):
     """Sweep as a job array: task K runs trial K on at most ``nodes`` x ``ranks_per_node`` ranks.
 
-    ``trial_ranks``: number of ranks of each trial. Results and logs are in ``run_dir``, which must exist at submission.
-    ``retry_failed``: repeat trials that are recorded as failed.
+    ``trial_ranks``: number of ranks of each trial. ``run_dir``: existing directory for results and logs.
+    ``retry_failed``: repeat failed trials.
     """
 
     template: ClassVar[str] = "sweep.sbatch.j2"
@@ -65,8 +65,8 @@ class SweepJob(ArrayJob):
         _check_trials(self, self.trial_ranks)
         if self.restarts or self.survive != "none":
             raise UsageError(
-                "--restarts and --survive with --array: restarts would distort the measured times; leave both options "
-                "out"
+                "--array cannot be combined with --restarts or --survive, because restarts would distort the measured "
+                "times; leave both options out"
             )
         if "\\" in str(self.run_dir):
             raise UsageError(
@@ -159,7 +159,7 @@ class BenchmarkJob(BatchJob):
             raise UsageError(f"--bench {self.suite!r}: unknown suite; choose one of {', '.join(SUITES)}")
         _check_trials(self, self.trial_ranks)
         if bool(self.sweep) != (self.suite == SWEEP):
-            raise UsageError(f"--bench {self.suite}: only the suite sweep takes a sweep file")
+            raise UsageError(f"--bench {self.suite}: the suite sweep needs a sweep file, other suites take none")
         if self.links > 1 or self.restarts or self.survive != "none":
             raise UsageError("--chain, --restarts and --survive are only for trainings; leave them out with --bench")
 

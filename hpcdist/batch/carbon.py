@@ -89,7 +89,7 @@ def read_forecast(path: Path) -> CarbonForecast:
         with io.StringIO(regular.read(path).decode("utf-8-sig"), newline="") as file:
             return _parsed(path, csv.reader(file, strict=True))
     except OSError as error:
-        raise StorageError(f"cannot read the forecast {path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot read the forecast {path}: {error.strerror or error}; check the file") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigurationError(f"cannot read the forecast {path}: {error}; give a CSV file: time,gCO2/kWh") from error
 
@@ -105,7 +105,7 @@ def _parsed(path: Path, lines: Iterable[list[str]]) -> CarbonForecast:
             continue
         where = f"{path} line {getattr(reader, 'line_num', len(times) + 2)}"
         if len(line) != len(header):
-            raise ConfigurationError(f"{where}: {len(line)} values, but the header has {len(header)} columns")
+            raise ConfigurationError(f"{where}: {len(line)} values, but the header has {len(header)} columns; fix it")
         times.append(_moment(where, line[time_at].strip()))
         values.append(_intensity(where, line[intensity_at].strip()))
         if len(times) > 1 and times[-2] >= times[-1]:
@@ -147,7 +147,7 @@ def _moment(where: str, text: str) -> datetime:
     try:
         return moment.astimezone(UTC)
     except OverflowError:
-        raise ConfigurationError(f"{where}: {text!r} is not between the years 1 and 9999 in UTC") from None
+        raise ConfigurationError(f"{where}: {text!r} is not between the years 1 and 9999 in UTC; correct it") from None
 
 
 def _intensity(where: str, text: str) -> float:
@@ -192,10 +192,8 @@ class CarbonWindow:
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
     """Return the time window of a job with the least mean carbon intensity, between ``now`` and ``deadline``.
 
-    Of windows with equal means, the earliest is returned. ``now`` and ``deadline`` have a time zone. The mean is
-    piecewise linear in the start time, so only a few starts are compared: the earliest, the latest, and times at which
-    the job starts or ends together with a forecast row. Raises UsageError if the deadline is too soon, and
-    ConfigurationError if the forecast does not cover the job.
+    Of equal means, the earliest is returned. ``now`` and ``deadline`` have a time zone. Raises UsageError if the
+    deadline is too soon, and ConfigurationError if the forecast does not cover the job.
     """
     duration = timedelta(seconds=duration_s)
     if duration <= timedelta(0):
@@ -228,8 +226,8 @@ def plan_begin(
 ) -> tuple[datetime, list[str]]:
     """Return the best start time of a job according to the forecast file ``path``, and lines of text to explain it.
 
-    `deadline_of` parses ``deadline_text``. If ``power_w``, the job's power in W, is not None, the text reports the
-    saved grams of CO2. Raises UsageError, ConfigurationError or StorageError.
+    For ``deadline_text`` see `deadline_of`. With the job's power ``power_w`` in W, the text reports the saved CO2.
+    Raises UsageError, ConfigurationError or StorageError.
     """
     if walltime_s is None:
         raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")
@@ -249,10 +247,10 @@ def _comparison_text(window: CarbonWindow, power_w: float | None) -> str:
 
 
 def deadline_of(text: str, now: datetime) -> datetime:
-    """Return the time of the deadline ``text``, which is a duration from ``now`` or an ISO time.
+    """Return the time of the deadline ``text``: a duration from ``now``, or an ISO time. Raises UsageError.
 
-    Durations: 2d, 24h, 90m, D-HH:MM:SS, HH:MM:SS or whole minutes. An ISO time without a zone is local. If this local
-    time occurs twice (clock change), the first occurrence is used. Raises UsageError.
+    Durations: 2d, 24h, 90m, D-HH:MM:SS, HH:MM:SS or whole minutes. An ISO time without a zone is local. Of two equal
+    local times (clock change), the first is used.
     """
     short = _DURATION.fullmatch(text)
     if short is not None:
@@ -274,16 +272,16 @@ def deadline_of(text: str, now: datetime) -> datetime:
 def begin_text(begin: datetime, scheduler: str = "slurm") -> str:
     """Format the time ``begin`` in whole seconds for sbatch --begin ("slurm") or qsub -a ("pbs").
 
-    Both commands use the time zone of the submitting process (TZ). After a clock change, a local time can occur twice.
-    Raises ConfigurationError if the command would use the wrong occurrence.
+    The text is a local time (TZ). Raises ConfigurationError if this time occurs twice (clock change) and the command
+    would use the wrong one.
     """
     moment = begin.replace(microsecond=0)
     local = moment.astimezone()
     text = local.strftime(_BEGIN[scheduler])
     if time.mktime((*local.timetuple()[:8], -1)) != moment.timestamp():
         raise ConfigurationError(
-            f"the local time {text} of {moment.isoformat()} is ambiguous because the clocks change, and the scheduler "
-            "would use the other occurrence of it; submit with TZ=UTC in the environment"
+            f"{text}, the local time of the start {moment.isoformat()}, occurs twice because the clocks change; the "
+            "scheduler would use the wrong occurrence: submit with TZ=UTC in the environment"
         )
     return text
 

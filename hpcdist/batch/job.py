@@ -97,25 +97,21 @@ _OWNED_WITH_BEGIN: Final = {"--begin": "--carbon sets the start time"}
 class BatchJob:
     """Batch job that trains on ``nodes`` x ``ranks_per_node`` ranks.
 
-    Input: ``recipe``, ``sweep`` or ``program``. ``recipe`` is the text of a complete recipe, which every start trains
-    in ``run_dir``. ``sweep`` is the text of a sweep file. ``program`` is a command line, and ``program_keys`` has
-    (name, value) pairs of environment variables for it.
-
-    Resources: ``walltime`` in Slurm's format (None: the partition's default). The job saves and stops ``signal_s``
-    seconds before its end. ``mem``: memory per node in Slurm's format ("0": all). ``constraint``: required node
-    features. ``sbatch_args`` and ``mpi_args``: additional options. ``begin``: earliest start time, with time zone.
-
-    Failures: ``restarts``: maximum number of restarts within the job. ``spare_nodes``: nodes that replace lost nodes.
-    ``survive``: the option --survive of `hpcdist run`, or "none". The job is number ``link`` of a chain of ``links``
-    jobs. ``most_fruitless``: maximum number of consecutive starts without a new checkpoint (0: no limit).
-
-    Software: ``python``: interpreter that runs hpcdist. ``python_path``: folder to import hpcdist from, or None.
-    ``python_of_ranks``: interpreter on the ranks, if different. ``warmup``: compile the kernels first. ``check``: check
-    the nodes first.
-
-    Staging: ``local``: directory that the job creates on each node and removes at its end, or None. ``environment``:
-    archive of a Python environment, which the job unpacks into ``local``. ``data``: file or directory, which the job
-    copies to ``local``.
+    - ``recipe``: text of a complete recipe, which every start trains in ``run_dir``.
+    - ``sweep``: text of a sweep file, instead of a recipe.
+    - ``program``: command line, instead of a recipe. ``program_keys``: its environment variables, as (name, value)
+      pairs.
+    - ``walltime``: in Slurm's format (None: the partition's default).
+    - ``mem``: memory per node in Slurm's format ("0": all).
+    - ``signal_s``: the job saves and stops this number of seconds before its end.
+    - ``restarts``: maximum number of restarts within the job. ``spare_nodes``: nodes that replace lost nodes.
+    - ``survive``: the option --survive of `hpcdist run`, or "none".
+    - ``link``, ``links``: number of this job in a chain of jobs, and length of the chain.
+    - ``most_fruitless``: maximum number of consecutive starts without a new checkpoint (0: no limit).
+    - ``python``: interpreter that runs hpcdist. ``python_of_ranks``: interpreter on the ranks, if different.
+    - ``local``: directory that the job creates on each node and removes at its end, or None.
+    - ``environment``: archive of a Python environment, which the job unpacks into ``local``.
+    - ``data``: file or directory, which the job copies to ``local``.
     """
 
     template: ClassVar[str | None] = None  # None: the scheduler's template of a training

@@ -1,4 +1,4 @@
-"""Ledger of a run, ``jobs.jsonl`` in the run directory: the jobs submitted for the run, their starts and ends. Local.
+"""Job ledger: the log ``jobs.jsonl`` of the jobs of a run, in its directory. Local.
 
 JSON lines {"time", "event", "job", ...} with these events and further keys:
 
@@ -93,7 +93,7 @@ class LedgerJob:
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append an ``event`` with its ``values`` to the job ledger of ``run_dir``. Raises StorageError."""
+    """Append an ``event``, with the keywords as its values, to the job ledger of ``run_dir``. Raises StorageError."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

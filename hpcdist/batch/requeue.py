@@ -1,12 +1,7 @@
 """Decide whether a job is requeued after a start, and limit consecutive starts without a new checkpoint.
 
-Three mechanisms start a job or training again:
-
-    hpcdist run --restarts    inside the job, with its own limit
-    the job script            by `scontrol requeue` or the next chain job, if `hpcdist jobs end` printed "again"
-    Slurm                     after it declared a node of the job down
-
-`fruitless_starts` limits the last two mechanisms.
+The limit applies to starts by the job script and by Slurm, which requeues a job after a node failure. Restarts by
+`hpcdist run --restarts` have another limit.
 """
 
 import os
@@ -37,7 +32,7 @@ class NewestCheckpoint(NamedTuple):
 
 
 class RequeueVerdict(NamedTuple):
-    """Decision whether to requeue a job: ``word`` (`ledger.AGAIN` or `ledger.STOP`), reason, and lost nodes."""
+    """Decision whether to requeue a job: "again" or "stop" as ``word``, the reason, and the lost nodes."""
 
     word: str
     reason: str
@@ -56,9 +51,8 @@ def decide(
 ) -> RequeueVerdict:
     """Decide whether to requeue ``job``, which ended with exit code ``code``. Local.
 
-    ``entries`` is the content of the run's job ledger. ``restart`` is the job's restart count. ``saved`` is the newest
-    checkpoint. The keyword ``lost_nodes`` is a slow function that returns the nodes that do not answer. It is called
-    only if needed.
+    ``entries`` are the recorded events of the run's jobs. ``restart`` is the job's restart count. ``saved`` is the
+    newest checkpoint. The keyword ``lost_nodes`` is a function that returns the nodes that do not answer.
     """
     ledger_job = ledger.jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -89,10 +83,10 @@ def decide(
 def fruitless_starts(
     entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
 ) -> list[ledger.LedgerEntry]:
-    """Return the ledger entries of the latest starts since which no new checkpoint was saved.
+    """Return the starts since the checkpoint ``saved`` was written, the newest checkpoint of the run.
 
-    ``entries`` is the content of the job ledger. ``saved`` is the newest checkpoint, from which all these starts began.
-    All returned starts used the recipe with the digest ``digest``. Starts of cancelled jobs are left out.
+    ``entries`` are the recorded events of the run's jobs. The result has only starts from ``saved`` with the recipe of
+    hash ``digest``, and no starts of cancelled jobs.
     """
     starts: list[ledger.LedgerEntry] = []
     entries = list(entries)
@@ -131,7 +125,6 @@ def _crash_before(ledger_job: ledger.LedgerJob | None, restart: int) -> str:
 
 
 def _starts_in_vain(entries: list[ledger.LedgerEntry], job: str, saved: NewestCheckpoint) -> int:
-    """Return the number of consecutive starts since which no checkpoint newer than ``saved`` was made."""
     ledger_job = ledger.jobs(entries).get(job)
     began = None if ledger_job is None else ledger_job.last(ledger.BEGAN)
     if began is None:

@@ -69,7 +69,9 @@ def render(job: BatchJob, site: SiteProfile) -> str:
     except template_files.TemplateError as error:
         if not site.blocks:
             raise
-        raise ConfigurationError(f"[blocks] of the site {site.name!r} cannot be rendered: {error}") from error
+        raise ConfigurationError(
+            f"[blocks] of the site {site.name!r} cannot be rendered: {error}; correct the site profile"
+        ) from error
 
 
 def environment() -> Templates:
@@ -184,8 +186,8 @@ def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
     """Submit the (job, script) pairs ``links`` at ``site``. Each job starts after the previous job has ended.
 
-    Logs go into ``folder``. Each job is recorded in the job ledger and yielded before the next job is submitted, so the
-    numbers of a partially submitted chain are available. Raises StorageError and the errors of `slurm.submit`.
+    Logs go into ``folder``. Each job is recorded in its run directory and yielded before the next job is submitted.
+    Raises StorageError and the errors of `slurm.submit`.
     """
     if site.scheduler.kind == "slurm":
         from hpcdist.batch.schedulers.slurm import submit
@@ -208,7 +210,7 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
                 job.run_dir, ledger.SUBMITTED, job=number, **values, chain=[earlier.number for earlier in submitted]
             )
         except StorageError as error:
-            raise StorageError(f"job {number} was submitted, but {error}") from error
+            raise StorageError(f"job {number} was submitted, but not recorded: {error}") from error
         yield submitted[-1]
 
 

@@ -17,8 +17,8 @@ class CheckpointConfig:
 
     Args:
         every_steps: Number of steps between saves. The end of the run is always saved (0: only the end).
-        mtbf_s: Mean time between failures of the job. If not 0, `hpcdist.strategies.core.daly_interval.daly` derives
-            the save interval. "observed": run time of all starts / (failed starts + 1).
+        mtbf_s: Mean time between failures of the job, from which the save interval is derived (0: off).
+            "observed" means the run time of all starts / (failed starts + 1).
         keep: Number of newest checkpoints to keep.
         keep_every: Also keep the first checkpoint at or after each multiple of this number of steps (0: none).
         keep_best: Also keep this number of checkpoints with the lowest validation loss (0: none).

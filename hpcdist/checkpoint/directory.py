@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule for the checkpoints to keep. It depends only on their steps and validation losses.
+    """Rule for the checkpoints to keep, by their steps and validation losses.
 
     Args:
         last: Number of newest checkpoints to keep.

@@ -106,7 +106,7 @@ def load_usable(path: Path) -> Manifest:
     """Return the manifest of the checkpoint at ``path``. Raises StorageError if it is incomplete or damaged."""
     listed = inspect(path)
     if listed.manifest is None or listed.reason:
-        raise StorageError(f"{path} is {listed.state}: {listed.reason}")
+        raise StorageError(f"{path} is {listed.state}: {listed.reason}; choose another checkpoint")
     return listed.manifest
 
 

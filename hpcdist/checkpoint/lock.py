@@ -61,8 +61,8 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        If it is unclear whether that process is alive, wait for a sign of life. With the keyword ``waits`` False, treat
-        the process as alive. The keyword ``otherwise`` is the advice in the error message.
+        If that process may be dead, wait for a sign of life, unless the keyword ``waits`` is False. The keyword
+        ``otherwise`` is advice for the error message.
         """
         path = directory / LOCK_FILE
         if path.is_dir():
@@ -79,8 +79,8 @@ class RunLock:
             alive = not waits or _is_visible(holder, self._own) or (seen is not None and touched != seen)
             if alive or time.monotonic() > limit:
                 raise StorageError(
-                    f"{_description(directory, holder, age_s)}; wait until it ends, or {otherwise}; if that process "
-                    f"no longer exists, remove {path}"
+                    f"{_description(directory, holder, age_s)}; wait until that process ends, or "
+                    f"{otherwise}; if it no longer exists, remove {path}"
                 )
             if seen is None:
                 sys.stderr.write(
@@ -116,7 +116,7 @@ class RunLock:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The entry that this process writes to its lock file."""
+        """Description of this process, as stored in its lock file."""
         return self._own
 
     def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:
@@ -213,10 +213,7 @@ def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> st
 
 
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
-    """Return the JSON object in the lock file ``path``, and the age of the file in seconds.
-
-    The object is {} if the file cannot be read. It is None if the file is missing, or a copy from another directory.
-    """
+    """Return (content, age in seconds) of the lock file. The content is {} if unreadable, None if missing or copied."""
     now, age_s = atomic.temporary_path(path), 0.0
     try:
         os.close(atomic.create(now))
@@ -252,7 +249,7 @@ def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise StorageError(f"{path} is stale and cannot be removed: {error.strerror}") from error
+        raise StorageError(f"the stale lock {path} cannot be removed: {error.strerror}; remove it") from error
     # Only one process can rename the file. If it is the new lock of another process, rename it back.
     if _read_holder(aside)[0] != holder:
         with contextlib.suppress(FileExistsError):

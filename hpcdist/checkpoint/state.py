@@ -77,10 +77,10 @@ State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: AnyComm = None) -> Path:
     """Save ``state`` in ``directory`` and return ``directory/checkpoints/step-N``. Collective over the communicator.
 
-    ``state`` must have the same names on all ranks. A value is an array that is equal on all ranks, a `Sharded` part of
-    an array, or a JSON value (used from rank 0). ``step`` is N, by default the newest step + 1. ``keep`` is the number
-    of newest checkpoints to keep. The save is atomic. Until this program ends, no other job can save in ``directory``.
-    Raises StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
+    ``state`` must have the same names on all ranks. A value is an array that is equal on all ranks, a `Sharded` array,
+    or a JSON value (used from rank 0). The keyword ``step`` is N, by default the newest step + 1. The keyword ``keep``:
+    number of newest checkpoints to keep. The save is atomic. Until this program ends, no other job can save in
+    ``directory``. Raises StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
     """
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
     if keep < 1:
@@ -105,9 +105,9 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
     """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over the communicator.
 
-    ``state`` holds the arrays to fill, whole or `Sharded`, with any sharding. Without ``state``, every rank gets all
-    arrays as new numpy arrays. A damaged checkpoint is reported and skipped. Raises StorageError if the checkpoint
-    lacks an array of ``state``, or has it in another shape or dtype.
+    ``state``: the arrays to fill, whole or `Sharded`, with any sharding. Without it, every rank gets all arrays as new
+    numpy arrays. A damaged checkpoint is reported and skipped. Raises StorageError if an array is missing, or has
+    another shape or dtype.
     """
     where = communicator_of(comm)
 
@@ -128,7 +128,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"{name} is a {type(value).__name__}, which is neither an array nor a JSON value ({error})"
+                f"{name} is a {type(value).__name__}, which is neither an array nor a JSON value ({error}); convert it"
             ) from error
 
 
@@ -142,7 +142,7 @@ def _lock(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{directory} cannot be created: {error.strerror}") from error
+        raise StorageError(f"{directory} cannot be created: {error.strerror}; choose another directory") from error
     lock = RunLock()
     lock.take(directory, otherwise="save in another directory")
     at_exit(lock.release)

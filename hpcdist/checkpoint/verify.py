@@ -128,9 +128,10 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
 
 
 def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return the checkpoints of ``run_dir`` to keep and to remove by ``rule``. ``damaged``: also remove damaged ones.
+    """Return the checkpoints of ``run_dir`` to keep and to remove by the retention ``rule``.
 
-    Complete checkpoints are verified in full, newest first, until one is intact. Raises StorageError if none is intact.
+    ``damaged``: also remove damaged checkpoints. Checkpoints are read in full, newest first, until one is intact.
+    Raises StorageError if no checkpoint is intact.
     """
     checkpoints = [listed for listed in listing.list_checkpoints(run_dir) if listed.path.suffix == ""]
     complete = [listed for listed in checkpoints if listed.state == COMPLETE]

@@ -147,8 +147,8 @@ def command(
 class _Launch:
     """Settings of one `hpcdist run`, for the first start of the job and for every restart.
 
-    ``script`` is True if the job runs a user's script, not a subcommand of hpcdist. ``program`` is the command that
-    runs hpcdist, such as ``python -m hpcdist``, or empty for a script. ``typed`` is the command line of `hpcdist run`.
+    ``script``: the job runs a user's script, not an hpcdist command. ``program``: command that runs hpcdist, or empty
+    for a script. ``typed``: command line of `hpcdist run`.
     """
 
     starter: launchers.Starter
@@ -201,8 +201,8 @@ class _Launch:
     ) -> supervisor.LaunchOutcome:
         """Start ``command``, wait for its end, and return the outcome. Print the first failure of a rank.
 
-        ``mask`` is the launcher's signal mask. ``where`` has launcher options that select nodes for a restart, or None.
-        The keyword ``repeated`` means that the caller restarts failed jobs, so users need not resume them by hand.
+        ``mask``: signal mask of the launcher. ``where``: launcher options that select nodes for a restart, or None. The
+        keyword ``repeated`` is True if the caller restarts failed jobs.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:
@@ -289,8 +289,7 @@ def _check_starter(starter: launchers.Starter, options: Sequence[str], *, trains
 def _check(command: tuple[str, ...], energy: bool) -> bool:
     """Return True if ``command`` is a script or other program, False if it is an hpcdist command.
 
-    Raises UsageError if the command is unknown, if ``energy`` (the option --energy) is True without a script, or if
-    this process is already a rank of a job.
+    Raises UsageError for an unknown command, for the option --energy without a script, and in a rank of a job.
     """
     rank_commands = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # `bench` of a sweep starts ranks itself; the other benchmarks run on ranks.
@@ -308,7 +307,7 @@ def _check(command: tuple[str, ...], energy: bool) -> bool:
     if launched is not None and launched.size > 1:  # size 1 is an interactive shell: srun --pty bash
         raise UsageError(
             f"this process is already one of {launched.size} ranks of {launched.launcher}; "
-            f"give that launcher `{'' if script else 'hpcdist '}{command[0]}` instead of `hpcdist run`"
+            f"start `{'' if script else 'hpcdist '}{command[0]}` with {launched.launcher}, without `hpcdist run`"
         )
     return script
 
@@ -329,7 +328,7 @@ def _run_dir(command: Sequence[str], script: bool, out_option: Path | None, resu
         return out_option
     if out_option is not None or resume is not None:
         word = "--out" if out_option is not None else "--resume"
-        raise UsageError(f"{word} before {command[0]} is only for scripts; write: {command[0]} ... {word}")
+        raise UsageError(f"{word} must follow {command[0]}, which is no script; write: {command[0]} ... {word}")
     if command[0] != "train":
         raise UsageError(f"--restarts works only with train, not with {command[0]}; leave it out")
     out: Path | None = _train_options(command)["out"]
@@ -347,10 +346,10 @@ def _train_options(command: Sequence[str]) -> dict[str, Any]:
 def check_training(
     command: Sequence[str], ranks: int | None, survive: str | None, spares: int, *, elsewhere: bool
 ) -> None:
-    """Raise errors that every rank of `hpcdist train` would raise, as far as they can be detected before the start.
+    """Raise the errors of `hpcdist train` that can be found before its ranks start.
 
-    ``ranks`` is the number of training ranks, or None if unknown. The keyword ``elsewhere`` means that the ranks run in
-    a container or on other hosts, so they may see other files.
+    ``ranks``: number of training ranks, or None if unknown. The keyword ``elsewhere``: the ranks run in a container or
+    on other hosts, so they may see other files.
     """
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements

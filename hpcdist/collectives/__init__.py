@@ -1,9 +1,9 @@
 """Collective operations for strategies: allreduce, reduce-scatter, all-gather, broadcast and all-to-all.
 
-Floor 2: imports comm, arrays and errors. Begin with `allreduce` and `Sharding`. Functions for users are in `arrays`.
+Begin with `allreduce` and `Sharding`. Functions for users are in `arrays`. Floor 2: imports comm, arrays and errors.
 
-Costs in docstrings are for n bytes on p ranks: α is the latency of a message in s, β the transfer time in s/byte, γ the
-reduction time in s/byte.
+Costs in docstrings are for n bytes on p ranks. α: latency of a message in s. β and γ: transfer time and reduction time
+in s/byte.
 """
 
 from hpcdist.collectives import segments

@@ -1,8 +1,7 @@
 """Collective operations for users, on arrays of any shape: `hpcdist.allreduce` and others.
 
-The first call for a dtype measures the algorithms for about a second on all ranks, and the result is cached for later
-starts on the same machines. `hpcdist tune` measures in advance. HPCDIST_TUNING=off uses the MPI library's algorithms.
-Arrays must have the same dtype on all ranks.
+Arrays must have the same dtype on all ranks. The first call for a dtype measures the algorithms for about a second, and
+caches the result. `hpcdist tune` measures in advance. HPCDIST_TUNING=off uses the MPI library's algorithms.
 """
 
 import functools
@@ -48,11 +47,13 @@ def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return the result. Collective over the keyword ``comm``.
 
-    ``array`` is a numpy or cupy array or a PyTorch tensor of floats (16 to 64 bits) or integers, of the same shape on
-    all ranks, or a number. A number cannot change: use the return value. Python integers must fit in 64 bits; their sum
-    is exact. ``op`` is "sum", "mean" (not for integer arrays), "max" or "min". All ranks get the same bits. 16-bit
-    floats are summed in float32 and rounded once. Raises UsageError for an invalid op, and BufferHandoverError for an
-    unsupported dtype or a read-only array.
+    - ``array``: numpy or cupy array, PyTorch tensor, or number, of the same shape on all ranks.
+    - dtypes: integers, and floats of 16 to 64 bits. 16-bit floats are summed in float32 and rounded once.
+    - A number cannot change: use the return value. Python integers must fit in 64 bits; their sum is exact.
+    - ``op``: "sum", "mean" (not for integer arrays), "max" or "min".
+
+    All ranks get the same bits. Raises UsageError for an invalid op, and BufferHandoverError for an unsupported dtype
+    or a read-only array.
     """
     where = communicator_of(comm)
     if isinstance(array, int | float):

@@ -80,7 +80,7 @@ def parse_algorithm(text: "str | AlgorithmTable") -> AlgorithmTable:
     if fault:
         raise UsageError(
             f"allreduce algorithm{',' * fault.startswith('row')} {fault}; choose one of {', '.join(names)}, or a table "
-            "NAME<=BYTES,...,NAME of them, for example recursive_doubling<=4096,ring"
+            "by buffer size, NAME<=BYTES,...,NAME, for example recursive_doubling<=4096,ring"
         )
     return text if isinstance(text, AlgorithmTable) else _rows(text)
 
@@ -130,9 +130,9 @@ def allreduce(
 ) -> None:
     """Reduce ``buffer`` in place by ``algorithm``, with equal bits on all ranks. Collective over ``comm``.
 
-    ``buffer`` is 1-D, contiguous, of equal size and dtype on every rank. ``op`` is "sum", "max" or "min". The result is
-    multiplied by ``scale`` once. 16-bit floats are summed and scaled in float32 and rounded once. Raises UsageError for
-    an unknown algorithm or op, or scaled integers, and BufferHandoverError for an unsupported buffer.
+    ``buffer`` is 1-D, contiguous, of equal size and dtype on every rank. ``op`` is "sum", "max" or "min". The keyword
+    ``scale`` multiplies the result; it must be 1 for integers. 16-bit floats are summed in float32 and rounded once.
+    Raises UsageError for bad arguments, and BufferHandoverError for an unsupported buffer.
     """
     if algorithm not in _BY_NAME:
         algorithm = _row(comm, buffer, algorithm, op)
@@ -203,7 +203,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return the allreduce ``function``, wrapped if it does not accept ``scale``, a factor of the result. Local."""
+    """Return ``function`` as an allreduce with the keyword ``scale``, a factor of the result. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 

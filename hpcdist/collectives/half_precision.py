@@ -1,8 +1,7 @@
 """16-bit floats: conversion to and from float32, and an allreduce that rounds only once.
 
-An algorithm that sends 16-bit partial sums, such as a ring, would round p-1 times. Widening is exact. Rounding is to
-nearest, ties to even; overflow gives infinity, underflow gives subnormals or zero, and a NaN keeps its sign and the
-leading bits of its payload.
+Rounding is to nearest, ties to even. Overflow gives infinity, and underflow gives subnormals or zero. A NaN keeps its
+sign and the leading bits of its payload.
 """
 
 from typing import Any, Final

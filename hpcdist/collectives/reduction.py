@@ -31,7 +31,7 @@ class ScaledFunction(Protocol):
     """An allreduce that multiplies the result by ``scale``, then rounds to the buffer's dtype. Collective."""
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
-        """Reduce ``buffer`` in place and multiply the result by ``scale``."""
+        """Reduce ``buffer`` in place and multiply the result by the keyword ``scale``."""
 
 
 def combiner(buffer: Array, op: str) -> Combine:
@@ -43,7 +43,7 @@ def combiner(buffer: Array, op: str) -> Combine:
     check_buffer(buffer)
     if is_16bit_float(buffer.dtype):
         raise BufferHandoverError(
-            f"{name_of(buffer.dtype)} would be rounded at every partial sum; "
+            f"this function would round {name_of(buffer.dtype)} at every partial sum; "
             "call hpcdist.collectives.allreduce, which sums in float32 and rounds once"
         )
     return ufunc(buffer, op)

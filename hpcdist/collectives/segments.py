@@ -52,12 +52,12 @@ def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Ar
 
 
 def count_in_ledger(array: Array) -> Array:
-    """Count ``array`` as communication memory in this thread's memory statistics, if any. Return ``array``. Local."""
+    """Count ``array`` as communication memory in this thread's memory statistics. Return ``array``. Local."""
     return array if _here.ledger is None else _here.ledger.track(array, "communication")
 
 
 def account(ledger: Ledger | None) -> None:
-    """Count this thread's current and future scratch buffers in ``ledger``. None stops counting. Local."""
+    """Count this thread's scratch buffers, now and later, in the memory statistics ``ledger``; None: do not. Local."""
     if ledger is not None and ledger is not _here.ledger:
         for array in _here.arrays.values():
             ledger.track(array, "communication")
@@ -66,7 +66,7 @@ def account(ledger: Ledger | None) -> None:
 
 
 def ledger() -> Ledger | None:
-    """Return the memory ledger that counts this thread's scratch buffers, or None. Local."""
+    """Return the memory statistics that count this thread's scratch buffers, or None. Local."""
     return _here.ledger
 
 
@@ -100,10 +100,10 @@ def check_segment(segment_bytes: int) -> None:
 
 
 def cut_evenly(part: Range, itemsize: int, segment_bytes: int) -> list[Range]:
-    """Split the range ``part`` into the fewest balanced pieces of about ``segment_bytes`` bytes, aligned to 64 bytes.
+    """Split the range ``part`` into the fewest balanced ranges of about ``segment_bytes`` bytes, aligned to 64 bytes.
 
-    ``part`` counts elements of ``itemsize`` bytes. A piece may be up to 64 bytes longer than ``segment_bytes``. An
-    empty range has no pieces.
+    ``part`` counts elements of ``itemsize`` bytes. A result may be up to 64 bytes longer than ``segment_bytes``. An
+    empty ``part`` gives [].
     """
     count = -(-part.size * itemsize // segment_bytes)
     return [piece.shift(part.start) for piece in split(part.size, count, itemsize) if piece] if count else []
@@ -121,10 +121,9 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
-    """Return a list of scratch buffers, one of the size of each of the ranges ``pieces``, for `PostedReceives`. Local.
+    """Return a scratch buffer for each range in ``pieces``, of the range's size, for `PostedReceives`. Local.
 
-    At most AHEAD receives are posted at a time, so buffers i and i + AHEAD share memory. For the other arguments see
-    `scratch`.
+    Buffers i and i + AHEAD share memory. The other arguments are as in `scratch`.
     """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)
@@ -147,7 +146,7 @@ class PostedReceives:
             self._posted.append(self._comm.irecv(target, self._source, self._tag))
 
     def take(self) -> Array:
-        """Wait for message number i, the next one. Return ``targets[i]``, valid until the next call. Local."""
+        """Wait for the next message. Return its array, which is valid until the next call. Local."""
         # With targets from `slots`, the receive posted here reuses the memory that the previous call returned.
         self._post()
         self._posted.popleft().wait()

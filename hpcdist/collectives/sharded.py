@@ -45,8 +45,8 @@ class ReduceScatterFunction(Protocol):
     ) -> None:
         """Reduce ``buffer`` by ``op`` in place, or into ``result``. Either all ranks or no rank must pass ``result``.
 
-        Each rank gets only its share of the result: in ``buffer[shares[rank]]``, or in ``result``, which has the size
-        of this share. If ``result`` is passed, ``buffer`` is not changed, unless ``result`` is a view of it.
+        Each rank gets only its share: in ``buffer[shares[rank]]``, or in ``result``, an array of this size. With
+        ``result``, ``buffer`` is not changed, unless ``result`` is a view of it.
         """
 
 
@@ -56,10 +56,9 @@ AllGatherFunction: TypeAlias = Callable[[Communicator, Array, Sequence[Range]], 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Algorithm that splits a buffer into one share per rank, reduce-scatters to these shares, and all-gathers them.
+    """Algorithm that reduce-scatters a buffer to one share per rank, and all-gathers the shares.
 
-    Share boundaries are multiples of 64 bytes. The owner of a share of 16-bit floats sums in rank order in float32, and
-    rounds once (see `all_to_all`).
+    Share boundaries are multiples of 64 bytes. 16-bit floats are summed in rank order in float32, and rounded once.
     """
 
     shares: SharesFunction
@@ -145,18 +144,14 @@ def _columns(comm: Communicator) -> list[list[int]]:
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return the buffer ranges for the two levels of a hierarchical collective: within nodes, then between nodes.
-
-    ``shares`` has one range per rank. In the first list, range i joins the shares of all ranks with local rank i. The
-    second list has the shares of the ranks that have the same local rank as this process, one per node.
-    """
+    """Return the buffer ranges for a reduction within nodes (by local rank), then between nodes (by node)."""
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]
     joined = [a.stop == b.start for column in parts for a, b in zip(column, column[1:], strict=False)]
     if not columns or not all(joined):
         raise UsageError(
-            f"hierarchical shares of {comm.size} ranks on {comm.nodes().count} nodes must be the result of "
-            f"`Sharding.shares`, got {[(part.start, part.stop) for part in shares]}"
+            f"the shares of the algorithm hierarchical ({comm.size} ranks, {comm.nodes().count} nodes) must be the "
+            f"result of `Sharding.shares`, got {[(part.start, part.stop) for part in shares]}"
         )
     return [Range(column[0].start, column[-1].stop) for column in parts], parts[comm.nodes().intra.rank]
 
@@ -165,7 +160,8 @@ def _check_result(buffer: Array, share: Range, result: Array) -> None:
     check_buffer(result)
     if result.dtype != buffer.dtype or result.size != share.size:
         raise UsageError(
-            f"the result has {result.size} {name_of(result.dtype)}, the share {share.size} {name_of(buffer.dtype)}; "
+            f"the result has {result.size} elements of {name_of(result.dtype)}, but this rank's share has "
+            f"{share.size} of {name_of(buffer.dtype)}; "
             "size and dtype must be equal"
         )
 

@@ -112,9 +112,8 @@ def compare_native(comm: Communicator, operation: str, buffer: Array, reduction:
 def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = None) -> None:
     """Raise CommunicationError on every rank unless all ranks of ``comm`` pass an equal ``call``. Collective.
 
-    ``call`` describes the next collective. While the ranks exchange their calls, ``move(request)`` is called repeatedly
-    until the exchange ``request`` is complete. It must progress this rank's earlier operations in flight, because other
-    ranks may wait for them.
+    ``call`` describes the next collective. ``move(request)`` is called repeatedly until the comparison message
+    ``request`` is complete. It must progress this rank's operations in flight, because other ranks may wait for them.
     """
     everybody = _exchange_calls(comm, call, move)
     if any(other != everybody[0][0] for other, _ in everybody):

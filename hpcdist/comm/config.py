@@ -69,14 +69,15 @@ RULES: Final = (
 class CommunicationConfig:
     """Section ``[communication]``: how ranks exchange gradients.
 
-    ``algorithm`` is the name of an allreduce algorithm, a table of algorithms by buffer size (see
-    `hpcdist.collectives.dispatch`), or ``auto``, which measures the algorithms at the start of a run. ``compression``
-    compresses gradients between replicas; ``auto`` compresses if a measurement shows that it is faster. The strategy
-    "allreduce" sends buckets of ``bucket_bytes`` bytes. ``overlap`` sends a bucket during the backward pass: in a
-    thread ("thread") or between layers ("poll"). ``delayed`` (strategy "allreduce" only) applies gradients one step
-    late. An operation that takes longer than ``deadline_s`` seconds ends the job. ``ranks_per_node`` simulates nodes of
-    that many consecutive ranks; 0 uses the real nodes. If ``checked`` is true, all ranks fail when their collective
-    calls differ.
+    - ``algorithm``: an allreduce algorithm, a table of algorithms by buffer size (see `hpcdist.collectives.dispatch`),
+      or ``auto``, which measures the algorithms at the start.
+    - ``compression``: compressor of gradients, or ``auto``, which compresses if a measurement shows that it is faster.
+    - ``bucket_bytes``: bucket size of the strategy "allreduce".
+    - ``overlap``: send a bucket during the backward pass, in a thread ("thread") or between layers ("poll").
+    - ``delayed``: apply gradients one step late (strategy "allreduce" only).
+    - ``deadline_s``: an operation that takes longer ends the job.
+    - ``ranks_per_node``: simulate nodes of that many consecutive ranks. 0 uses the real nodes.
+    - ``checked``: all ranks fail when their collective calls differ.
     """
 
     algorithm: str = "auto"

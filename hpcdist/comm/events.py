@@ -16,7 +16,7 @@ class CallSite(NamedTuple):
 
 
 def call_site(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
-    """Return the innermost call in the stack of ``frame`` with source not in the folders ``outside``, or None."""
+    """Return the innermost call in the stack of ``frame`` whose file is not in the folders ``outside``, or None."""
     while frame is not None and frame.f_code.co_filename.startswith(outside):
         frame = frame.f_back
     return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)

@@ -41,9 +41,8 @@ def choose_gpu(announced: LaunchEnvironment | None) -> int:
 def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement:
     """Return the placement of this rank. Collective over ``comm``.
 
-    The local rank is the ``announced`` local rank, by which the GPU was selected. Without an announced local rank, it
-    is this rank's index among the ranks of its node. The two numbers differ if Open MPI maps ranks by package or NUMA
-    domain. Raises ConfigurationError if the announced local ranks of a node are not 0 .. n - 1 in any
+    The local rank comes from ``announced``, the launcher's environment. Without it, the local rank is this rank's index
+    among the ranks of its node. Raises ConfigurationError if a node's announced local ranks are not 0 .. n - 1 in any
     order.
     """
     nodes = comm.nodes()

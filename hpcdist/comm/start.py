@@ -77,8 +77,7 @@ class Session:
     def stop_recording(self) -> None:
         """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local.
 
-        In a job that survives rank failures, a rank must call `record` again or exit within a time limit. After this
-        limit the job ends.
+        A job that survives rank failures ends unless this rank soon calls `record` again or exits.
         """
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -105,7 +104,7 @@ class Session:
     def speak_as_one(self) -> None:
         """Print an error only on rank 0 if all ranks raise an equal error. Local.
 
-        If the job survives rank failures, an uncaught error due to a rank failure also does not end the job.
+        If the job survives rank failures, an uncaught error due to a rank failure does not end it.
         """
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
@@ -115,8 +114,7 @@ class Session:
     def leave(self, code: int) -> NoReturn:
         """End all ranks with exit code ``code``. All ranks must pass the same code. Collective.
 
-        Every rank first waits for all other ranks, because the launcher would kill unfinished ranks at the first
-        non-zero exit. In a job that survives rank failures, MPI is not finalised.
+        Every rank waits for all other ranks before it exits. If the job survives rank failures, MPI is not finalised.
         """
         if self.outlives:
             self.comm.agree(True)
@@ -154,11 +152,13 @@ def start(
 ) -> Session:
     """Start MPI if a launcher announced a world, otherwise a world of only this process. Collective.
 
-    ``device`` is "cpu" or "gpu". ``ranks_per_node`` divides the ranks into nodes of so many consecutive ranks. With
-    None, a node is a host. If ``checked`` is True, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, ranks compare their
-    calls before each collective. If MPI has not started after STARTING_S seconds, the job ends. After the start, an
-    uncaught exception or a non-zero SystemExit ends the job. Raises ConfigurationError if MPI's world size or local
-    ranks differ from the launcher's. `hpcdist doctor` sets ``examined`` to accept different local ranks.
+    After the start, an uncaught exception or a non-zero SystemExit ends the job. The job also ends if MPI has not
+    started after STARTING_S seconds. Raises ConfigurationError if MPI's world size or local ranks differ from the
+    launcher's.
+    ``device``: "cpu" or "gpu".
+    ``ranks_per_node``: number of consecutive ranks that form a node. None: the ranks of a host form a node.
+    ``checked``: True on any rank, or HPCDIST_CHECK_COLLECTIVES=1: ranks compare their calls before each collective.
+    ``examined``: True accepts local ranks that differ from the launcher's.
     """
     refuse_worker()
     standard_streams.protect()
@@ -225,7 +225,7 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """Install the excepthook of `start` early: an error before `start` has the same report and exit code. Local.
+    """Give errors before `start` the same report and exit code as errors after it. Local.
 
     If the keyword ``launched`` is True, do this only in a process that a launcher started.
     """
@@ -238,7 +238,7 @@ def start_joined() -> Session:
     """Start MPI in a process that `spawn.spawn` started. Return its session with the existing ranks. Collective.
 
     Import all modules before this call, because the existing ranks wait for it. If the start fails, only this process
-    ends. The session's node and local rank are valid only after `Session.survive`.
+    ends. Call `Session.survive` before you use the session's node or local rank.
     """
     failfast.answer_requests_for_stacks()
     signal.alarm(JOINING_S)  # its default action needs no Python code, which could not run during an MPI call
@@ -334,8 +334,8 @@ def announce_pid(name: object) -> None:
 def import_mpi() -> Any:
     """Import mpi4py.MPI, which initialises MPI. Requests THREAD_MULTIPLE, but also accepts a lower level.
 
-    A job that survives rank failures requests THREAD_SERIALIZED, because with THREAD_MULTIPLE Open MPI 5 may deadlock
-    if a thread detects a dead rank while it sends over TCP.
+    A job that survives rank failures requests THREAD_SERIALIZED: with THREAD_MULTIPLE, Open MPI 5 may deadlock when a
+    rank dies.
     """
     environment.provide_home()
     listeners.exclude_tcp()

@@ -1,7 +1,7 @@
 """One-sided memory windows: put, get and flush (MPI-3 passive target RMA).
 
-The target is not notified of a transfer. The origin puts, flushes, and sends a message. After receiving this message
-and calling `sync`, the target may read. Two ranks must never access the same bytes without such a message between them.
+A transfer does not notify the target. The origin must put, flush, and send a message. The target may read after it has
+received this message and called `sync`. Ranks must not access the same bytes without such a message.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,9 @@ _MAGIC: Final = 0x6870_6364_0000_0000
 
 
 class Window(Protocol):
-    """One-sided access to the ``memory`` of other ranks, which may have 0 bytes on some ranks.
+    """One-sided access to the memory of other ranks. The attribute ``memory`` is this rank's memory, maybe of 0 bytes.
 
-    All methods except `close` are local. Until `flush`, do not change the buffer of a put, and do not read the buffer
-    of a get.
+    All methods except `close` are local. Until `flush`, do not change the buffer of a put, or read the buffer of a get.
     """
 
     memory: np.ndarray  # (bytes of this rank,) uint8

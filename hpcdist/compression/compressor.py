@@ -1,17 +1,16 @@
 """Compressors of float32 values to bytes, and error feedback of the values lost.
 
-A payload is a 1-D uint8 array with everything that the receiver needs except the number of values. It starts at a
-multiple of `ALIGNMENT` bytes. All methods are local. Results on numpy and cupy are equal to the bit. Values must be
-finite (see `is_finite`), because signs and codes hide NaN and infinity.
+A payload is a 1-D uint8 array that starts at a multiple of `ALIGNMENT` bytes. It has everything that the receiver needs
+except the number of values. All methods are local. Results on numpy and cupy are equal to the bit. Values must be
+finite (see `is_finite`).
 
 `ErrorFeedback` (Seide et al. 2014; Karimireddy et al., arXiv:1901.09847), with a compressor C, its decoder D, a
 gradient g and a residual e, initially 0:
 
     p = g + e;  send C(p);  e <- p - D(C(p))
 
-The sum of the sent values equals the sum of all gradients minus the last e. Residuals are stored by tensor, so bucket
-boundaries may change. They take 4 bytes per element, or 8 with rollback. Pass unscaled gradients, so that a new loss
-scale has no effect.
+The sum of the sent values equals the sum of all gradients minus the last e. Residuals take 4 bytes per element, or 8
+with rollback. Pass gradients without a loss scale.
 """
 
 from abc import ABC, abstractmethod
@@ -61,8 +60,8 @@ _DOMAIN: Final = 0x636F6D70
 class RandomKey:
     """Key of a stream of random numbers. Every call of `Compressor.encode` needs another key.
 
-    ``tensor``: number of the encoded tensor, or another number that differs between the encodings of a step. For
-    streams that are equal on all ranks (the indices of random-k), pass ``rank`` 0 on every rank.
+    ``tensor``: number that differs between the calls of a step on this rank. Pass ``rank`` 0 on every rank if all ranks
+    need equal streams.
     """
 
     seed: int
@@ -72,7 +71,7 @@ class RandomKey:
 
     @property
     def words(self) -> tuple[int, int, int, int, int]:
-        """The key as integers for `hpcdist.arrays.rng.philox`: the three upper counter words and the two key words."""
+        """The key as five integers: ``counter1`` to ``key1`` of `hpcdist.arrays.rng.philox`."""
         high = self.seed >> 32 & _WORD
         return self.tensor & _WORD, self.step & _WORD, self.rank & _WORD, self.seed & _WORD, high ^ _DOMAIN
 
@@ -80,9 +79,8 @@ class RandomKey:
 class Compressor(ABC):
     """Base class of compressors, which encode n float32 values as a payload of ``payload_bytes(n)`` bytes.
 
-    ``is_linear``: payloads may be summed, and the sum decodes to the sum of the values. `summable` returns a float view
-    of a payload. These views are summed elementwise in float32, and the sum is rounded to the dtype of the views. A
-    biased compressor needs `ErrorFeedback`.
+    If the attribute ``is_linear`` is True, float views of payloads (see `summable`) may be summed elementwise in
+    float32. The rounded sum decodes to the sum of the values. A biased compressor needs `ErrorFeedback`.
     """
 
     name: ClassVar[str]
@@ -156,7 +154,8 @@ class Compressor(ABC):
             )
         if expected and address(payload) % 4:
             raise UsageError(
-                f"{self.name}: the payload starts {address(payload) % 4} bytes after a 4-byte boundary; use align()"
+                f"{self.name}: the payload starts {address(payload) % 4} bytes after a 4-byte boundary; "
+                "use align() to round its offset"
             )
 
 
@@ -200,9 +199,9 @@ _FLOAT32: Final = np.dtype(np.float32)
 class ErrorFeedback:
     """Compression errors (residuals) of this rank, which are added to later gradients.
 
-    Residuals exist for the ranges ``parts`` of the flat parameter vector ``layout`` (None: all elements). In a step,
-    call `encode` once for each range, or `compensate` if the caller itself compresses the sum. Then call `keep` to end
-    the step, or `rollback` if the step is skipped.
+    ``parts``: ranges of the flat parameter vector ``layout`` with residuals (None: all elements). In a step, call
+    `encode` once for each range, or `compensate` if the caller compresses the sum. End the step with `keep`, or with
+    `rollback` if the step is skipped.
     """
 
     def __init__(
@@ -239,7 +238,8 @@ class ErrorFeedback:
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
             raise UsageError(
-                f"residuals of {where} overlap {overlap} in one step; end the step with keep() or rollback()"
+                f"the residuals of {overlap} were already used in this step, and {where} overlaps them; "
+                "end the step with keep() or rollback()"
             )
         if where:
             self._open.append(where)

@@ -38,8 +38,7 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
     """Return the rank of PowerSGD's factors for a tensor of ``shape``: min(``rank``, rows, columns), or 0.
 
     0 means that the tensor is sent uncompressed: a vector, or a matrix that would shrink by less than the factor
-    ``least_saving``. A stack of vectors, such as three biases, has the shape of a matrix: detect it with
-    `hpcdist.arrays.layout.TensorSpec.is_matrix`.
+    ``least_saving``. A stack of vectors is not a matrix: check `TensorSpec.is_matrix` first.
     """
     if rank < 1:
         raise UsageError(f"the rank of PowerSGD must be at least 1, got {rank}")
@@ -62,8 +61,7 @@ def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -
 def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float = 1.0) -> int:
     """Return the total bytes that a process passes to the two allreduces of a step, for tensors of ``shapes``.
 
-    An a x b matrix with factors of rank r takes 4 r (a + b) bytes, an uncompressed tensor of n values 4 n bytes. For r
-    see `rank_of`.
+    An a x b matrix takes 4 r (a + b) bytes, with r from `rank_of`. If r is 0, a tensor of n values takes 4 n bytes.
     """
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
 
@@ -72,8 +70,8 @@ class PowerSgd:
     """State of PowerSGD for one matrix M: the factor Q of the last step. Methods are local.
 
     Q is float32 of shape (columns, rank). A step calls `project`, then `orthogonalise` after the first allreduce,
-    `project_back`, and `reconstruct` after the second allreduce. ``matrix`` is M, gradient plus residual, as a 1-D
-    float32 array.
+    `project_back`, and `reconstruct` after the second allreduce. The methods' argument ``matrix`` is M, gradient plus
+    residual, as a 1-D float32 array.
     """
 
     def __init__(self, shape: Sequence[int], rank: int, *, seed: int, tensor: int, on: str = "cpu") -> None:

@@ -16,19 +16,18 @@ MOST_PUE: Final = 10.0
 class EnergyConfig:
     """Section ``[energy]``: the energy sources, the sampling intervals, and the price of energy.
 
-    ``sources`` is "auto" (all readable counters), "nvml" (NVIDIA GPUs), "rapl" (processors and memory), "cray" (Cray
-    nodes), "declared" (a model), or "none". The model assumes ``cpu_tdp_w`` watts for a node's busy processors,
-    ``gpu_tdp_w`` watts per busy GPU (0: no GPUs), and ``idle_fraction`` of these watts if idle. One rank per node
-    stores samples every ``interval_s`` seconds: at 0.1 s, up to 70 MB per day and source. ``powercap`` and
-    ``pm_counters`` are the directories of RAPL and Cray counters. ``utilisation_s`` is the interval of utilisation
-    samples (0: none).
-
-    ``sensor_window_s``: seconds that a GPU's sensor measures before each update of its counter (0: the known value of
-    the GPU model). Some sensors measure only part of the time. If ``shift`` is True, rank 0 delays some training steps,
-    so that such a sensor sees all parts of a step. This requires synchronous training: the other ranks wait for rank 0.
-
-    Cooling and losses of the site use ``pue`` - 1 times the energy of its nodes. Emissions need ``carbon_g_per_kwh``,
-    and ``carbon_source`` and ``carbon_date``, the origin and date of this number. ``price_per_kwh`` is in ``currency``.
+    - ``sources``: "auto" (all readable counters), "nvml" (NVIDIA GPUs), "rapl" (processors and memory), "cray" (Cray
+      nodes), "declared" (a model), or "none".
+    - ``cpu_tdp_w``, ``gpu_tdp_w``: model power of a node's busy processors and of a busy GPU (0: no GPUs).
+      ``idle_fraction``: fraction of these watts when idle.
+    - ``interval_s``, ``utilisation_s``: seconds between energy samples and utilisation samples (0: no utilisation).
+    - ``powercap``, ``pm_counters``: directories of the RAPL and Cray counters.
+    - ``sensor_window_s``: seconds that a GPU's sensor measures before each counter update (0: by GPU model).
+    - ``shift``: True to delay some steps on rank 0, so that a sensor with pauses sees all parts of a step. Requires
+      synchronous training: the other ranks wait.
+    - ``pue``: energy of the site divided by the energy of its nodes.
+    - ``carbon_g_per_kwh``: required for emissions, with its origin ``carbon_source`` and its ``carbon_date``.
+    - ``price_per_kwh``: price in ``currency``.
     """
 
     sources: str = "auto"

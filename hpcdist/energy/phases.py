@@ -20,11 +20,12 @@ _entered: Final[dict[str, None]] = {}  # phases that this rank has entered
 
 
 def configure(**keys: Any) -> None:
-    """Configure and open the energy sensors, before the first `window`. ``keys`` are keys of ``[energy]``. Collective.
+    """Configure and open the energy sensors. Collective; call it before the first `window`.
 
-    ``configure(sources="declared", cpu_tdp_w=280.0)`` estimates the energy with a model. Environment variables of rank
-    0, such as HPCDIST_SET__ENERGY__SOURCES, override the arguments. Raises UsageError after the first window or for an
-    unknown key, and ConfigurationError for an invalid value or variable.
+    The keywords are the keys of ``[energy]`` in a recipe. For example, ``configure(sources="declared",
+    cpu_tdp_w=280.0)`` estimates the energy with a model. Environment variables of rank 0, such as
+    HPCDIST_SET__ENERGY__SOURCES, override the keywords. Raises UsageError if it is too late or a key is unknown, and
+    ConfigurationError for an invalid value.
     """
     if _monitors:
         raise UsageError("energy.configure must come before the first energy.window of a program")
@@ -60,10 +61,10 @@ def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def window(phase: str) -> Iterator[None]:
-    """Attribute the energy that this job uses in the ``with`` block to ``phase``, without the energy of nested windows.
+    """Attribute the energy that this job uses in the ``with`` block to ``phase``, except in nested windows.
 
-    The first window of a program opens the sensors, and is collective over all ranks. Later windows are local. Every
-    rank should enter the same windows: only the windows of a node's first rank count, for the energy of the whole node.
+    The first `window` of a program is collective over all ranks. Later windows are local. Every rank should enter the
+    same windows. The first rank of each node measures the whole node.
     """
     if not _monitors:
         configure()
@@ -77,12 +78,12 @@ def usage() -> dict[str, Any]:
 
     Keys, among others:
 
-    - ``energy_j``: total joules. NaN if unknown: then ``reason`` has the reason.
+    - ``energy_j``: total joules, or NaN if unknown. ``reason`` explains a NaN.
     - ``phases``: for each phase, ``joules``, ``seconds``, ``windows`` (number of `window` blocks) and ``reason``.
     - ``not_included``: the kinds of energy that are not measured, with reasons.
     - ``label``: "declared model, not measured" if the joules are estimates from declared watts, else "".
 
-    On each node, only the first rank measures. The joules of a phase are NaN if only other ranks have entered it.
+    A phase has NaN joules if no node's first rank has entered it.
     """
     if not _monitors:
         configure()

@@ -1,7 +1,7 @@
-"""Report of a job's joules, merged from the counts of its nodes. Pure.
+"""Report of a job's joules, merged from the counts of its nodes.
 
 The total is NaN if a node lacks a kind (gpu, cpu, dram) that another node measured or that the job needs. If every node
-has a counter of the whole node (kind "node"), that counter is the total.
+has a counter of the whole node (kind "node"), these counters give the total.
 """
 
 import math
@@ -30,9 +30,9 @@ class SourceResult:
     """Properties of one energy source, and its failed reads.
 
     - ``update_s``: seconds between two updates of the counter, NaN if unknown.
-    - ``trouble``: description of the source's failures, "" if it had no failure.
+    - ``trouble``: description of the failures, or "".
     - ``note``: limitation of the joules, for example that several ranks share the device.
-    - ``declared``: True if the joules are estimates from declared watts.
+    - ``declared``: True if the joules are estimates from the watts in section ``[energy]`` of the recipe.
     """
 
     name: str
@@ -72,14 +72,14 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
 
     ``earlier`` is the `state` of previous starts of this run, or None. The report is a dict with these keys:
 
-    - ``energy_j``: total joules. NaN if unknown: then ``reason`` has the reason.
-    - ``by_kind``: joules of each kind of energy in the total.
-    - ``phases``: for each phase, ``joules`` of all nodes, ``reason``, and the maxima over the nodes of ``seconds`` and
-      ``windows`` (number of measured blocks).
-    - ``sources``: one row for each source of each node.
-    - ``parts``: if the total is from counters of whole nodes, the joules of components such as "cpu" in it, else {}.
+    - ``energy_j``: total joules, or NaN if unknown. Then ``reason`` is the explanation.
+    - ``by_kind``: {kind of energy: joules}. Their sum is the total.
+    - ``phases``: for each phase, joules of all nodes, and the maxima over the nodes of ``seconds`` and of ``windows``
+      (number of measured intervals).
+    - ``sources``: a dict for each source of each node.
+    - ``parts``: if the total is from counters of whole nodes, the joules of components such as "cpu", else {}.
     - ``not_included``: kinds of energy that are not measured, with reasons.
-    - ``label``: `DECLARED` if some joules are estimates from the watts declared in ``[energy]``, else "".
+    - ``label``: `DECLARED` if some joules are estimates from the watts in section ``[energy]``, else "".
     - ``sampler_share``: fraction of a processor that sampling used, on the node with the largest fraction.
     """
     kinds = counted(nodes)
@@ -133,7 +133,7 @@ def _sampler_share(nodes: Sequence[NodeContribution]) -> float:
 
 
 class PhaseState(msgspec.Struct):
-    """Seconds, joules (None if unknown) and number of measured blocks of one phase, as saved in a checkpoint."""
+    """Seconds, joules (None if unknown) and number of measured intervals of one phase, as saved in a checkpoint."""
 
     seconds: Amount
     windows: Count

@@ -1,8 +1,7 @@
 """Tables of columns, fast creation of datasets, and checks of the filters that a dataset needs.
 
-A table is a group with one extendible dataset per `Column`, joined by dimension scales. `DatasetMaker` is 10x faster
-than h5py, because it creates types, spaces and property lists once per file. In attributes, strings are UTF-8 of
-variable length, and numbers are int64.
+A table is a group with one extendible dataset per `Column`, joined by dimension scales. `DatasetMaker` creates datasets
+10x faster than h5py. It writes attributes as UTF-8 strings of variable length, or as int64.
 """
 
 import importlib
@@ -78,7 +77,7 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 
 
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Append ``rows`` to table ``name``: one array per column, of equal length. Widens 2-D columns if necessary."""
+    """Append ``rows``, arrays of equal length by column, to table ``name``. Enlarges 2-D columns for longer rows."""
     group = file[name]
     for column, dataset in columns(file, name).items():
         values = rows[column]
@@ -117,7 +116,7 @@ def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, 
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return the datasets of the columns of table ``name``. Raises ValueError if the file is too small for them."""
+    """Return the datasets of the columns of table ``name``. Raises ValueError for a shape too large for the file."""
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():
@@ -169,7 +168,7 @@ class DatasetMaker:
         fill: np.ndarray,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Create a virtual dataset from ``regions`` of other datasets. Unreadable elements have the value ``fill``."""
+        """Create a virtual dataset that maps ``regions`` to other datasets. Missing elements equal ``fill``."""
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)
         for box, file, dataset, source_shape, source_box in regions:
@@ -229,8 +228,7 @@ FILTER_NAMES: Final = {
 def check_filters(dataset: h5py.Dataset) -> None:
     """Raise MissingCapabilityError, with a remedy, if a filter that ``dataset`` needs is missing.
 
-    Imports hdf5plugin, if it is installed, to register its filters. A filter is not needed if it is optional and was
-    also missing when the dataset was written.
+    Imports hdf5plugin, if it is installed. A filter is not needed if it was optional and unavailable to the writer.
     """
     if not _missing_filters(dataset):
         return

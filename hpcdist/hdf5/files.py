@@ -71,12 +71,12 @@ class Blocks(Protocol):
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
     """Open the HDF5 file ``path`` for reading. The caller closes it. Raises StorageError.
 
-    If ``schema`` is given, the file must have this schema, in at most this ``version``. If another process is changing
-    the file, opening is retried for two seconds.
+    If ``schema`` is given, the file must have this schema, in at most this ``version``. While another process changes
+    the file, this function retries for two seconds.
     """
     path = Path(path)
     if not path.is_file():
-        raise StorageError(f"{path}: there is no such file")
+        raise StorageError(f"{path}: there is no such file; check the path")
     limit = time.monotonic() + RETRY_S
     while True:
         try:
@@ -86,7 +86,7 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
         except OSError as error:
             # An HDF5 file may be changing at the moment; a file without the HDF5 signature is rejected at once.
             if time.monotonic() > limit or not _has_signature(path):
-                raise DamagedFileError(f"{path}: cannot be read as HDF5: {error}") from error
+                raise DamagedFileError(f"{path}: cannot be read as HDF5: {error}; restore the file") from error
             time.sleep(0.05)
     try:
         _check_schema(path, file, schema, version)
@@ -118,7 +118,7 @@ def resolved(file: h5py.File, name: str) -> Any:
             file, name = open_read(path), link.path
         else:
             return file.get(name)
-    raise StorageError(f"{file.filename}: too many links; is there a cycle of links?")
+    raise StorageError(f"{file.filename}: too many links lead to {name}; remove any cycle of links")
 
 
 def offset_in_file(dataset: h5py.Dataset) -> int | None:
@@ -139,11 +139,11 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return a dict from each file that stores ``dataset`` to its minimum size in bytes, and a bool.
+    """Return the files that store ``dataset``, with their minimum sizes in bytes, and True if no file is left out.
 
-    The bool is False if some files are not in the dict: a virtual dataset may name files by a pattern, or a file may be
-    open with a special HDF5 driver. Raises StorageError for missing or truncated files and missing source datasets, for
-    which HDF5 would silently return zeros or fill values. Raises MissingCapabilityError for a missing filter.
+    Left out are files that a virtual dataset names by a pattern, or that are open with a special HDF5 driver. Raises
+    StorageError for missing or truncated files and missing source datasets. Raises MissingCapabilityError for a missing
+    filter.
     """
     sizes: dict[Path, int] = {}
     complete = _add_storage(dataset, sizes, set(), ())
@@ -160,7 +160,9 @@ def check_size(path: Path, needed: int, name: str) -> None:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise StorageError(f"{path}, with elements of dataset {name}: cannot be read: {error.strerror}") from error
+        raise StorageError(
+            f"{path}, with elements of dataset {name}: cannot be read: {error.strerror}; restore the file"
+        ) from error
     if size < needed:
         raise StorageError(
             f"{path}, with elements of dataset {name}, has {size:,} of {needed:,} bytes: it was truncated, or is still "
@@ -176,7 +178,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
     holder, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
     location = holder.resolve(), str(dataset.name)
     if location in outer:
-        raise StorageError(f"{holder}: the virtual dataset {dataset.name} is a part of itself")
+        raise StorageError(f"{holder}: the virtual dataset {dataset.name} is a part of itself; create it anew")
     if complete:
         sizes.setdefault(holder, holder.stat().st_size)
     rest = dataset.nbytes
@@ -197,7 +199,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
         with open_read(path) as file:
             part = file.get(name)
             if not is_dataset(part):
-                raise StorageError(f"{path}: no dataset {name}, which is a source of a virtual dataset")
+                raise StorageError(f"{path}: no dataset {name}, which a virtual dataset needs; restore the file")
             complete &= _add_storage(part, sizes, seen, (*outer, location))
     return complete
 
@@ -306,9 +308,9 @@ def write_contiguous(
     Syncs the file to the disk. Raises StorageError if ``path`` exists or a write fails. A failed write leaves no file.
 
     - ``attributes``: root attributes, in addition to the keywords ``schema`` and ``version``.
-    - ``dataset_attributes``: attributes of datasets, by name of the dataset.
-    - The keyword ``opens``: function that creates the file, by default `Overlay.created`.
-    - The keyword ``outside``: hash object, updated with all bytes of the file that belong to no dataset.
+    - ``dataset_attributes``: attributes of each dataset, by name.
+    - The keyword ``opens``: function that creates the file.
+    - The keyword ``outside``: hash object to update with the bytes of the file that belong to no dataset.
     """
     path = Path(path)
     try:

@@ -1,8 +1,7 @@
 """Overlay of a file: changes stay in memory until a journalled commit.
 
-libhdf5 crashes at exit after a failed write. So plain system calls commit the overlay: first the pages that extend the
-file, then a journal of the pages that change in place, then these pages. A full disk is detected before any existing
-byte changes.
+The commit uses plain system calls, because libhdf5 crashes at exit after a failed write. A full disk is detected before
+any existing byte changes.
 """
 
 import io
@@ -61,7 +60,7 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
     """Return the file size and {page number: contents} of an unfinished commit to ``path``, or None without a commit.
 
-    Ignores an incomplete journal, whose commit has changed nothing yet, and a journal of an earlier file at ``path``.
+    A journal that is incomplete, or that does not match the pages of the file, is ignored.
     """
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
@@ -88,8 +87,8 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 class Overlay(io.RawIOBase):
     """File object over the file ``path`` for h5py's fileobj driver. Changes reach the disk only at `commit`.
 
-    If ``create`` is True, the file is created, and must not exist. The constructor also finishes a commit that a killed
-    writer left unfinished. After an exception, call only `close`.
+    If ``create`` is True, the file must not exist. The constructor finishes a commit that a killed writer left
+    unfinished. After an exception, call only `close`.
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:

@@ -23,8 +23,8 @@ MAX_BLOCKS: Final = 1024  # each block costs a lookup in the file's chunk index
 class MetricsTable:
     """Table ``name`` of an HDF5 file. Rows are ordered by the first of ``columns``, e.g. the step.
 
-    ``second`` is the name of the HDF5 dimension scale for the second dimension of 2-D columns. If ``remade`` is True,
-    appended rows replace all existing rows of the same and later steps, because a resumed run repeats these steps.
+    ``second``: name of the HDF5 dimension scale for the second dimension of 2-D columns.
+    ``remade``: True if appended rows replace existing rows of the same and later steps.
     """
 
     name: str
@@ -40,8 +40,8 @@ class MetricsTable:
     def append(self, file: h5py.File, /, **values: Any) -> None:
         """Append rows to the table in the open ``file``. Local. Does nothing for 0 rows.
 
-        Pass every column: an array with one element per row, an array of shape (rows, width) for a wide column, or one
-        value for all rows. Texts longer than their column are truncated.
+        Pass each column by name: an array with one element per row, of shape (rows, width) for a wide column, or one
+        value for all rows. Longer texts than the column allows are truncated.
         """
         rows = {column.name: _array(values[column.name], np.dtype(column.dtype)) for column in self.columns}
         count = max((len(row) for row in rows.values() if row.ndim), default=1)

@@ -1,7 +1,7 @@
 """Virtual datasets (VDS): whole tensors composed of datasets in other files, for h5ls, h5dump, h5py and viewers.
 
-HDF5 silently shows the fill value for a missing file. So the fill value is conspicuous: NaN for floats, the minimum for
-signed and the maximum for unsigned integers.
+If a file is missing, HDF5 silently shows the fill value: NaN for floats, the minimum for signed and the maximum for
+unsigned integers.
 """
 
 import math
@@ -23,10 +23,10 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Source of a virtual dataset: a dataset of another file, which fills some elements of a rectangular box.
+    """Source of a virtual dataset: a dataset of another file, which fills some of its elements.
 
-    ``box`` is in the virtual dataset. ``flat`` is the (start, stop) of the filled elements in row-major order of the
-    box.
+    The elements are in ``box``, which has a (start, stop) per dimension. ``flat`` is the (start, stop) of the filled
+    elements in row-major order of ``box``.
     """
 
     file: str  # relative to the directory of the virtual dataset's file
@@ -78,7 +78,10 @@ def write(
     schema: str,
     version: int,
 ) -> None:
-    """Write the virtual datasets ``wholes`` to a new file ``path``, and fsync it. On StorageError no file is left."""
+    """Write the virtual datasets ``wholes`` and the file ``attributes`` to a new file ``path``, and fsync it.
+
+    On StorageError no file is left.
+    """
     path = Path(path)
     try:
         with Overlay(path, create=True) as overlay:

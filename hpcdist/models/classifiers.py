@@ -1,7 +1,7 @@
 """Classifiers: a multi-layer perceptron, and a small convolutional network (channels last).
 
 A convnet has 3 x 3 convolutions (as in He et al. 2016), each followed by a norm over the channels of a pixel and an
-activation. Gradients do not depend on the split of a batch, because a norm uses one sample only.
+activation. Gradients do not depend on the split of a batch.
 """
 
 import math
@@ -32,7 +32,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
     """Return the stages of an mlp: ``config.layers`` hidden layers, and a head that outputs ``classes`` logits."""
     if features < 1 or classes < 1:
         raise ConfigurationError(
-            f"the data has {features} features and {classes} classes; an mlp needs at least one of each"
+            f"the data has {features} features and {classes} classes, but an mlp needs both; check data.path"
         )
     widths = [features] + [config.hidden] * config.layers + [classes]
     last = config.layers
@@ -140,8 +140,8 @@ class Convolution(DeclaredStage):
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the output of this convolution layer. It and x have the shape (batch, height, width, channels).
 
-        The first layer of the model also accepts integers and x of shape (batch, height * width * channels). Raises
-        UsageError for pictures of another size.
+        The first layer also accepts integers, and x of shape (batch, height * width * channels). Raises UsageError for
+        pictures of another size.
         """
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):

@@ -65,9 +65,9 @@ class ModelConfig:
         gpt: ``layers`` decoder blocks of width ``hidden`` with ``heads`` heads, trained to predict the next token.
         encoder: The same blocks without a causal mask, trained to predict masked tokens.
         mlp: ``layers`` hidden layers of width ``hidden``.
-        convnet: ``layers`` convolutions, the first with ``hidden`` channels; see `hpcdist.models.classifiers`.
-        import: A model that the function ``factory``, "file.py:function" or "package.module:function", makes from
-            PyTorch modules or JAX functions (`hpcdist.adapters`).
+        convnet: ``layers`` convolutions, the first with ``hidden`` channels.
+        import: A model in PyTorch or JAX (`hpcdist.adapters`), made by the function ``factory``: "file.py:function" or
+            "package.module:function".
         given: The model of a script (`hpcdist.training.script`).
 
     Transformers:
@@ -76,8 +76,8 @@ class ModelConfig:
         norm: "layer", or "rms" (Zhang, Sennrich, arXiv:1910.07467).
         kv_heads: Number of key and value heads (Ainslie et al., arXiv:2305.13245). 0: as many as ``heads``.
         window: Sliding window of a gpt in tokens (Jiang et al., arXiv:2310.06825). 0: no window.
-        feed_forward: Inner width of the feed-forward. 0: 4 ``hidden``, or for the activation "swiglu" (Shazeer,
-            arXiv:2002.05202) 8/3 ``hidden``, rounded up to a multiple of 32.
+        feed_forward: Inner width of the feed-forward. 0: 4 ``hidden``, or for "swiglu" (Shazeer, arXiv:2002.05202)
+            8/3 ``hidden``, rounded up to a multiple of 32.
 
     Mixture of experts (formulas in `hpcdist.models.experts.router`):
         experts: Number of experts per block, each of inner width ``expert_hidden``. 0: dense feed-forward.

@@ -49,7 +49,7 @@ class KeptArray(NamedTuple):
 class Scratch(NamedTuple):
     """Scratch array of a stage: ``each`` elements per sample, but at most ``most`` elements in total (0: no limit).
 
-    Tensor parallelism shards the array only if ``cut`` is True. Sequence parallelism does unless ``whole`` is True.
+    Tensor parallelism shards the array if ``cut`` is True. Sequence parallelism shards it unless ``whole`` is True.
     """
 
     each: int
@@ -66,8 +66,8 @@ class Scratch(NamedTuple):
 class UnitCounts:
     """Number of parameters of one stage, and its FLOPs and elements of activation memory per sample.
 
-    ``kept`` lists the arrays kept for the backward pass, in the order of allocation. ``scratch`` maps the names of
-    scratch arrays to their sizes. If stages have scratch arrays of equal names, these arrays use the same memory.
+    ``kept``: arrays kept for the backward pass, in the order of allocation. ``scratch``: {name of a scratch array:
+    size}. Scratch arrays of equal names in several stages use the same memory.
     """
 
     parameters: int
@@ -319,10 +319,10 @@ class Counts:
         return self.forward_flops + self.backward_flops
 
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
-        """Return the peak activation memory of a micro-batch of ``samples`` samples, in bytes.
+        """Return the largest activation memory of a micro-batch of ``samples`` samples, in bytes.
 
-        The keyword ``itemsize`` is the size of an element in bytes. If the keyword ``recompute`` is True, the backward
-        pass recomputes the activations of all stages except the first and the last.
+        The keyword ``itemsize``: bytes per element. If the keyword ``recompute`` is True, all stages except the first
+        and the last recompute their activations.
         """
         names = {name for unit in self.units for name in unit.scratch}
         scratch = sum(
@@ -378,7 +378,7 @@ class InputSizes(TypedDict, total=False):
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
     """Return parameters, FLOPs and memory of the model ``config``, for a sample of the given size.
 
-    The size is in keywords: ``context`` in tokens for text, or other fields of `InputSizes`.
+    The keyword ``context`` is the number of tokens of a text sample. For other data, pass other fields of `InputSizes`.
     """
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))

@@ -35,9 +35,9 @@ class PackedTokens(ArrayGroup):
 class Documents:
     """Positions of the documents in the samples of a micro-batch. Local.
 
-    ``whole``, of shape (samples, context), has the position of every token in its document, on the host. ``places``, of
-    shape (samples, local tokens), has these positions for this rank's tokens, on the compute device. ``filled`` has the
-    number of tokens of each sample before the padding.
+    ``whole``: position of every token in its document, of shape (samples, context), on the host.
+    ``places``: these positions for this rank's tokens, of shape (samples, local tokens), on the compute device.
+    ``filled``: number of tokens of each sample before the padding.
     """
 
     whole: np.ndarray
@@ -56,17 +56,17 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return the row range [first, end) of each document, in an array with this rank's tokens of one sample.
+        """Return the row range [first, end) of each document in this rank's tokens of sample number ``sample``.
 
-        ``sample`` is the sample's index. A document without tokens on this rank has an empty range. ``pieces`` lists
-        the token ranges on this rank, each as (first row, end row, position of the first token in the sample).
+        A document without tokens on this rank has an empty range. ``pieces`` lists the token ranges on this rank, each
+        as (first row, end row, position of the first token in the sample).
         """
         rows = [_row(place, pieces) for place in self.borders[sample]]
         return list(zip(rows, rows[1:], strict=False))
 
     @cached_property
     def ranges(self) -> Array:
-        """Range [first, end) of the keys in each token's document: an int64 array of shape (samples, context, 2)."""
+        """Position range [first, end) of each token's document: an int64 array of shape (samples, context, 2)."""
         ranges = np.empty((*self.whole.shape, 2), np.int64)
         for row, borders in zip(ranges, self.borders, strict=True):
             sizes = np.diff(borders)
@@ -81,8 +81,8 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
     """Return this rank's tokens of the micro-batch ``x``, and `Documents` if ``x`` is `PackedTokens`, else None.
 
-    ``cut(array)`` returns this rank's tokens of an array of shape (samples, context). Raises DataError if the first
-    token of a packed sample has a position other than 0 in its document.
+    ``cut(array)`` returns this rank's tokens of an array of shape (samples, context). Raises DataError if a packed
+    sample starts inside a document.
     """
     if not isinstance(x, PackedTokens):
         return cut(x), None

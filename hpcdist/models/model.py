@@ -45,8 +45,8 @@ LOCAL: Final = Operations(
 class SkipConnections:
     """Outputs and gradients of a micro-batch's skip connections, given as ``pairs`` (stage, later stage). Local.
 
-    A stage lists the indices of earlier stages in ``takes``. It reads their outputs from its
-    `hpcdist.models.stage.Saved` as "skip.INDEX", and stores their gradients as "skip.INDEX.gradient".
+    The later stage reads the output of stage INDEX from its `hpcdist.models.stage.Saved` as "skip.INDEX". It stores the
+    gradient as "skip.INDEX.gradient".
     """
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -58,7 +58,7 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Before the forward pass of stage number ``unit``, store the earlier outputs that it reads in ``saved``."""
+        """Before the forward pass of stage number ``unit``, put its inputs from skip connections into ``saved``."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
@@ -73,7 +73,7 @@ class SkipConnections:
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
     def add(self, unit: int, dy: Array) -> Array:
-        """Add gradients from skip connections to ``dy``, the output gradient of stage ``unit``. Return ``dy``."""
+        """Add the gradients from later stages to ``dy``, the output gradient of stage ``unit``. Return ``dy``."""
         for gradient in reversed(self._gradients.pop(unit, [])):
             dy += gradient
         return dy
@@ -86,8 +86,8 @@ StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store with its t
 class Model:
     """Trainable model: stages in layer order, and a loss. The caller allocates the parameters and gradients.
 
-    ``seeded`` True: the initial values depend only on the seed. False: all ranks use rank 0's values. ``on`` is the
-    device: "cpu", "gpu", or None for the device of the parameters.
+    Keyword ``seeded``: True if the initial values depend only on the seed; False makes all ranks use rank 0's values.
+    Keyword ``on``: the device, "cpu", "gpu", or None for the device of the parameters.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Model:
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
         """Return views of stage ``unit``'s gradients. ``store_of(layer)`` returns the gradient store of a layer.
 
-        ``written`` is a set of the keys of tensors whose gradients this step has already written. Later gradients of
-        such a tensor are added. Pass the same set for all stages of a rank.
+        ``written``: keys of the tensors whose gradients this step has already written. Their later gradients are added.
+        Pass the same set for all stages of a rank.
         """
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
@@ -180,9 +180,10 @@ class Model:
     def forward(
         self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0, draw: Draw | None = None
     ) -> Array:
-        """Run all stages with dropout masks of ``draw`` (None: no dropout), and return logits of shape (..., classes).
+        """Run the forward pass of all stages. Return the logits, of shape (..., classes).
 
-        The activations for `backward` are saved in the memory pool ``arena``.
+        ``draw`` selects the dropout masks; None: no dropout. The memory pool ``arena`` keeps the activations for
+        `backward`.
         """
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
@@ -204,7 +205,7 @@ class Model:
     ) -> None:
         """Run the backward pass of all stages after `forward` and ``loss.forward``. Release their activations.
 
-        The gradients are for ``scale`` times the summed loss. Call `Gradients.begin_step` for all stages before the
+        The gradients are for ``scale`` times the summed loss. For all stages, call `Gradients.begin_step` before the
         first backward pass of a step, and `Gradients.finish` after the last.
         """
         last = arena.saved(self.stages[-1].layer, microbatch)
@@ -271,8 +272,8 @@ LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a mic
 class Loss:
     """Cross entropy of the logits of the last stage, summed over samples and tokens.
 
-    The mean loss is the sum of losses divided by the number of targets. If a subclass sets the attribute ``weighs`` to
-    True, its `forward` must store a float32 weight in ``saved`` as `LOSS_WEIGHT`. The divisor is then the weights' sum.
+    The mean loss is this sum divided by the number of targets. If a subclass sets ``weighs`` to True, its `forward`
+    must store a float32 weight in ``saved`` as `LOSS_WEIGHT`. The divisor is then the sum of the weights.
     """
 
     weighs: bool = False

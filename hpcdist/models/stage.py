@@ -71,7 +71,7 @@ class Saved(Protocol):
         """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
 
     def within(self) -> "Saved":
-        """Return a new, empty `Saved` object for the same stage's temporary arrays. The caller must release it."""
+        """Return another, empty `Saved` object for the same stage, which the caller must release."""
 
     def owns(self, array: Array) -> bool:
         """Return True if ``array`` is in memory that the method `empty` of this object returned."""
@@ -197,9 +197,8 @@ class ActivationOperation(Protocol):
     ) -> Array:
         """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
 
-        The keyword ``bias``, if given, is first added to x in place. x must not change until the backward pass.
-        "swiglu" maps x of shape (..., 2 w), gates before values, to shape (..., w). The keyword ``name``, for the saved
-        arrays, must be unique in a stage.
+        "swiglu" maps x of shape (..., 2 w), gates before values, to shape (..., w). The keyword ``bias`` is first added
+        to x in place. x must not change until the backward pass. The keyword ``name`` must be unique in a stage.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
@@ -237,7 +236,7 @@ class ExpertsOperation(Protocol):
 
     @property
     def state(self) -> RouterState:
-        """The object with router biases and router statistics."""
+        """The load-balancing biases and the statistics of all routers."""
 
     @property
     def attends(self) -> bool:
@@ -248,7 +247,7 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the forward pass of the experts on x, of shape (batch, context, hidden). Return a function to end it.
 
-        The function returns the output. x must not change before. ``activation`` is used inside the experts.
+        This function returns the output. x must not change until then. ``activation`` is used inside the experts.
         """
 
     def begin_backward(
@@ -322,8 +321,7 @@ class MixedStage(Stage, Protocol):
 class DeclaredStage:
     """Base class of stages that own the tensors with the specs ``specs``.
 
-    ``output`` is the output shape of one sample. ``tied`` is for tensors of other layers: it maps a name in this stage
-    to the key of the tensor in the model.
+    ``output``: output shape of one sample. ``tied`` maps a name in this stage to the key of another layer's tensor.
     """
 
     def __init__(
@@ -412,7 +410,7 @@ IGNORED: Final = -1  # target without loss and gradient
 def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> None:
     """Raise DataError, naming ``what``, if a token on the host is outside [0, count).
 
-    If ``ignored``, the token IGNORED is also valid. GPU tokens are not checked, to avoid a synchronisation.
+    The keyword ``ignored`` also allows the token IGNORED. GPU tokens are not checked, to avoid a synchronisation.
     """
     if not is_device(tokens) and tokens.size:
         least, most = int(tokens.min()), int(tokens.max())

@@ -30,8 +30,8 @@ Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, 
 class SegmentWise(ABC):
     """Base class of optimizers for ``parts``, the ranges of the flat parameter vector that this rank owns. Local.
 
-    An update has two phases: `direction`, then `apply`. ``slots`` has the optimizer state by name, in the dtype of the
-    master weights. If ``needs_norms`` is true, `apply` needs the `partial_norms`, summed over the ranks.
+    An update calls `direction`, then `apply`. If ``needs_norms`` is true, `apply` needs the `partial_norms`, summed
+    over the ranks. ``slots`` maps names to optimizer state, in the dtype of the master weights.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()
@@ -88,9 +88,9 @@ class SegmentWise(ABC):
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Start the update of the weights ``master`` in the flat range ``piece``. `apply` completes it.
 
-        The mean gradient is ``scale`` times ``gradient``, with one ``scale`` for the whole update. In an update, the
-        ranges of all calls together contain each owned element once. If the attribute ``needs_norms`` is true, this
-        call overwrites ``gradient`` with the update direction. Otherwise, do not change ``gradient`` before `apply`.
+        The mean gradient is ``scale`` times ``gradient``. All calls of an update have the same ``scale``, and their
+        ranges together contain each owned element once. If the attribute ``needs_norms`` is true, this call overwrites
+        ``gradient`` with the update direction. Otherwise, do not change ``gradient`` before `apply`.
         """
 
     def sum_exactly(self) -> None:
@@ -98,10 +98,10 @@ class SegmentWise(ABC):
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
-        """Return this rank's share of sum(w^2) and sum(u^2) for each tensor, on the host.
+        """Return this rank's contribution to sum(w^2) and sum(u^2) for each tensor, on the host.
 
-        w are weights, u update directions. The caller sums the shares over the ranks that shard the tensors. The shares
-        are float64 or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
+        w are weights, u update directions. The caller sums the results over the ranks that shard the tensors. They are
+        float64 or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
         """
         return to_host(self._norms.sums()).copy()
 
@@ -111,9 +111,9 @@ class SegmentWise(ABC):
     ) -> None:
         """Complete an update: change the weights ``master`` in the flat range ``piece``.
 
-        First call the method `direction`. Pass its argument ``gradient`` here as ``direction``. This call may overwrite
-        this store. ``working``, if given, receives the rounded weights. ``norms``, if needed, are the
-        `partial_norms`, summed over the ranks.
+        ``direction`` is the store that was passed as ``gradient`` to the method `direction`; its content may be
+        overwritten. ``working``, if given, receives the rounded weights. ``norms``, if needed, are the `partial_norms`,
+        summed over the ranks.
         """
 
     def state(self) -> dict[str, float]:
@@ -173,8 +173,8 @@ def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup
     for text, group in zip(config.groups, groups, strict=True):
         if not any(group is taken for taken in group_of.values()):
             raise ConfigurationError(
-                f"optimizer.groups has {text!r}, but it matches no tensor, or only tensors of earlier groups; names "
-                f"are such as {', '.join(segment.key for segment in layout.segments[:4])}: `hpcdist checkpoint show "
+                f"optimizer.groups has {text!r}, but it matches no tensor outside earlier groups; use names "
+                f"such as {', '.join(segment.key for segment in layout.segments[:4])}: `hpcdist checkpoint show "
                 "--tensors` lists the names of a run"
             )
     return group_of
@@ -186,8 +186,8 @@ BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in
 class ElementWise(SegmentWise):
     """Base class of optimizers that update each element separately, such as AdamW and SGD.
 
-    By default, the method `apply` computes the update directions. For 16-bit gradients on the host, the caller must set
-    the attribute ``wide`` to a float32 buffer of at most `BLOCK` elements.
+    The method `apply` computes the update directions, unless `direct_before` was called. For 16-bit gradients on the
+    host, the caller must set the attribute ``wide`` to a float32 buffer of at most `BLOCK` elements.
     """
 
     wide: Array | None = None  # float32 scratch buffer of one block
@@ -273,7 +273,8 @@ class LayerWise(SegmentWise):
     ) -> None:
         """Write the update direction of the flat range ``piece`` to ``into``, or over ``gradient`` if ``into`` is None.
 
-        ``master`` are the weights. The mean gradient is ``scale`` times ``gradient``. A direction has the master dtype.
+        ``master`` are the weights. The mean gradient is ``scale`` times ``gradient``. The result has the dtype of the
+        weights.
         """
         step = gradient if into is None else into
         assert master.dtype == self.dtype == step.dtype, "directions must have the master dtype"
@@ -347,10 +348,9 @@ class LayerWise(SegmentWise):
         scale: float,
         tensors: kernels.TensorOptions,
     ) -> None:
-        """Compute the update directions for the flat range ``where`` on a GPU, and write them to the array ``step``.
+        """Write the update directions of the flat range ``where`` to the GPU array ``step``.
 
-        The mean gradient is ``scale * gradient``. ``tensors`` has the bounds and weight decays of tensors. Add the sums
-        of squares of weights and of directions, per tensor, to ``partial``, an array from `kernels.partial_sums`.
+        The mean gradient is ``scale * gradient``. Add the squared norms of tensors to ``partial``.
         """
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
@@ -393,8 +393,7 @@ class WrappedOptimizer(ABC):
     ) -> None:
         """Complete the update of the weights ``master`` in the flat range ``piece``, like `SegmentWise.apply`.
 
-        ``direction`` is the store that was passed as ``gradient`` to the method `direction`. ``working``, if given,
-        receives rounded weights. ``norms``, if given, are the `partial_norms`, summed over ranks.
+        ``norms`` may be None if the attribute ``needs_norms`` is False.
         """
 
     def sum_exactly(self) -> None:

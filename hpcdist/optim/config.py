@@ -51,8 +51,8 @@ class ParameterGroup:
             values = {}
         if not names.split() or not values or not all(math.isfinite(value) and value >= 0 for value in values.values()):
             raise ConfigurationError(
-                f"optimizer.groups has {text!r}; write patterns of names LAYER.NAME, a colon, and weight_decay=NUMBER, "
-                "rate_factor=NUMBER or both, numbers of at least 0, such as '*.bias *.norm.weight: weight_decay=0.0'"
+                f"optimizer.groups has the invalid group {text!r}; write patterns of LAYER.NAME, a colon and options: "
+                "'*.bias *.norm.weight: weight_decay=0.0'; weight_decay and rate_factor must be at least 0"
             )
         return cls(patterns=tuple(names.split()), **values)
 
@@ -75,15 +75,15 @@ class OptimizerConfig:
 
     Args:
         learning_rate: Peak learning rate, for a global batch of ``base_batch`` samples if ``scaling`` is set.
-        scaling: Rule to scale the peak from ``base_batch`` to k times this batch: "linear" (k) or "sqrt" (sqrt(k)).
+        scaling: Factor of the peak for k * ``base_batch`` samples: "linear" (k) or "sqrt" (sqrt(k)).
         warmup_steps: Number of updates in which the rate rises linearly to the peak; or set ``warmup_samples``.
         decay: Shape of the decay to ``final_fraction`` of the peak at the last step; ``power`` is for "polynomial".
         momentum: For sgd and lars. ``nesterov`` is for sgd, ``momentum_correction`` and ``trust_coefficient`` for lars.
         beta1: For adamw and lamb, as are ``beta2`` and ``bias_correction``.
         weight_decay: For matrices only.
         trust_ratio_min: For lamb, as is ``trust_ratio_max``. 0: no bound.
-        groups: Name patterns ``LAYER.NAME``, a colon, and ``weight_decay=``, ``rate_factor=`` or both. A tensor uses
-            the first group that matches.
+        groups: Name patterns ``LAYER.NAME``, a colon, and ``weight_decay=``, ``rate_factor=`` or both. The first match
+            counts.
     """
 
     name: Name = "adamw"

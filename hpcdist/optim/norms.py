@@ -47,9 +47,9 @@ class Norms:
         self._sums[...] = 0.0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
-        """Add the squares of the arrays ``weights`` and ``step`` (update directions) to the sums of tensor ``tensor``.
+        """Add squares to the sums of tensor ``tensor``, for its elements in the flat range ``where``.
 
-        Both arrays have the elements of the flat range ``where``.
+        ``weights``, ``step``: weights and update directions of these elements.
         """
         if (tensor, where.start) != (self._tensor, self._stretch.stop):
             self._close()
@@ -74,7 +74,7 @@ class Norms:
 class GpuNorms:
     """Sums of squares of weights and update directions, as in `Norms`, on a GPU.
 
-    The kernels that compute update directions add the squares to the attribute ``partial``.
+    GPU kernels add the squares to the attribute ``partial``.
     """
 
     def __init__(self, size: int, tensors: kernels.TensorOptions) -> None:
@@ -88,7 +88,7 @@ class GpuNorms:
 
 
 class ExactNorms:
-    """Exact sums of squares as in `Norms`, on the host, in integer accumulators of `hpcdist.optim.update.exact`."""
+    """Exact sums of squares as in `Norms`, on the host. The sums are integers; `exact.rounded` converts them."""
 
     def __init__(self, count: int) -> None:
         self._sums = exact.zeros(count, 2)
@@ -113,8 +113,8 @@ def sum_of_squares(
 ) -> float:
     """Return the float64 sum of squares of ``store`` in the flat ranges ``parts`` (None: all), without padding.
 
-    The sum is NaN if the further ranges ``watched`` contain a NaN or infinity. Their squares are not added. The sum
-    can overflow only for a float64 store. On a GPU, the host waits once for the result.
+    The sum is NaN if the further ranges ``watched`` contain a NaN or infinity. Their squares are not added. On a GPU,
+    the host waits once for the result.
     """
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)
@@ -161,9 +161,9 @@ def _squares_of_halves(values: np.ndarray) -> Any:
 
 
 def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (exact.SLOTS,)
-    """Return the exact sum of squares of the flat ranges ``parts`` of a host ``store``, as an accumulator of `exact`.
+    """Return the exact sum of squares of a host ``store`` in the flat ranges ``parts``, without padding.
 
-    Padding is left out. If an element is not finite, `exact.rounded` of the result is not finite either.
+    `exact.rounded` converts the result to a float, which is not finite if an element is not finite.
     """
     digits = exact.zeros()
     for _, where in chain.from_iterable(map(store.layout.within, parts)):
@@ -173,10 +173,10 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 
 
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
-    """Return the factor that reduces a gradient to the norm ``limit``: 1 if its norm is smaller, or if ``limit`` is 0.
+    """Return the factor that clips a gradient to the norm ``limit`` (0: no limit).
 
-    ``norm_squared`` is the gradient's squared norm, over all ranks. With ``normalize=True``, a gradient with a norm
-    above 1e-30 gets the norm 1, or ``limit`` if 0 < ``limit`` < 1. A NaN or infinite norm raises NonFiniteError.
+    ``norm_squared``: squared norm of the gradient over all ranks. With ``normalize=True``, a norm above 1e-30 becomes
+    1, or ``limit`` if 0 < ``limit`` < 1. A NaN or infinite norm raises NonFiniteError.
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(

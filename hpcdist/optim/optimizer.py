@@ -1,8 +1,8 @@
-"""Optimizers by name, and the order in which to call their methods.
+"""Optimizers by name. The caller must call an optimizer's methods in a fixed order.
 
     begin_step  ->  direction(piece)...  ->  partial_norms  -> (the caller sums them) ->  apply(piece)...
 
-The result is equal for every partition, up to the summation order of the norms, or bitwise with exact norms.
+The result does not depend on the sharding, up to the summation order of the norms, or bitwise with exact norms.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,12 @@ def build(
     on: str = "cpu",
     make_slot: Callable[[str], FlatStore] | None = None,
 ) -> SegmentWise:
-    """Build the optimizer ``config.name`` for the ranges ``parts`` of the flat parameter vector.
+    """Return the optimizer ``config.name`` for the ranges ``parts`` of the flat parameter vector. Its state is zero.
 
-    ``dtype``: dtype of the master weights, float32 or float64 (otherwise UsageError). ``total_steps``: length of the
-    learning-rate schedule. The optimizer state starts at zero. ``make_slot(name)``, if given, returns the store of a
-    state vector such as "m". By default, the state is on the device ``on``, "cpu" or "gpu".
+    - ``dtype``: dtype of the master weights, float32 or float64. Raises UsageError for another dtype.
+    - The keyword ``total_steps``: length of the learning-rate schedule.
+    - The keyword ``on``: device of the state, "cpu" or "gpu".
+    - The keyword ``make_slot(name)``, if set, returns the store of a state vector such as "m".
     """
     return OPTIMIZERS[config.name](
         config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot

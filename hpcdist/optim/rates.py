@@ -72,9 +72,8 @@ class BatchSchedule:
 def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
     """Return the schedule of a batch that grows, in warm-up stages, to ``final`` samples per step.
 
-    ``warmup`` has two numbers per stage: its end, in samples since the start of the run, and its samples per step.
-    Raises ConfigurationError unless both increase, ``final`` is the largest size, and every stage is a whole number of
-    steps.
+    ``warmup`` has two numbers per stage: its end, in samples since the start, and its samples per step. Raises
+    ConfigurationError unless both increase, ``final`` is the largest size, and stages are whole numbers of steps.
     """
     setting = f"run.batch_warmup = {list(warmup)}"
     if len(warmup) % 2:
@@ -185,10 +184,10 @@ RULES: Final[dict[Scaling, Callable[[float], float]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StagedOptimizerConfig(OptimizerConfig):
-    """Optimizer settings from `resolve_rate` for a run whose batch size grows in stages.
+    """Optimizer settings from `resolve_rate` for a training whose batch size grows in stages.
 
-    The learning rate is for the final batch size; ``rule`` scales it to the batch sizes of earlier stages.
-    ``ramp_samples`` is the length of the learning-rate warm-up in samples, or 0 if it is given in updates.
+    The learning rate is for the final batch size; ``rule`` scales it to earlier sizes. ``ramp_samples``: length of the
+    learning-rate warm-up in samples, or 0 if it is given in updates.
     """
 
     batches: BatchSchedule
@@ -196,7 +195,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return the factor that scales the peak rate to the batch size of update number ``update`` (from 1 on)."""
+        """Return the factor of the learning rate for the batch size of update number ``update`` (from 1 on)."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
@@ -207,10 +206,10 @@ class StagedOptimizerConfig(OptimizerConfig):
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Scale the learning rate in ``config`` to a run's batch size, and convert a warm-up in samples to updates. Local.
+    """Return a copy of ``config`` with the learning rate scaled to the batch size, and the warm-up in updates. Local.
 
-    The peak rate is scaled from ``config.base_batch`` to ``batches.final`` samples per step. The result is a copy of
-    ``config``. If the batch schedule ``batches`` has growth stages, the result is a `StagedOptimizerConfig`.
+    The highest rate is scaled from ``config.base_batch`` to ``batches.final`` samples per step. If the batch size grows
+    in stages, the result is a `StagedOptimizerConfig`.
     """
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
@@ -250,10 +249,10 @@ SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> float:
-    """Return the learning rate of update number ``update`` (the first is 1) in a run of ``total_steps`` steps.
+    """Return the learning rate of update number ``update`` (the first is 1) of ``total_steps`` updates.
 
-    The rate reaches its peak at update ``config.warmup_steps``, which need not be an integer. It reaches its final
-    value at update ``total_steps``. ``config`` must come from `resolve_rate`.
+    The rate is highest at update ``config.warmup_steps``, which need not be an integer. It has its final value at
+    update ``total_steps``. ``config`` must come from `resolve_rate`.
     """
     assert not (config.base_batch or config.warmup_samples), "call resolve_rate first"
     peak, ramp = config.learning_rate, update / config.warmup_steps if config.warmup_steps else 1.0

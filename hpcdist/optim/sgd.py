@@ -13,9 +13,8 @@ from hpcdist.optim.update import fused, kernels
 class Sgd(ElementWise):
     """SGD with the heavy ball (Polyak 1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2.
 
-    As in `torch.optim.SGD` without dampening: g += weight_decay w;  v = momentum v + g;  step = v, or g + momentum v
-    with Nesterov;  w -= rate step. Without parameter groups, weight decay applies only to tensors whose
-    `TensorSpec.adapted` is True.
+    As `torch.optim.SGD` without dampening: g += weight_decay w;  v = momentum v + g;  step = v, or g + momentum v with
+    Nesterov;  w -= rate step. Without parameter groups, tensors with `TensorSpec.adapted` False do not decay.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -65,10 +64,10 @@ class Lars(LayerWise):
     local = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + epsilon);
     v = momentum c v + rate local (g + weight_decay w);  w -= v.
 
-    The momentum correction c = rate / (rate of the previous update) rescales earlier gradients to the current rate
-    (Goyal et al. 2017, arXiv:1706.02677, section 3, remark 2). The LARS paper has c = 1: ``momentum_correction`` =
-    false. If a norm is 0 or the tensor's `TensorSpec.adapted` is False, local is 1. Without parameter groups, tensors
-    with ``adapted`` = False do not decay. g is the gradient after clipping, v the velocity.
+    w: weights, g: gradient after clipping, v: velocity. With ``momentum_correction``, c = rate / (rate of the previous
+    update), as Goyal et al. 2017 (arXiv:1706.02677), section 3, remark 2. Otherwise c = 1, as in the LARS paper. local
+    is 1 if a norm is 0 or `TensorSpec.adapted` is False. Without parameter groups, tensors with ``adapted`` False do
+    not decay.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)

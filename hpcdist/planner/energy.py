@@ -34,9 +34,8 @@ ASSUMED: Final = (
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
     """Return the energy of a step in joules, by consumer: devices, hosts, network and cooling of all nodes.
 
-    ``timing``: seconds of each phase of the step. ``peak_share``: fraction of the peak FLOP rate that the devices reach
-    while they compute. The attribute ``device_w`` of the returned `StepEnergy` is the mean power of a device that is
-    not a parameter server.
+    ``timing``: seconds of each phase. ``peak_share``: fraction of the peak FLOP rate that computing devices reach. The
+    result's attribute ``device_w`` is the mean power of a device that is not a parameter server.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0

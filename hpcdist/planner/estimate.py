@@ -14,10 +14,10 @@ ZERO3_RATIOS: Final = (1.26, 1.5, 1.92)
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Memory use of the device with the highest use, in bytes by term.
+    """Memory use of the device with the highest use, in bytes.
 
-    Terms: "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved". ``rule``: text with
-    the formula for the bytes of model states per parameter. ``stage``: pipeline rank of the device.
+    ``terms``: bytes of "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved".
+    ``rule``: formula for the bytes of model states per parameter, as text. ``stage``: pipeline rank of the device.
     """
 
     terms: Mapping[str, float]
@@ -43,19 +43,17 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """Estimated seconds of the phases of a training step. The times in ``terms`` add up to ``step_s``.
+    """Estimated seconds of a training step. The times in ``terms`` add up to ``step_s``.
 
-    Computation: "forward", "backward", "recompute", "update" (optimizer).
-    Communication that computation does not hide: "tensor", "context", "expert" and "pipeline" (messages on these axes),
-    "data" (exchange of gradients and parameters), "rows" (allreduce of the gradients of norm weights over the tensor
-    ranks, with sequence parallelism).
-    "bubble": pipeline idle time. "input": reading samples.
-    "correction": for ZeRO-3, time added because step times in publications exceed the formulas (`ZERO3_RATIOS`).
-    "unproven": time added so that the MFU is not above the best published MFU.
+    - Computation: "forward", "backward", "recompute", "update" (optimizer).
+    - Communication that computation does not hide: "tensor", "context", "expert", "pipeline" (messages on these axes),
+      "data" (gradients and parameters), "rows" (gradients of norm weights, with sequence parallelism).
+    - Waiting: "bubble" (pipeline idle time), "input" (reading samples).
+    - Added to match publications: "correction" (for ZeRO-3, see `ZERO3_RATIOS`), "unproven" (caps the MFU).
 
     ``least_s``: step time at the best published MFU. ``hidden_s``: time of messages that overlap computation.
-    ``bytes``: bytes that a device sends per step, by axis. ``algorithms``: by axis, the algorithm of the collective
-    with the most bytes. ``bucket_bytes``: gradient bytes per allreduce on the data axis, or 0 without allreduce.
+    ``bytes``: bytes sent per device and step, by axis. ``algorithms``: by axis, the algorithm of the collective with
+    the most bytes. ``bucket_bytes``: gradient bytes per allreduce on the data axis, or 0 without allreduce.
     """
 
     terms: Mapping[str, float]
@@ -82,9 +80,9 @@ class TimeEstimate:
 class FlopEstimate:
     """FLOPs of a step on all devices.
 
-    ``model_flops``: FLOPs of forward and backward. ``hardware_flops``: the same, plus recomputation. ``exact_flops``:
-    as ``model_flops``, but only for visible query-key pairs. ``executed_flops``: as ``hardware_flops``, but without
-    the invisible pairs if the kernels skip them.
+    ``model_flops``: forward and backward. ``hardware_flops``: with recomputation. ``exact_flops``: as ``model_flops``,
+    only for visible query-key pairs. ``executed_flops``: as ``hardware_flops``, without invisible pairs that the
+    kernels skip.
     """
 
     model_flops: float

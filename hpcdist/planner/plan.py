@@ -53,11 +53,13 @@ def plan(
 ) -> PlanEstimate:
     """Return the time, memory and energy estimate of ``steps`` steps of ``global_batch`` samples. Local.
 
-    The caller must check that the layout is possible, with `hpcdist.planner.limits.checks`. A layout that exceeds the
-    memory also gets an estimate. The keyword ``simulate``: simulate the pipeline schedule instead of using a closed
-    formula. The keyword ``limit_bytes``: memory limit within which the plan may use larger gradient buckets to save
-    time; 0 means the device memory. The keyword ``flow``: micro-batch times of this layout, if the caller has computed
-    them already. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
+    The caller must check that the layout is possible, with `hpcdist.planner.limits.checks`. The estimate may exceed the
+    memory. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
+
+    Keywords:
+        simulate: Simulate the pipeline schedule instead of using a closed formula.
+        limit_bytes: Memory limit for larger gradient buckets, which save time; 0 means the device memory.
+        flow: Micro-batch times of this layout, if the caller has computed them already.
     """
     footprint = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
@@ -128,7 +130,7 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
     if layout.computes_in not in peaks:
         raise ConfigurationError(
             f"the device {cluster.device.name!r} of the cluster {cluster.name!r} has no peak FLOP rate for "
-            f"{layout.computes_in}; choose a precision of {', '.join(peaks)}, or add the peak to the cluster's file"
+            f"{layout.computes_in}; choose a precision of {', '.join(peaks)}, or add the rate to the cluster's file"
         )
     return peaks[layout.computes_in]
 
@@ -204,10 +206,7 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if the planner's formulas have a known error, which must be corrected by `ZERO3_RATIOS`.
-
-    The formulas give too short times for ZeRO-3 with several replicas, on a cluster that is not calibrated.
-    """
+    """Return True if the planner's times are known to be too short: ZeRO-3 replicas on an uncalibrated cluster."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
@@ -216,9 +215,8 @@ def run(
 ) -> RunEstimate:
     """Return the expected time, energy and price of a run of ``steps`` steps, with checkpoints and failures.
 
-    ``step_s``, ``energy``: time and energy of one step. A short run saves once, at its end. If failures make the wall
-    time exceed `ENDLESS` times the working time, times and derived values are infinite. Raises UsageError if
-    steps < 1.
+    ``step_s``, ``energy``: time and energy of one step. Times and derived values are infinite if failures make the wall
+    time exceed `ENDLESS` times the working time. Raises UsageError if steps < 1.
     """
     if steps < 1:
         raise UsageError(f"run.steps must be at least 1, got {steps}")
@@ -267,7 +265,7 @@ def save_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) ->
 
 
 def restart_s(checkpoint_bytes: float, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the time in s from a failure to the next step: restart time of the site, and reading the checkpoint."""
+    """Return the time in s from a failure to the next step: the cluster's restart time, and reading the checkpoint."""
     storage, nodes = cluster.storage, nodes_of(layout, cluster)
     reading_s = checkpoint_bytes / min(storage.read_bytes_per_s, nodes * storage.node_read_bytes_per_s)
     return cluster.failures.restart_s + reading_s

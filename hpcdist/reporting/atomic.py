@@ -33,8 +33,7 @@ def create(path: Path, mode: int = 0o666) -> int:
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
     """Yield a new binary file that replaces ``path`` after the block, unless the block raises. Raises OSError.
 
-    If the keyword ``durable`` is True, the file and then its directory are synced to disk (fsync), so that the new
-    content survives a failure of the machine.
+    With the keyword ``durable``, the file and its directory are also synced to disk (fsync).
     """
     new = temporary_path(path)
     descriptor = create(new, mode)
@@ -126,4 +125,4 @@ def check_folder(file: Path) -> None:
     folder = file.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         reason = "may not be written" if folder.is_dir() else "is no directory"
-        raise StorageError(f"{file}: cannot be written: {folder} {reason}")
+        raise StorageError(f"{file} cannot be written, because {folder} {reason}; choose another path")

@@ -51,8 +51,8 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
     """Join the texts of several hosts as in "n[1-2]: 4 GPUs; n3: 2 GPUs", with the most frequent text first.
 
-    ``labels``: host names. ``texts``: text of each host. If all hosts have the same text, return only this text. Empty
-    texts are left out. Hosts whose text is not among the `MOST_GROUPS` most frequent are only counted.
+    ``labels``: host names. ``texts``: text of each host. If all texts are equal, return the text alone. Empty texts are
+    left out. Hosts beyond the `MOST_GROUPS` most frequent texts are only counted.
     """
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):

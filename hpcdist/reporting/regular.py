@@ -35,17 +35,17 @@ class DamagedFileError(StorageError):
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return True if the content or type of the file caused the read ``error``, not the system or permissions."""
+    """Return True if ``error``, raised while reading a file, is due to the file's content or type."""
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
     return not isinstance(error, MemoryError)
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the record file ``path`` if ``error``, raised while reading it, shows that it is damaged (`is_damage`).
+    """Rename the file ``path`` if ``error``, raised while reading it, shows that it is damaged (`is_damage`).
 
-    Return a pair. The first item is True if the file was damaged: a new record may be written to ``path``. The second
-    item is the end of the caller's warning, such as "; it is now NAME".
+    Return (is damaged, end of the caller's warning such as "; it is now NAME"). If the file was damaged, the caller may
+    write a new file to ``path``.
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
@@ -171,8 +171,8 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
     """Write the text files in ``files``, a mapping from path to text, and create their directories.
 
-    Raises UsageError, before any write, if a file exists with different content and the keyword ``force`` is False.
-    Raises StorageError if a file cannot be read or written.
+    Raises UsageError, before any write, if a file has different content and the keyword ``force`` is False. Raises
+    StorageError if a file cannot be read or written.
     """
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]

@@ -1,7 +1,7 @@
-"""Rules between keys of a configuration: a table of `Rule` objects, one evaluation, one form of message.
+"""Rules between keys of a configuration, and their check. Begin with `rule`, which parses a rule from text.
 
 `check_section` checks the rules of a configuration section. The rules between sections are in
-`hpcdist.strategies.rules`. Begin with `rule`, which parses a rule from text.
+`hpcdist.strategies.rules`.
 """
 
 import math
@@ -33,9 +33,8 @@ def written(value: Any) -> str:
 class Condition:
     """Condition of a `Rule` on the value of a configuration key.
 
-    ``cure(key, value)`` returns the text of the setting that the error message proposes, such as "run.steps = 1".
-    ``sign`` and ``values`` are the operator and operands of the condition, such as ">" and (1,). ``sign`` is None if
-    the condition has no operator.
+    ``cure(key, value)`` returns the setting that the error message proposes, such as "run.steps = 1". ``sign`` and
+    ``values`` are an operator, such as ">", and its operands. ``sign`` is None without an operator.
     """
 
     matches: Callable[[Any], object]
@@ -48,14 +47,13 @@ class Condition:
 class Rule:
     """A forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
 
-    A key is a setting ``section.name``, an option (``--survive``), or a name without a dot for a value that is derived
-    from settings.
+    A key is a setting ``section.name``, an option (``--survive``), or the name of a derived value.
 
-    ``conditions``: condition on the value of each key. The error message lists these keys with their values.
-    ``given``: conditions on further keys, which the message does not list.
-    ``relation``: optional function of the listed values. The rule is broken only if it also returns true.
-    ``why``: text after the list in the message: a reason, " has no effect", or " is not built in this version".
-    ``cure``: advice at the end of the message. If it is empty, the message ends with the results of `Condition.cure`.
+    - ``conditions``: conditions on keys. The error message lists these keys with their values.
+    - ``given``: conditions on further keys, which the message does not list.
+    - ``relation``: optional function of the listed values. The rule is broken only if it also returns true.
+    - ``why``: text after the list in the message, such as " has no effect" or a reason.
+    - ``cure``: advice at the end of the message. If empty, the message ends with the results of `Condition.cure`.
 
     ``why`` and ``cure`` may be format strings or functions of the listed values.
     """
@@ -113,9 +111,8 @@ def rule(
     """Return the `Rule` (forbidden combination of settings) that the text ``terms`` describes.
 
     In ``terms``, " with " and " where " join conditions, which must all hold. The error message does not list the
-    conditions after " where ": in "A with B where C with D", it lists A and B. {NAME} in ``terms`` is replaced
-    by the values of the keyword NAME, joined by "|". ``why``, ``cure`` and ``relation`` are fields of the `Rule`.
-    Conditions on KEY's value:
+    conditions after " where ". {NAME} in ``terms`` stands for the values of the keyword NAME, joined by "|". ``why``,
+    ``cure`` and ``relation`` are fields of the `Rule`. Conditions on KEY's value:
 
     KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
     KEY=A|B: A or B. KEY=A|B->C: also A or B, and the error message proposes KEY = C. KEY!=A|B: neither A nor B.
@@ -128,9 +125,9 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield a `Rule` (forbidden combination of settings) for each text passed after ``why``.
+    """Yield a `Rule` (forbidden combination of settings) for each further argument after ``why``.
 
-    The text replaces * in ``form``. The result is in the notation of `rule`. ``why``: reason in the error message.
+    The argument replaces * in ``form``, a text as in `rule`. ``why`` is the reason in the error message.
     """
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
@@ -176,10 +173,10 @@ def other_than(*values: Any) -> Condition:
 
 
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
-    """Return a `Rule` against changing ``key`` from its ``default`` without an effect.
+    """Return a `Rule` that forbids a value of ``key`` other than ``default`` if the value has no effect.
 
-    Changes have an effect only if the value of key ``other`` is one of ``needed``. ``cure``: advice at the end of the
-    error message.
+    The value has an effect only if the value of ``other`` is one of ``needed``. ``cure`` is the advice in the error
+    message.
     """
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 
@@ -239,6 +236,6 @@ def section_values(name: str, section: Any) -> dict[str, Any]:
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
     """Raise ConfigurationError if the settings in the dataclass ``section`` break one of ``rules``.
 
-    ``name``: name of the section. Keyword arguments are derived values, to which ``rules`` can refer by keyword.
+    ``name`` is the name of the section. Keywords are derived values that ``rules`` use.
     """
     check(rules, section_values(name, section) | derived)

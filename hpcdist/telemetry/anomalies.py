@@ -35,7 +35,7 @@ _MAD: Final = 1.4826  # standard deviation over median absolute deviation of a n
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Anomaly that began in ``step``: a quantity is ``value``, but usually ``reference``. ``text`` is for users."""
+    """Anomaly of type ``kind`` that began in ``step``: the measured and the usual value, and a ``text`` for users."""
 
     kind: str
     step: int
@@ -72,9 +72,9 @@ class Anomalies:
     ) -> list[Anomaly]:
         """Return the anomalies that begin in ``step``.
 
-        ``tokens`` is the number of tokens of the step. ``figures`` are the figures of the step from `DerivedFigures`.
-        The keyword ``skipped`` means that the step made no update. The keyword ``held_up`` means that the step includes
-        a checkpoint or validation; its speed is then ignored.
+        ``tokens``: number of tokens of the step. ``figures``: figures of the step from `DerivedFigures`. The keyword
+        ``skipped``: the step made no update. The keyword ``held_up``: the step includes a checkpoint or validation, so
+        its speed is ignored.
         """
         self._rows += 1
         self._skipped = self._skipped + 1 if skipped else 0
@@ -149,7 +149,7 @@ class _Spikes:
 
 
 class _Speeds:
-    """Detector of throughput drops by the fraction ``drop``, and of long waits for data, over blocks of steps."""
+    """Detector of throughput drops by more than the fraction ``drop``, and of long waits for data."""
 
     def __init__(self, drop: float, unit: str) -> None:
         self._drop, self._unit = drop, unit

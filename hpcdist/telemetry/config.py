@@ -13,13 +13,13 @@ PORT: Final = 9464
 class TelemetryConfig:
     """Section ``[telemetry]``: outputs of metrics in addition to ``metrics.h5``, and reports of anomalies.
 
-    ``jsonl`` writes ``events.jsonl``, ``tensorboard`` event files. ``prometheus`` is "off", "textfile" (in
-    ``textfile_directory``; default: ``prometheus`` in the run directory), "http" (on ``port`` of localhost; 0: any free
-    port) or "push" (to the Pushgateway at ``gateway``, host:port). ``nvtx`` marks operations for profilers. ``trace``
-    records the last operations of each rank for `hpcdist trace`.
-
-    A loss is a spike if it exceeds the median of earlier losses by ``loss_spike`` robust standard deviations. A drop is
-    a speed below (1 - ``throughput_drop``) of the earlier speed. 0 disables a check.
+    ``jsonl``: write ``events.jsonl``. ``tensorboard``: write event files for TensorBoard.
+    ``prometheus``: "off", "textfile", "http" or "push".
+    ``textfile_directory``: for "textfile"; default: ``prometheus`` in the run directory.
+    ``port``: for "http", on localhost; 0: any free port. ``gateway``: Pushgateway for "push", as host:port.
+    ``nvtx``: mark operations for profilers. ``trace``: record each rank's last operations for `hpcdist trace`.
+    ``loss_spike``: report a loss above the median of earlier losses by this number of robust standard deviations.
+    ``throughput_drop``: report a speed below (1 - ``throughput_drop``) of the earlier speed. 0 disables a check.
     """
 
     jsonl: bool = False

@@ -76,8 +76,8 @@ def _blamed_half_first(
 ) -> tuple[list[int], list[int]]:
     """Return ``a`` and ``b``, lists of ranks that called different collectives, with the list to blame first.
 
-    A list is to blame if its last two calls came from a pair of call sites that never occurred before. If this does not
-    decide, the list whose call site is further down in the source of the same function is to blame.
+    Blame the list whose last two call sites never followed each other before. If this does not decide, blame the list
+    whose call site is further down in the source of the same function.
     """
 
     def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
@@ -150,8 +150,8 @@ class HangReport:
 def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
     """Read the flight recorder files of a run. Raises UsageError if there are none, StorageError for invalid files.
 
-    If the dict ``damaged`` is given, unreadable files are skipped and the reasons are stored in it by rank. If all
-    files are unreadable, StorageError is raised.
+    If the dict ``damaged`` is given, unreadable files are skipped and the reasons are stored in it by rank.
+    StorageError then means that all files are unreadable.
     """
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
     records, last = [], None
@@ -182,8 +182,7 @@ def analyse(
 ) -> HangReport:
     """Diagnose a run from its ``records``. In a running job, an operation open for ``patience_s`` counts as waiting.
 
-    ``now_ns`` is the current time, by default from the clock. ``damaged`` has the ranks with unreadable files and the
-    reasons, as `load` stores them.
+    ``now_ns`` is the current time, by default from the clock. ``damaged``: errors of unreadable files, from `load`.
     """
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
@@ -321,9 +320,9 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 class WaitGraph:
     """Graph of ranks that wait for other ranks.
 
-    The attribute ``waits`` maps each waiting rank to a dict: awaited rank -> operation. Culprits are awaited ranks that
-    do not wait themselves. The attribute ``culprits`` maps them to the first operation they did not reach. A live rank
-    counts as waiting after ``patience_s`` seconds in one operation.
+    A live rank waits if it has been in one operation for ``patience_s`` seconds. The attribute ``waits`` maps each
+    waiting rank to a dict: awaited rank -> operation. The attribute ``culprits`` maps awaited ranks that do not wait
+    themselves to the first operation they did not reach.
     """
 
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:

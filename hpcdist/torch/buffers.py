@@ -85,7 +85,7 @@ def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Te
     """Return a `Buffer` of each of ``inputs``, the input tensors of one coalesced collective. Local.
 
     Further arguments are lists with the output tensor for each input. If tensors for different inputs overlap in
-    memory, all inputs are copied, because the collective could overwrite an input before reading it.
+    memory, all inputs are copied.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]

@@ -88,7 +88,7 @@ def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffe
 
 
 def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Reduction) -> None:
-    """Reduce ``source`` over all ranks by ``how``; rank r's ``output`` gets the r-th of equal chunks. Collective."""
+    """Reduce ``source`` by the `Reduction` ``how``; rank r's ``output`` gets the r-th of equal ranges. Collective."""
     addend = source.array
     if how.factor is not None:
         addend = scratch("torch addend", source.array.size, source.array.dtype, source.array)

@@ -38,8 +38,8 @@ _ProcessGroup: Any = dist.ProcessGroup  # its type stubs lack a constructor and 
 class Options:
     """Options of a process group, passed as ``pg_options=`` to `init_process_group` and `new_group`.
 
-    ``algorithm``: the allreduce algorithm. It is a name, a table of names by message size as printed by `hpcdist tune`,
-    or "auto" (measured once, then cached). Raises UsageError for an unknown name.
+    The attribute ``algorithm`` selects the allreduce. It is a name, a table as printed by `hpcdist tune`, or "auto"
+    (measured once, then cached). Raises UsageError for an unknown name.
     """
 
     algorithm: str = "auto"
@@ -50,10 +50,10 @@ class Options:
 
 
 class Group(_ProcessGroup):
-    """PyTorch process group of the ranks of ``comm``. Construction is collective.
+    """PyTorch process group of the ranks of a communicator. Construction is collective.
 
-    ``limit(name, timeout)`` sets the timeout of operations on the communicator called ``name``. The method `shutdown`
-    frees ``comm`` and calls the function ``at_end``.
+    The argument ``limit(name, timeout)`` sets the timeout of the communicator ``name``. The method `shutdown` frees the
+    communicator and calls the argument ``at_end``.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ _FLOAT32: Final = np.dtype(np.float32)
 def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **options: Any) -> None:
     """Compress the gradients that ``model`` sends, with compressor ``name``. Collective; call before any backward pass.
 
-    `COMPRESSORS` lists the names. ``options`` are ``error_feedback``, ``warmup_steps``, ``across_nodes``, and for some
-    compressors ``density``, ``rank``, ``bits``. Gradients must be float32. The residuals of error feedback need as much
-    memory as the gradients; PyTorch checkpoints do not contain them. Raises UsageError for an invalid name or
-    option, or if the process group of ``model`` has another backend than hpcdist.
+    `COMPRESSORS` lists the names. Other keywords are ``error_feedback``, ``warmup_steps``, ``across_nodes``, and for
+    some compressors ``density``, ``rank``, ``bits``. Gradients must be float32. Error feedback needs as much memory as
+    the gradients; PyTorch checkpoints do not contain it. Raises UsageError for an invalid name or option, or if
+    ``model`` does not use the backend hpcdist.
     """
     if name not in COMPRESSORS:
         near = nearest(name, COMPRESSORS)
@@ -46,7 +46,7 @@ def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **opti
     valid = {field.name for field in fields(CompressionConfig)} - {"candidates", "parameters"}
     for option in options:
         if option not in valid or name not in READ_BY.get(option, COMPRESSORS):
-            raise UsageError(f"{option} is not an option of compressor {name}")
+            raise UsageError(f"{option} is not an option of compressor {name}; leave it out")
     if not isinstance(model.process_group, Group):
         raise UsageError("compress needs a model over the backend hpcdist; call init_process_group('hpcdist') first")
     model.register_comm_hook(_State(model.process_group, name, CompressionConfig(**options), seed), _hook)
@@ -62,7 +62,7 @@ class _Bucket:
         self.steps = 0
 
     def reduce(self, values: np.ndarray) -> None:
-        """Sum ``values``, the gradients of this bucket in layout order, over the group in place. Collective."""
+        """Sum ``values``, the gradients of this bucket, over the process group in place. Collective."""
         state = self._state
         if self._reduction is None:
             on = "gpu" if backend.is_device(values) else "cpu"

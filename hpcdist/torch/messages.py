@@ -103,7 +103,8 @@ class MessageWork(Work):
             time.sleep(0)
             if limit is not None and time.monotonic() > limit:
                 raise DeadlineError(
-                    f"a message of {self._mailbox.name} with {self._peer_name()} has not ended within {seconds:g} s"
+                    f"a message of {self._mailbox.name} with {self._peer_name()} has not ended within {seconds:g} s; "
+                    "check that the peer makes the matching call, or raise the timeout"
                 )
 
     def _peer_name(self) -> str:

@@ -41,8 +41,8 @@ _ON_BOOLS: Final = {  # on bool tensors, as bytes 0 and 1
 class Reduction:
     """A PyTorch reduction (ReduceOp) for tensors of one dtype, expressed by hpcdist's reductions.
 
-    ``op`` is the hpcdist name of the reduction, or "" if it is the numpy ufunc named ``function``. If ``average``, the
-    sum is divided by the number of ranks. If ``factor`` is set, the values are multiplied by it before they are summed.
+    ``op``: hpcdist's name of the reduction. If it is "", ``function`` names a numpy ufunc instead. ``average``: divide
+    the sum by the number of ranks. ``factor``: multiply the values by it first.
     """
 
     op: str

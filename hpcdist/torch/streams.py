@@ -3,8 +3,8 @@
     program's stream        kernels -> mark                         hold_back -> kernels that use the result
     communication stream                   wait -> operation -> mark
 
-With NCCL and a thread in the group, the host does not wait; else the thread that runs the operation waits. Each thread
-has its own communication stream, so that scratch and pinned blocks are used in one order.
+With NCCL and a thread in the process group, the host does not wait. Otherwise the thread that runs the operation waits.
+Each thread has its own communication stream.
 """
 
 import threading

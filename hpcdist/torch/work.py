@@ -1,8 +1,8 @@
 """Ordered operations of a process group, and their handles.
 
-All ranks must start operations in the same order. An operation runs after all earlier operations, in the queue's thread
-(needs MPI_THREAD_MULTIPLE) or in a thread that waits for it. For the host, an operation on GPU tensors is done once it
-is enqueued; `wait` then makes the current stream wait.
+All ranks must start operations in the same order. Operations run in this order, in the queue's thread (needs
+MPI_THREAD_MULTIPLE) or in a thread that waits. An operation on GPU tensors is done for the host once it is queued;
+`wait` then makes the current stream wait.
 """
 
 import threading
@@ -51,10 +51,10 @@ class _Failed:
 
 
 class Work(dist.Work):
-    """Handle (a `torch.distributed.Work`) of an operation that writes the tensors ``result``.
+    """Handle (a `torch.distributed.Work`) of an operation that writes tensors.
 
-    For GPU tensors, ``streams`` manages the CUDA streams on which their GPU communicates. It is None for host tensors.
-    The attribute ``done`` is True if the host has nothing left to do for the operation.
+    The attribute ``streams`` has the CUDA streams for GPU tensors, or None for host tensors. The attribute ``done`` is
+    True if the host has nothing left to do for the operation.
     """
 
     streams: Streams | None = None
@@ -108,8 +108,8 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the operation and return True. Raise the operation's error if it failed.
 
-        For GPU results the current stream waits, not the host. Raises DeadlineError after ``timeout``. Without
-        MPI_THREAD_MULTIPLE, a collective runs inside this call and ``timeout`` is not enforced.
+        For GPU results the current stream waits, not the host. Raises DeadlineError after ``timeout``, which is
+        enforced only with MPI_THREAD_MULTIPLE.
         """
         if not self.done:
             self._complete(timeout)
@@ -155,10 +155,10 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """Handle of a collective in ``queue``. To perform the collective, a thread calls the function ``run``.
+    """Handle of a queued collective. A thread calls the argument ``run`` to perform the collective.
 
-    If ``streams`` is set, the collective starts after the work that is on the current CUDA stream at its creation.
-    Flight records show ``name`` and ``site``, the source line that called the collective.
+    On a GPU, the collective starts after the earlier work on the current CUDA stream. Records of the collective show
+    the arguments ``name`` and ``site``, the source line of the call.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class BatchWork(Work):
 class OperationQueue:
     """Queue of a process group's collectives, which run in order.
 
-    If ``has_thread``, the first asynchronous operation starts a thread that runs queued operations. The first NCCL
-    operation starts a thread that detects the end of NCCL operations on the GPU. `close` ends both threads.
+    If the argument ``has_thread`` is true, a thread runs asynchronous operations. Another thread detects the end of
+    NCCL operations on the GPU. `close` ends both threads.
     """
 
     def __init__(self, name: str, has_thread: bool, events: Callable[[], EventSink]) -> None:
@@ -315,8 +315,8 @@ class OperationQueue:
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
         """Wait until ``work`` has ended. Raises DeadlineError after ``timeout``; a ``timeout`` of 0 means no limit.
 
-        Without a limit, this thread runs the queued operations up to ``work``. With a limit, it leaves them to the
-        queue's thread, because a blocking MPI call cannot be interrupted.
+        Without a limit, this thread runs the queued operations up to ``work``. With a limit, the queue's thread runs
+        them.
         """
         if self._runner == threading.get_ident():
             while not work.done:
@@ -325,7 +325,10 @@ class OperationQueue:
         seconds = timeout.total_seconds()
         if seconds > 0 and self.has_thread:
             if not work.wait_for_end(seconds):
-                raise DeadlineError(f"{work.name or 'operation'} of {self.name} has not ended within {seconds:g} s")
+                raise DeadlineError(
+                    f"{work.name or 'operation'} of {self.name} has not ended within {seconds:g} s; check if all ranks "
+                    "have called it, or increase the timeout"
+                )
             return
         self._turn.acquire()
         self._runner = threading.get_ident()

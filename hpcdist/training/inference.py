@@ -56,9 +56,9 @@ def generate(
 ) -> Iterator[int]:
     """Yield ``count`` tokens that continue the tokens ``prompt``. The model sees the last ``context`` tokens. Local.
 
-    ``logits_of`` maps tokens, of shape (1, length), to logits, of shape (1, length, vocabulary), both on the host.
-    ``temperature`` 0 selects the most likely token. ``top_k``: draw only from the k most likely tokens (0: from all
-    tokens).
+    ``logits_of`` maps tokens, of shape (1, length), to logits, of shape (1, length, vocabulary), both on the host. The
+    keyword ``temperature`` 0 selects the most likely token. The keyword ``top_k`` limits the choice to the k most
+    likely tokens (0: no limit).
     """
     draw = rng.stream(seed)
     window = list(prompt[-context:])
@@ -112,14 +112,14 @@ class TrainedModel:
     def validation_loss(self) -> float:
         """Return the mean loss in nats over the validation data, or NaN without validation data. Collective.
 
-        Raises DataError if the data differs from the data of the training. The digest of all data is compared only if
-        it is cached; otherwise only a few elements are compared.
+        Raises DataError if the data differs from the data of the training. All data is compared only if its digest is
+        cached, else only a few elements.
         """
         recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm, kept_only=True)
         if not source.made(self.scalars):
             raise DataError(
-                f"{self.path} was written by a run on other data than {source.description}; "
+                f"the run in {self.path} was trained on other data than {source.description}; "
                 "provide the data of that run"
             )
         sums = np.zeros(2)
@@ -137,7 +137,7 @@ def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) ->
     """Restore the model of the run directory ``path`` from its newest checkpoint with intact parameters. Collective.
 
     Raises StorageError if there is no such checkpoint. Raises UsageError if the training script defined the model, or
-    if the model's factory file changed since the training and ``trust`` is False.
+    if the model's factory file has changed and ``trust`` is False.
     """
     if recipe.model.kind == "given":
         raise UsageError(
@@ -214,10 +214,10 @@ def _check_shapes(path: Path, model: Model, stored: Manifest) -> None:
     for segment in model.layout.segments:
         shape = shapes.get(segment.key)
         if shape != segment.spec.shape:
-            has = "is missing" if shape is None else f"is {list(shape)}"
+            has = "is missing" if shape is None else f"has the shape {list(shape)}"
             raise StorageError(
-                f"{path}: {PARAMETERS}/{segment.key} {has}, expected {list(segment.spec.shape)}; use the recipe that "
-                "saved the checkpoint"
+                f"{path}: {PARAMETERS}/{segment.key} {has}; expected shape {list(segment.spec.shape)}; use the recipe "
+                "that saved the checkpoint"
             )
 
 

@@ -28,8 +28,8 @@ _JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{
 class RunDirectory:
     """A run directory, and the checkpoint to resume from (None for a new run).
 
-    ``changed`` lists the recipe keys, as text, whose values differ from the last start. ``steps_before`` is run.steps
-    of the last start, or None if this is the first start.
+    ``changed``: the recipe keys whose values differ from the last start, as text. ``steps_before``: run.steps of the
+    last start, or None for the first start.
     """
 
     path: Path
@@ -43,7 +43,7 @@ def prepare_run_directory(
 ) -> RunDirectory:
     """Create or reopen the run directory. Collective. Rank 0 decides, and all ranks raise the same error.
 
-    ``resume`` is "auto" (resume from the newest valid checkpoint, if any) or "never". Rank 0 takes ``lock``. Raises
+    ``resume`` is "auto" (from the newest valid checkpoint, if any) or "never". Rank 0 takes ``lock``. Raises
     ConfigurationError if the directory holds another run, UsageError if it holds this run and ``resume`` is "never",
     and StorageError if it is locked, unusable, or has only invalid checkpoints.
     """
@@ -108,9 +108,9 @@ def refuse_restart_over_checkpoints(path: Path) -> None:
     complete = [checkpoint for _, checkpoint in names.candidates(path / "checkpoints") if checkpoint.suffix != ".tmp"]
     if complete:
         raise StorageError(
-            f"{path} has checkpoints, but none of them can be used (see the messages above); start a new run with "
-            f"another --out, for example from the readable parameters of one (--init-from {complete[0]} "
-            f"--allow-partial), or move {path / 'checkpoints'} away to start this run again"
+            f"{path} has checkpoints, but none of them can be used (see the messages above); choose another --out "
+            f"(to keep the readable parameters, add --init-from {complete[0]} --allow-partial), or move "
+            f"{path / 'checkpoints'} away to start this run again"
         )
 
 

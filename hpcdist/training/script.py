@@ -56,11 +56,13 @@ SAMPLES: Final = "validation_samples"
 class Training:
     """Training run whose script calls each step. A context manager; all ranks must make the same calls.
 
-    ``recipe`` is a TOML file, or keys and values (``{"run.steps": 100}``, or nested tables). ``out`` is the run
-    directory. ``resume`` is "auto" (resume from its newest checkpoint) or "never". Environment variables override
-    ``recipe``, and HPCDIST_RUN_DIR and HPCDIST_RESUME override ``out`` and ``resume`` of the first Training. The run is
-    saved and stops after ``time_limit_s`` seconds, or at the end of its Slurm job. Raises ConfigurationError if the
-    recipe is invalid or does not fit ``model``.
+    ``recipe``: a TOML file, or keys and values (``{"run.steps": 100}``, or nested tables). ``out``: run directory.
+    ``resume``: "auto" (from the newest checkpoint) or "never". The run is saved and stops after ``time_limit_s``
+    seconds, or at the end of its Slurm job. Raises ConfigurationError if the recipe is invalid or does not fit
+    ``model``.
+
+    Environment variables override ``recipe``. HPCDIST_RUN_DIR and HPCDIST_RESUME override ``out`` and ``resume`` of the
+    first Training.
     """
 
     def __init__(
@@ -160,8 +162,8 @@ class Training:
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
         """Return a ``batch_sampler`` for a PyTorch DataLoader that yields this replica's sample indices. Local.
 
-        It yields one list of indices per remaining step. The indices depend only on the run's seed, also after a
-        resume. Each epoch has every sample of ``dataset`` once; if ``shuffle``, in random order.
+        It yields one list of indices per remaining step, which depends only on the run's seed. Each epoch has every
+        sample of ``dataset`` once, with the keyword ``shuffle`` in random order.
         """
         if self._trainer.shares is not None:
             raise UsageError(
@@ -173,11 +175,10 @@ class Training:
     def step(self, inputs: Any, targets: Any) -> float:
         """Make one step on this rank's samples, and return the mean loss over the samples of all replicas. Collective.
 
-        ``inputs`` and ``targets`` have one row per sample: arrays or tensors, on the host or on the GPU. PyTorch models
-        also take tuples and dicts: the first module gets the inputs as arguments, the loss gets the targets. All ranks
-        of a replica must pass the same values; regular checks raise DataError. On a stop request, the run is saved and
-        the process exits with code 75 or 130. Raises UsageError after the last step, or if the number of rows differs
-        from `share`.
+        ``inputs`` and ``targets``: arrays or tensors with one row per sample, on the host or on the GPU. PyTorch models
+        also take tuples and dicts: arguments of the first module, and of the loss. All ranks of a replica must pass the
+        same values, else DataError. On a stop request, the run is saved and the process exits with code 75 or 130.
+        Raises UsageError after the last step, or if the number of rows differs from `share`.
         """
         if self._ended or self._done >= self.recipe.run.steps:
             self.close()
@@ -207,8 +208,8 @@ class Training:
     def evaluate(self, inputs: Any, targets: Any) -> float:
         """Return the mean loss over the samples of all replicas, or NaN if there are no samples. Collective.
 
-        Each replica passes different samples, any number of them. All ranks of a replica's pipeline pass the same
-        samples. Modules are in evaluation mode. The result is stored in the metrics as validation loss.
+        Each replica passes any number of samples; all ranks of a replica pass the same samples. Modules are in
+        evaluation mode. The result is stored in the metrics as validation loss.
         """
         trainer = self._trainer
         trainer.flush()
@@ -289,8 +290,8 @@ class Training:
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         """Raise DataError if the ranks of a replica passed different batches. Only some steps are checked. Collective.
 
-        ``number`` is the number of the step or evaluation, and ``what`` is its name in messages. ``before`` counts from
-        the start of the program instead: the first few are always checked.
+        ``number``: number of the step or evaluation ``what``. ``before``: number of earlier steps or evaluations of
+        this start.
         """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:
@@ -361,7 +362,7 @@ def _checked(recipe: recipes.Recipe) -> recipes.Recipe:
             if key not in allowed and value != defaults[f"{name}.{key}"]:
                 raise ConfigurationError(
                     f"{name}.{key} = {written(value)} has no effect, because the script provides the batches and "
-                    "validates; leave it out"
+                    "calls the validation; remove this key"
                 )
     if recipe.parallel.strategy == "parameter_server" and not recipe.parameter_server.lock_step:
         raise ConfigurationError(

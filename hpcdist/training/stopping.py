@@ -46,10 +46,11 @@ _watches: Final[list[_Watch]] = []  # at most one per process
 def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
     """Return 0, or the exit code with which all ranks should save and exit. Collective: all ranks get the same result.
 
-    Call this once per iteration of a loop, from the main thread. The first call installs signal handlers. The result is
-    75 (requeue) if any rank received SIGTERM, SIGHUP or SIGUSR1, if the run directory has a file ``stop``, or if the
-    longest iteration until now plus ``margin_s`` seconds would pass SLURM_JOB_END_TIME. It is 130 after Ctrl-C. Each
-    call costs an allreduce of 16 bytes. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
+    Call this once per iteration of a loop, from the main thread. The first call installs signal handlers. Results:
+    - 75 (requeue): any rank received SIGTERM, SIGHUP or SIGUSR1, or the run directory has a file ``stop``.
+    - 75 also if the longest iteration until now plus ``margin_s`` seconds would pass SLURM_JOB_END_TIME.
+    - 130: any rank received Ctrl-C.
+    Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
     """
     communicator = communicator_of(comm)
     if not _watches:

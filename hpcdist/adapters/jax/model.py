@@ -30,12 +30,13 @@ from hpcdist.models.stage import Operations, Saved
 
 
 class JaxLoss(Loss):
-    """Loss computed by the user's function ``call(y, targets)``, where ``y`` is the output of the last stage.
+    """Loss computed by the user's function ``call(y, targets)``. ``y`` is the output of the last stage.
 
-    ``call`` returns one of three results: the mean loss, an array of losses of shape (samples, ...), or the pair (sum
-    of the losses, sum of their weights). The keyword ``output`` is the shape and dtype of ``y`` for one sample. The
-    keyword ``example`` is an array of targets to test ``call`` with. Raises UsageError if ``call`` returns a mean whose
-    divisor depends on the data.
+    ``call`` returns the mean loss, losses of shape (samples, ...), or the pair (sum of losses, sum of weights). Raises
+    UsageError if the divisor of the mean depends on the data.
+
+    The keyword ``output`` is the shape and dtype of ``y`` for one sample. The keyword ``example`` is an array of
+    targets to test ``call`` with.
     """
 
     def __init__(
@@ -128,7 +129,10 @@ class JaxLoss(Loss):
                     "scalars, with shape ()"
                 )
         if not hasattr(losses, "dtype") or not np.issubdtype(losses.dtype, np.floating):
-            raise UsageError(f"the loss is {losses}; return losses (samples, ...), their mean, or (sum, weight)")
+            raise UsageError(
+                f"the loss function returned {losses}; return losses (samples, ...), their mean, or (sum, weight), "
+                "as floats"
+            )
         return tuple(losses.shape)
 
 
@@ -138,9 +142,9 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
     """Return True if the output of ``jaxpr`` is a plain mean: a sum over array elements, divided by a constant.
 
-    ``data`` is the set of input variables that hold the model output and the targets. A value that does not depend on
-    them is a constant. Sums, differences and multiples of plain means are also plain means. If the keyword ``divided``
-    is True, the caller itself divides the output by a constant, so an undivided sum is enough.
+    Sums, differences and multiples of plain means are also plain means. ``data`` is the set of input variables that are
+    not constant: the model output and the targets. If the keyword ``divided`` is True, the caller divides the output by
+    a constant.
     """
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     depends = set(data)
@@ -208,16 +212,17 @@ def wrap(
 ) -> WrappedModel:
     """Return a model that trains the functions ``stages``: pure functions (params, x) -> y of whole micro-batches.
 
-    ``params`` has one entry per function: a pytree, or a function without arguments that creates the pytree. The leaves
-    are float32 or float64 arrays. A function without params joins the stage before it. ``loss(y, targets)`` returns
-    losses of shape (samples, ...), their mean as a number, or (sum, weight) as two numbers.
+    ``params`` has one pytree per function, or a function that creates the pytree. The leaves are float32 or float64
+    arrays. A function without params is merged with the stage before it. ``loss(y, targets)`` returns losses of shape
+    (samples, ...), their mean, or the pair (sum, weight).
 
-    Keyword arguments: ``example`` is a batch (inputs, targets) of arrays or `jax.ShapeDtypeStruct`. ``tied`` maps a
-    tensor to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}. A tensor is named by its
-    stage's number (counted after functions have joined), a dot, and its pytree path with dots. ``keep`` selects the
-    values to keep from forward to backward: "products", "everything" or "nothing" (`hpcdist.adapters.jax.stage`).
-    ``adapted(name, leaf)`` returns True if weight decay and layer-wise rates apply to the leaf. By default they apply
-    to leaves with at least two dims.
+    The keyword arguments:
+        ``example``: batch (inputs, targets) of arrays or `jax.ShapeDtypeStruct`.
+        ``tied``: maps a tensor to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}. A name is
+            the stage number after merging, a dot, and the pytree path with dots.
+        ``keep``: values to store for backward: "products", "everything" or "nothing" (`hpcdist.adapters.jax.stage`).
+        ``adapted(name, leaf)``: True if weight decay and layer-wise rates apply to the leaf. By default, they apply to
+            leaves with at least two dims.
 
     Raises UsageError and ConfigurationError for models that cannot be trained.
     """
@@ -274,8 +279,8 @@ def _refuse_unused(stage: JaxStage, samples: int) -> None:
     unused = stage.unused(samples)
     if unused:
         raise ConfigurationError(
-            f"tensor {stage.layer}.{unused[0]} has no gradient: the output of {stage} does not depend on it, or not "
-            "differentiably; remove it from the params, or make it a constant of the function"
+            f"tensor {stage.layer}.{unused[0]} has no gradient: the output of {stage} is not a differentiable "
+            "function of it; remove it from the params, or make it a constant of the function"
         )
 
 

@@ -72,7 +72,7 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Copy the JAX array ``values`` to the array ``into``, or add it to ``into`` if ``add``. Waits for the copy."""
+        """Copy the JAX array ``values`` to ``into``. With the keyword ``add``, add it. Waits for the copy."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:
@@ -171,10 +171,10 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Assign the functions of a JAX model to stages. Return, for each stage, the indices of its functions.
+    """Return the stages of a JAX model: for each stage, the indices of its functions.
 
     ``leaves`` holds the parameter leaves of each function. Each function with params has its own stage. A function
-    without params joins the stage before it, or else the first stage. Raises UsageError if no function has params.
+    without params is merged with the stage before it, or else the first stage. Raises UsageError without params.
     """
     groups: list[list[int]] = []
     leading: list[int] = []
@@ -235,10 +235,10 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
-    """Check shared tensors. Return, for each layer, a dict from tied tensor names to the owners' ``LAYER.NAME``.
+    """Check tied tensors. Return, for each layer, a dict from the names of tied tensors to their owners.
 
-    ``tied`` maps ``LAYER.NAME`` of a tied tensor to its owner in an earlier layer. ``layers`` holds the leaves of each
-    layer. Raises UsageError for invalid ties, and if two layers contain the same array without a tie.
+    ``tied`` maps a tied tensor to its owner in an earlier layer, both as ``LAYER.NAME``. ``layers`` holds the leaves of
+    each layer. Raises UsageError for invalid ties, and if two layers contain the same array without a tie.
     """
     shapes = {
         f"{layer}.{name}": shape

@@ -42,8 +42,8 @@ def compile_passes(
 ) -> CompiledPasses:
     """Compile the forward and backward of the function ``compute(leaves, x, draw)`` for one set of shapes.
 
-    The parameter ``leaves``, the input ``x`` and the random seed words ``draw`` are given as `jax.ShapeDtypeStruct`.
-    ``input_gradient``: the backward also returns the gradient of x.
+    Pass ``leaves`` (parameters), ``x`` and ``draw`` (random seed words) as `jax.ShapeDtypeStruct`. If the keyword
+    ``input_gradient`` is true, the backward also returns the gradient of x.
     """
     jax = library()
     policies = jax.checkpoint_policies
@@ -209,8 +209,8 @@ class SharedContext:
 class JaxStage:
     """A `hpcdist.models.stage.Stage` that computes with JAX.
 
-    ``tied`` maps names of this stage's leaves to the tensors ``LAYER.NAME`` of earlier layers that they share.
-    ``sample`` is the shape and dtype of one input sample.
+    ``tied``: for each leaf that is a tensor of an earlier layer, the name ``LAYER.NAME`` of this tensor. ``sample``:
+    shape and dtype of one input sample.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class JaxStage:
             raise UsageError(f"{self} returns a {type(output).__name__}; a stage must return one array (samples, ...)")
         if output.dtype != self._computes:
             raise UsageError(
-                f"{self} returns {output.dtype}, but its parameters are {self._computes}; end it with "
+                f"{self} returns {output.dtype}, but its parameters have the dtype {self._computes}; end it with "
                 f".astype({self._computes.name!r}), since stages exchange this type"
             )
         shape = tuple(output.shape)

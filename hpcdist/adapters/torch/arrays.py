@@ -41,8 +41,7 @@ def library() -> ModuleType:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, unless environment variables already configure malloc.
 
-    By default glibc returns freed memory to the kernel, and the resulting page faults cost 2 % of a step of a small
-    GPT. With this setting, up to 2 GiB of memory can be kept unused.
+    This avoids page faults. Up to 2 GiB of memory can be kept unused.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not _MALLOC.intersection(os.environ):
@@ -110,9 +109,9 @@ def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_random(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
-    """Context that seeds the random generators from the layer number and the seed, step and first sample in ``draw``.
+    """Context that seeds the random generators for one layer and batch, and restores their states on exit.
 
-    On exit, the generators' states are restored. ``where`` is the device of the layer.
+    ``draw`` has the seed, the step and the first sample. ``where``: device of the layer.
     """
     torch = library()
     words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])

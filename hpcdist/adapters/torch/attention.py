@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class SampleCut:
     """This rank's tokens of each sample, and the attention operation over the ranks of the context axis.
 
-    ``places`` are the positions of this rank's tokens in a sample of ``whole`` tokens.
+    ``places``: positions of these tokens in the sample. ``whole``: number of tokens of the sample.
     """
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
@@ -63,8 +63,8 @@ CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # f
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
     """Return the positions of this rank's tokens in each sample, as int64 of shape (tokens,). Local.
 
-    Without context parallelism, these are 0 to ``tokens - 1``. With it, ``tokens`` must be the number of tokens per
-    sample on this rank, otherwise UsageError is raised.
+    Without context parallelism, the positions are 0 to ``tokens - 1``. With it, raises UsageError unless this rank has
+    ``tokens`` tokens of each sample.
     """
     torch, cut = library(), CURRENT.get()
     if cut is None:
@@ -91,9 +91,11 @@ def context_attention(
     """Return the attention of this rank's queries over the tokens of all context ranks.
 
     ``query``, ``key``, ``value`` and the result have the shape (samples, heads, tokens, size). All ranks of the context
-    axis must call the forward and the backward pass together. ``enable_gqa`` allows fewer heads in ``key`` and
-    ``value``. ``window`` is the number of keys that a causal query sees; 0 means all earlier keys. Raises UsageError
-    for a window without ``is_causal``, and with context parallelism also for masks, dropout and mismatched shapes.
+    axis must call the forward and the backward pass together.
+    ``enable_gqa``: allow fewer heads in ``key`` and ``value``.
+    ``window``: number of keys that a causal query sees, or 0 for all earlier keys.
+    Raises UsageError for a window without ``is_causal``. With context parallelism, masks, dropout and mismatched shapes
+    are errors, too.
     """
     pytorch, cut = library(), CURRENT.get()
     if window < 0 or (window and (not is_causal or attn_mask is not None)):

@@ -1,7 +1,7 @@
 """A user's PyTorch loss function as the loss of a model.
 
-The loss of a step is the sum of the losses of all micro-batches divided by the sum of their weights, so it does not
-depend on the number of ranks and micro-batches. `mean_weight` finds the weight of a mean loss in PyTorch's graph.
+The loss of a step is the sum of all micro-batch losses, divided by the sum of their weights. So it does not depend on
+the number of ranks and micro-batches.
 """
 
 import copy
@@ -37,8 +37,8 @@ REDUCTIONS: Final = ("mean", "sum")
 class TorchLoss(Loss):
     """Loss that the user's ``function(outputs, targets)`` computes.
 
-    It returns the summed loss and the number of targets that count, or one number. One number is the mean or the sum
-    over the samples, as the string ``reduction`` says. Targets can be an array, or a tuple or dict of arrays.
+    ``function`` returns (summed loss, number of targets that count), or one number. One number is the ``reduction``
+    ("mean" or "sum") over the samples. Targets are an array, or a tuple or dict of arrays.
     """
 
     takes_several: Final = True
@@ -126,16 +126,15 @@ class TorchLoss(Loss):
             raise UsageError(_OTHER.format("sum", "mean"))
         if self._reduction == "mean":
             raise UsageError(
-                f"the loss is wrapped as a mean over samples, but the loss of {count} samples is {whole / count:.6g} "
-                f"and the mean of the losses of their halves is {(first + second) / count:.6g}, "
-                f"expected equal losses; {_CURE}"
+                f"the loss is not a mean over samples: the loss of {count} samples is {whole / count:.6g}, "
+                f"but the mean of the losses of their halves is {(first + second) / count:.6g}; {_CURE}"
             )
 
     def _evaluated(self, outputs: "torch.Tensor", targets: Inputs) -> "torch.Tensor":
         return self._recorded(outputs.detach(), targets)[0].detach()
 
     def _recorded(self, outputs: "torch.Tensor", targets: Inputs) -> "tuple[torch.Tensor, int | torch.Tensor]":
-        """Return the summed loss, with its autograd graph, and its weight: the divisor that makes it a mean."""
+        """Return the summed loss with its autograd graph, and the divisor that gives the mean loss."""
         outputs.requires_grad_()
         with library().enable_grad():
             result = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
@@ -201,8 +200,8 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
     """Return the average weight of a target in a mean loss, such as 0.9 if the loss ignores 10 % of the targets.
 
-    ``node`` is the last node of the loss's autograd graph. ``predictions`` is the number of targets. With class
-    weights, the result can exceed 1. Raises UsageError if the graph does not show the weights.
+    ``node`` is the last node of the loss's autograd graph. ``predictions`` is the number of targets. Raises UsageError
+    if the graph does not show the weights.
     """
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
@@ -210,7 +209,7 @@ def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
     if kind in ("Add", "Sub", "Rsub") and inputs:
         first, *others = (mean_weight(one, predictions) for one in inputs)
         if not all(math.isclose(float(first), float(other), rel_tol=1e-6) for other in others):
-            raise UsageError(f"the loss is a sum of means over different numbers of targets; {_CURE}")
+            raise UsageError(f"the loss adds means over different numbers of targets; {_CURE}")
         return first
     if kind == "Div" and len(inputs) == 1:
         summed = inputs[0]
@@ -285,7 +284,7 @@ def _selects(node: Any) -> bool:
         if kind.startswith("NllLoss") and operation._saved_reduction == 1:
             counted = _counted(operation)
             if float(counted) != _terms(operation, 1):
-                raise UsageError(f"the loss is a mean of means over different numbers of targets; {_CURE}")
+                raise UsageError(f"the loss averages means over different numbers of targets; {_CURE}")
     return selects
 
 

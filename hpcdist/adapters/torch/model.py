@@ -1,9 +1,8 @@
-"""PyTorch modules under every strategy: `wrap` creates a model, `load` writes trained values back to the modules.
+"""PyTorch modules as hpcdist models: `wrap` creates a model, `load` copies trained values to the modules.
 
     model = wrap(nn.Sequential(embed, *blocks, head), loss=cross_entropy, example=x)
 
-Parameters and gradients are in the memory of the run, so forwards copy no values. Each gradient is written once, and
-``parameter.grad`` refers to it.
+The modules' parameters and gradients are in the memory of the training run.
 """
 
 import glob
@@ -35,12 +34,11 @@ Setting = tuple[float | None, float]  # (weight decay, or None for the default; 
 
 
 def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
-    """Return the recipe keys that make `Training` apply the same updates as the PyTorch ``optimizer``. Local.
+    """Return the recipe keys for the same updates as the PyTorch ``optimizer``. Local.
 
-    Supports AdamW, Adam without weight decay, SGD, and RMSprop without momentum and weight decay (as adamw with
-    beta1 = 0 and no bias correction), with a constant learning rate and without clipping. Explicit recipe keys override
-    the returned values. Parameter groups may differ in learning rate and weight decay. Raises ConfigurationError for
-    other optimizers and settings.
+    Supported are AdamW, Adam, SGD and RMSprop, with a constant learning rate. Adam and RMSprop must have no weight
+    decay, and RMSprop no momentum. Parameter groups may differ in learning rate and weight decay. Explicit recipe keys
+    override the returned values. Raises ConfigurationError for anything else.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in KINDS:
@@ -145,10 +143,10 @@ def _written(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
-    """Copy ``parameters``, with the names LAYER.NAME that `wrap` gave them, into the wrapped modules. Local.
+    """Copy the tensors ``parameters`` into the modules that were passed to `wrap`. Local.
 
-    The modules then no longer share memory with the training run. Raises UsageError if a tensor is missing, is not in
-    the modules, or has another shape.
+    The keys of ``parameters`` are LAYER.NAME, as in `wrap`. The modules then no longer share memory with the training
+    run. Raises UsageError for missing tensors, unknown tensors, and wrong shapes.
     """
     torch, remaining = library(), dict(parameters)
     other = "these are parameters of other modules"
@@ -160,7 +158,8 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
                 raise UsageError(f"the parameters lack the tensor {layer}.{name}: {other}; {cure}")
             if parameter.numel() and tuple(parameter.shape) != values.shape:
                 raise UsageError(
-                    f"{layer}.{name} has shape {values.shape}, but {tuple(parameter.shape)} in the module: {other}"
+                    f"tensor {layer}.{name} has shape {values.shape}, but the module expects "
+                    f"{tuple(parameter.shape)}: {other}; {cure}"
                 )
             parameter.data = torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None
@@ -180,28 +179,24 @@ def wrap(
     tokens_per_sample: int = 1,
     adapted: Adapted | None = None,
 ) -> Model:
-    """Return ``module_or_stages`` as a model that every strategy can train. Local.
+    """Return PyTorch modules as a model that every strategy can train. Local.
 
-    - The children of an ``nn.Sequential``, or the modules of a list, are stages. Any other module is one stage. A stage
-      passes one tensor, of shape (samples, ...) and the parameters' dtype, to the next stage. Pipelines split the model
-      between stages, and ZeRO-3 gathers one stage at a time. A module joins the previous stage if it has no parameters,
-      or only parameters of earlier modules.
-    - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of targets that count.
-      Alternatively it returns one number: the mean or sum over the samples, as declared by the keyword ``reduction``.
-      For a mean, the autograd graph must end in an operation such as ``mean`` or cross_entropy, whose node records
-      the number of averaged targets.
-    - The keyword ``example`` is an input, as tensor or array, or a tuple (input, targets). It determines
-      the shapes between stages, which pipelines need. To measure the loss, ``parallel.partition = "measured"`` uses the
-      targets of the example, or integer zeros if the example has no targets.
+    ``module_or_stages`` is a module, or a list of modules. Its stages are the children of an ``nn.Sequential``, the
+    modules of a list, or else the whole module.
+
+    - A stage passes one tensor, of shape (samples, ...) and the parameters' dtype, to the next stage. A module joins
+      the previous stage if it has no parameters, or only parameters of earlier modules.
     - If a batch has a tuple or dict of inputs, the inputs become the arguments of the first module.
+    - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of counted targets. Or it returns
+      one number, and the keyword ``reduction`` says if this is the mean or the sum over samples. A mean must be
+      computed by ``mean``, cross_entropy or similar.
+    - The keyword ``example`` is an input, or a tuple (input, targets). Pipelines need it for the shapes between stages.
     - The keyword ``adapted(name, parameter)`` returns True if weight decay and layer-wise rates apply to the parameter.
       By default they apply to parameters with at least two dims.
 
     The modules provide the initial values. Tensors are named LAYER.NAME, where NAME is the tensor's name in the module.
-    In a list, NAME begins with the module's index. Integer data becomes int64, real data gets the parameters' dtype.
-    Buffers must be constant. A step runs each module in its current mode, or in training mode if no module is in
-    training mode. Random numbers depend on the seed, the step, the layer and the first sample of the micro-batch. On
-    the host, the process keeps freed memory (`hpcdist.adapters.torch.arrays.keep_freed_memory`).
+    Integer data becomes int64, real data gets the parameters' dtype. Buffers must be constant. A step runs each module
+    in its current mode, or in training mode if no module is in training mode.
 
     Raises UsageError or ConfigurationError for modules that cannot be trained, MissingCapabilityError without PyTorch.
     """

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class StageModules:
-    """Modules of one stage, in the order of execution, each with its qualified name ("" if unnamed).
+    """Modules of one stage in order of execution, each with its qualified name ("" if unnamed).
 
-    ``own`` maps names to the parameters of the stage, except parameters that an earlier stage shares with it. ``tied``
-    maps the names of these shared parameters to (layer, name) in the earlier stage. ``modes`` maps each nested module
-    to True for training mode or False for evaluation mode.
+    ``own``: the parameters of the stage by name, except parameters shared with an earlier stage. ``tied``: (layer,
+    name) in the earlier stage, keyed by the name of a shared parameter. ``modes``: for each nested module, True for
+    training mode or False for evaluation mode.
     """
 
     modules: list[tuple[str, "torch.nn.Module"]]
@@ -71,8 +71,8 @@ def stages_of(module_or_stages: Any) -> list[StageModules]:
     """Return the stages of a module or sequence of modules.
 
     The children of an ``nn.Sequential`` and the modules of a list or tuple are stages. Any other module is one stage. A
-    module without parameters, or with only parameters of earlier modules, joins the previous stage, or the first stage
-    if none precedes. Raises UsageError for other types.
+    module that adds no parameter joins the stage before it; at the start, it joins the first stage. Raises UsageError
+    for other types.
     """
     modules = _modules(module_or_stages)
     stages: list[StageModules] = []
@@ -129,7 +129,7 @@ def check_modules(stages: Sequence[StageModules]) -> None:
         if torch.nn.parameter.is_lazy(parameter):
             raise UsageError(f"{where} has no shape yet; run the module once on an example before you wrap it")
         if parameter.device.type == "meta":
-            raise UsageError(f"{where} is on the meta device and has no values; materialise it with to_empty")
+            raise UsageError(f"{where} is on the meta device without values; call to_empty, then set its values")
         if not parameter.numel():
             raise UsageError(
                 f"{where} is empty; another run may have freed its values. Wrap modules that have all their values"
@@ -198,8 +198,8 @@ def _check_statistics(cut: StageModules) -> None:
         for name, inner in module.named_modules(prefix=prefix):
             if isinstance(inner, batchnorm) and inner.track_running_stats:
                 raise UsageError(
-                    f"{name or 'the module'} is a {type(inner).__name__} with running statistics: these would differ "
-                    "between replicas, and count recomputed forwards twice; use GroupNorm or LayerNorm, or "
+                    f"{name or 'the module'} is a {type(inner).__name__} with running statistics, which would differ "
+                    "between replicas; use GroupNorm or LayerNorm, or "
                     "track_running_stats=False"
                 )
 
@@ -298,7 +298,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def saving(self, cut: StageModules) -> Iterator[None]:
-        """Context in which autograd graphs save a `ParameterView` for each parameter of ``cut`` (a stage's modules)."""
+        """Context manager: autograd saves the parameters of stage ``cut`` as `ParameterView`, not as tensors."""
         bound = self._bound[id(cut)]
 
         def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":
@@ -325,9 +325,9 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, cut: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Context in which a backward pass of ``cut`` (the modules of a stage) writes to ``gradients``.
+        """Context manager: the backward pass of stage ``cut`` writes the parameters' gradients to ``gradients``.
 
-        Yields a set, to which the name of each parameter is added when its gradient is written.
+        Yields the set of names of the parameters whose gradients have been written.
         """
         bound = self._bound[id(cut)]
         for parameter in bound.parameters.values():

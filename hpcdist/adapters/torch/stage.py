@@ -30,9 +30,8 @@ Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # a group only for the first st
 class TorchStage:
     """Stage that runs consecutive PyTorch modules.
 
-    If a batch has several inputs, the first module of the model gets each input as a separate argument. In a step, each
-    module is in training or evaluation mode as the user chose; in an evaluation, all are in evaluation mode. Random
-    numbers depend on the seed, the step, the micro-batch's first sample and the layer.
+    In a step, each module is in the mode (training or evaluation) that the user chose. In an evaluation, all modules
+    are in evaluation mode. Random numbers depend on the seed, the step, the layer and the first sample.
     """
 
     def __init__(

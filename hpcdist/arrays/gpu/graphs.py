@@ -1,7 +1,7 @@
 """CUDA graphs: capture the kernels of a call once, and launch them together from then on.
 
 cupy refuses to call cuBLAS during a capture, so `matmul` then calls cuBLAS directly, with cupy's choice of layouts,
-types and algorithm. cuBLAS itself supports captures.
+types and algorithm.
 """
 
 import ctypes
@@ -106,8 +106,8 @@ class GraphRecorder:
     def capture(self, call: Callable[[], T]) -> tuple[Any, T]:
         """Record, but do not execute, the kernels that ``call()`` launches. Return (CUDA graph, result of ``call``).
 
-        ``call`` must not synchronise or copy from or to the host, and must use `matmul` for products. To run the
-        kernels, call ``graph.launch()``: they use the current stream and the recorded addresses and scalars.
+        ``call`` must not synchronise or copy from or to the host, and must use `matmul` for products.
+        ``graph.launch()`` runs the kernels on the current stream, with the same arrays and scalars as in ``call``.
         """
         with _no_collection(), device.cupy().cuda.using_allocator(self._pool.malloc), self._stream:
             # cupy's default relaxed mode: other modes forbid the pool to allocate device memory during the capture.

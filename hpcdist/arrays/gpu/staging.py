@@ -1,7 +1,7 @@
 """Pinned host memory, and copies between pinned memory, a GPU, pageable memory and files.
 
-Pinned blocks are pooled by size, since message layers cache registrations by address. If pinning is refused, blocks are
-pageable and slower. A copy to the device runs on the current stream; its block returns to the pool after the copy.
+Pinned memory is pooled by size. If pinning is refused, pageable memory is used, which is slower. A copy to the device
+is queued on the current stream.
 """
 
 import threading
@@ -96,10 +96,10 @@ def refusal() -> str:
 
 
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
-    """Start to copy the GPU array ``source`` to the host array ``target``. Return an event. Local.
+    """Start to copy the GPU array ``source`` to the host array ``target``. Return the end event of the copy. Local.
 
-    ``target`` can be read after the returned event has completed. The copy waits for the event ``produced``, recorded
-    after the kernels that write ``source``. Without ``produced``, it waits for all work queued before this call.
+    The copy waits for the event ``produced``, recorded after the kernels that write ``source``. Without ``produced``,
+    it waits for all work queued before this call.
     """
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()

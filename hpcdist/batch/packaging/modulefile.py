@@ -159,7 +159,7 @@ def render(kind: str, chosen: Modulefile) -> str:
 def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) -> list[Path]:
     """Write modulefiles of hpcdist ``version`` below ``folder`` and return their paths.
 
-    ``texts`` maps each type of modulefile to its text. Raises UsageError if an existing file differs, unless ``force``.
+    ``texts``: text by type of modulefile. Raises UsageError if a file differs, unless the keyword ``force`` is true.
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
     regular.save_all(paths, force=force)

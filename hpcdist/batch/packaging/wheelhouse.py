@@ -143,9 +143,9 @@ class CollectedWheels:
 def collect(order: WheelhouseOrder) -> CollectedWheels:
     """Create the wheelhouse, a folder of wheels, at ``order.output`` atomically. Needs pip and a network.
 
-    If ``order.wheel`` is None, hpcdist's wheel is built from a git clone of hpcdist: the folder of the running hpcdist
-    or the current directory. Raises UsageError if neither is a clone, if the output folder is not empty, or for an
-    unknown extra. Raises MissingCapabilityError if pip fails, and StorageError if the folder cannot be written.
+    If ``order.wheel`` is None, hpcdist's wheel is built from a git clone of hpcdist. Raises UsageError without a clone,
+    if the output folder is not empty, or for an unknown extra. Raises MissingCapabilityError if pip fails, and
+    StorageError if the folder cannot be written.
     """
     _check(order)
     try:

@@ -112,8 +112,8 @@ def run_command(
 ) -> CommandResult:
     """Run the command ``line`` with ``script`` as standard input. Return its output and exit code. Local.
 
-    ``environment`` defaults to the environment of this process. Raises MissingCapabilityError: with the text ``absent``
-    if the program is not on PATH; with the advice ``cure`` if the program cannot be run or exceeds ``limit_s`` seconds.
+    ``environment``: by default as in this process. Raises MissingCapabilityError with the text ``absent`` if the
+    program is not on PATH. If it cannot be run or exceeds ``limit_s`` seconds, the error has the advice ``cure``.
     """
     program = shutil.which(line[0])
     if program is None:

@@ -33,7 +33,7 @@ def scheduler_of(job: str) -> str:
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
     """Return one state for each id in ``jobs``. Never raises: if the scheduler does not answer, the state is UNKNOWN.
 
-    A job with several tasks or components gets the state of one of them: preferably running, then waiting, then failed.
+    Of several tasks or components of a job, one is selected: preferably running, then waiting, then failed.
     """
     return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
@@ -53,7 +53,7 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return the `JobState` of each start of ``jobs`` (also after a requeue), and an error message or ""."""
+    """Return a `JobState` for every execution of ``jobs`` (several after requeues), and an error message or ""."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"

@@ -66,9 +66,8 @@ end "$code"
 def submit(script: str, log: Path, begin: datetime | None = None) -> str:
     """Run ``script`` with bash as a job that outlives this process and its terminal. Return the job id.
 
-    The job inherits the current directory and the environment, plus HPCDIST_JOB_ID. Its output is appended to ``log``.
-    It starts at the time ``begin`` (with time zone), or at once if ``begin`` is None. Raises StorageError and
-    MissingCapabilityError.
+    The job inherits the environment, plus HPCDIST_JOB_ID. Its output is appended to ``log``. It starts at the time
+    ``begin`` (with time zone), by default at once. Raises StorageError, or MissingCapabilityError without bash.
     """
     bash = shutil.which("bash")
     if bash is None:
@@ -119,8 +118,9 @@ def _start(line: list[str], new: Path, log_fd: int) -> str:
 def state(job: str) -> JobState:
     """Return the state of ``job``, a job on this machine without a scheduler.
 
-    The state is UNKNOWN if the job is on another machine or does not exist, and NODE_FAIL if the machine was rebooted
-    during the job. FAILED without an exit code means that the shell that supervises the job was killed.
+    - UNKNOWN: the job is on another machine or does not exist.
+    - NODE_FAIL: the machine was rebooted during the job.
+    - FAILED without an exit code: the shell that supervises the job was killed.
     """
     alive = _alive(job)  # before reading the code: the job may end in between
     record = _job_record(job)

@@ -66,7 +66,7 @@ def cancel(job: str) -> None:
     """End ``job`` by qdel: SIGTERM, and SIGKILL after kill_delay. Raises MissingCapabilityError if qdel fails."""
     answer = _output_of("qdel", job)
     if answer.code != 0 and "job has finished" not in answer.complaint.lower():
-        raise MissingCapabilityError(f"qdel {job} failed, exit code {answer.code}: {answer.complaint}")
+        raise MissingCapabilityError(f"qdel {job} failed, exit code {answer.code}: {answer.complaint}; see qstat")
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:

@@ -34,8 +34,8 @@ _MODULE: Final = re.compile(r"[A-Za-z0-9_./+@=:-]+", re.ASCII)
 class SiteScheduler:
     """Section ``[scheduler]``: the scheduler, and defaults for jobs that do not set ``partition``, ``qos`` and so on.
 
-    ``kind`` "none": without a scheduler, jobs run on this machine. ``options``: added to every job. ``requeue``: jobs
-    may be requeued. ``account_suffix``: appended to every account.
+    If ``kind`` is "none", jobs run on this machine. ``options`` are added to every job, and ``account_suffix`` to every
+    account.
     """
 
     kind: str = "slurm"
@@ -79,7 +79,7 @@ class SiteLauncher:
         able = LAUNCHERS_OF[self.mpi]
         if self.kind not in able:
             raise ConfigurationError(
-                f"launcher.kind = {self.kind!r} does not start ranks of launcher.mpi = {self.mpi!r} as one world; "
+                f"launcher.kind = {self.kind!r} does not start ranks of launcher.mpi = {self.mpi!r} as one MPI job; "
                 f"choose one of {', '.join(able)}"
             )
         if self.pmi and self.kind != "srun":
@@ -106,8 +106,8 @@ class SiteEnvironment:
 class SiteGpus:
     """Section ``[gpu]``: GPUs per node (0: unknown), the option to request GPUs, and the assignment of GPUs to ranks.
 
-    ``bind``: value of --gpu-bind. "none" lets each rank see all GPUs of its node. ``order``: GPU number for each local
-    rank. ``variables``: exported only in jobs with GPUs. ``unsupported``: reason to refuse jobs with GPUs.
+    ``bind``: value of --gpu-bind. ``order``: GPU number for each local rank. ``variables``: exported only in jobs with
+    GPUs. ``unsupported``: reason to refuse jobs with GPUs.
     """
 
     per_node: int = 0
@@ -146,8 +146,8 @@ class StorageRoot:
 class SiteStorage:
     """Section ``[storage]``: directories that all nodes share, and directories that are separate on each node.
 
-    ``roots`` are shared. If ``roots`` is empty, all directories except ``private`` are shared. ``node_local`` is the
-    directory for staged files on each node. ``sbcast``: Slurm broadcasts the environment archive to the nodes.
+    All nodes share ``roots`` or, if empty, all directories except ``private``. ``node_local``: directory for staged
+    files on each node. ``sbcast``: Slurm broadcasts the environment archive to the nodes.
     """
 
     roots: tuple[StorageRoot, ...] = ()
@@ -205,8 +205,8 @@ class SiteContainer:
 class SiteProfile:
     """Settings of a cluster for batch jobs, read from the file ``origin``.
 
-    ``recipe``: defaults of recipe keys. ``blocks``: Jinja text to replace blocks of the job script templates.
-    ``proven``: note on the tests of this profile. ``cluster``: cluster name or file for `hpcdist plan`.
+    ``recipe``: defaults of recipe keys. ``blocks``: replacements for Jinja blocks of the job scripts. ``proven``: note
+    on the tests of this profile. ``cluster``: cluster name or file for `hpcdist plan`.
     """
 
     name: str = ""
@@ -230,7 +230,7 @@ class SiteProfile:
         if self.launcher.kind == "flux" and self.scheduler.kind != "none":
             raise ConfigurationError(
                 f"launcher.kind = 'flux' with scheduler.kind = {self.scheduler.kind!r}: the job has no Flux instance; "
-                "set scheduler.kind = 'none', and submit inside a Flux instance"
+                "set scheduler.kind = 'none', and run `hpcdist submit` in a Flux instance"
             )
 
         if self.storage.sbcast and self.scheduler.kind != "slurm":

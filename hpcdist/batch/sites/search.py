@@ -210,7 +210,7 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
     try:
         return msgspec.convert({**tree, "name": path.stem, "origin": str(path)}, SiteProfile)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{place}: {error}") from error
+        raise ConfigurationError(f"{place} is invalid: {error}; correct the file") from error
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:

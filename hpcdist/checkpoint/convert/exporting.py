@@ -1,7 +1,7 @@
-"""Export whole tensors of a checkpoint to a file of another format, block by block, with verified reads.
+"""Export whole tensors of a checkpoint to a file of another format, with verified reads.
 
-Parameters keep their names (``3.qkv.weight``: global layer id and tensor). Other tensors get their kind as a prefix
-(``optimizer.m/3.qkv.weight``). A tensor need not fit into memory.
+Parameters keep their names, such as ``3.qkv.weight`` (global layer id and tensor). Other tensors get a prefix, as in
+``optimizer.m/3.qkv.weight``. A tensor need not fit into memory.
 """
 
 import json
@@ -44,7 +44,7 @@ def key_of(tensor: StoredTensor) -> str:
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return JSON text with step, non-tensor state and names of tensor states ("optimizer.m", ...) of ``loaded``."""
+    """Return JSON text with the step, scalars and kinds of tensors (such as "optimizer.m") of ``loaded``."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
@@ -67,7 +67,7 @@ def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTenso
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` of the whole ``tensor``. ``store``, an object like `FileStore`, reads or writes its elements."""
+    """Return a `Piece` that reads or writes the whole ``tensor`` by ``store``, an object like `FileStore`."""
     whole = Range(0, tensor.size)
     elements: Any = FileSlice(store, whole)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, elements)
@@ -77,8 +77,7 @@ def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
     """Context manager that creates the files ``paths``, all or none. It yields a dict from path to temporary path.
 
-    The caller writes the temporary files, which are renamed at exit. Raises StorageError if a path exists or a write
-    fails.
+    The caller writes the temporary files, renamed at exit. Raises StorageError if a path exists or a write fails.
     """
     for path in paths:
         if path.exists():

@@ -51,7 +51,7 @@ def format_of(path: Path) -> tuple[str, Path]:
             raise StorageError(f"{path}: expected one {SUFFIX} file, or several with an index file, found {matched}")
         path = matches[0]
     if not path.is_file():
-        raise StorageError(f"{path}: there is no such file")
+        raise StorageError(f"{path}: there is no such file; correct the path")
     if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
         return "safetensors", path
     if path.suffix in torch_state.SUFFIXES:
@@ -77,7 +77,7 @@ class ForeignFile:
         reason = _contents_problem(self.tensors, nbytes)
         if reason:
             self._reader.close()
-            raise StorageError(f"{self.path}: {reason}")
+            raise StorageError(f"{self.path} cannot be imported: {reason}")
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +102,7 @@ class ForeignFile:
         try:
             yield
         except MissingCapabilityError as error:
-            raise MissingCapabilityError(f"{self.path} cannot be read here: {error}") from error
+            raise MissingCapabilityError(f"{self.path} cannot be read: {error}") from error
         except Exception as error:  # a hostile file may make a library raise anything
             reason = (str(error).strip().splitlines() or [""])[0][:500]
             text = f"{self.path} cannot be read as {self.format}: {type(error).__name__}: {reason}"
@@ -193,7 +193,7 @@ def import_checkpoint(
     Args:
         step: Step of the checkpoint. None: the step in the file, or 0 if the file has no step.
         inputs: Model sizes by name, to store in the checkpoint. Ignored if hpcdist exported the file.
-        keys: Maps tensor names in the file to names in the checkpoint. Tensors without an entry are left out.
+        keys: Checkpoint names, keyed by the names in the file. Other tensors are left out.
 
     Raises StorageError if a file cannot be read or written, UsageError if ``run_dir`` has checkpoints.
     """
@@ -202,7 +202,7 @@ def import_checkpoint(
         raise UsageError(f"{directory} has checkpoints already; import into the directory of a new run")
     with ForeignFile(source) as file:
         if not file.tensors:
-            raise StorageError(f"{file.path} holds no tensors")
+            raise StorageError(f"{file.path} has no tensors to import; choose a file with tensors")
         ours = bool(file.metadata)
         number = (file.metadata["step"] if ours else 0) if step is None else step
         scalars = file.metadata["scalars"] if ours else _initial_scalars(number, inputs or {})

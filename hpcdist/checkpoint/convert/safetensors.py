@@ -1,7 +1,7 @@
 """Safetensors format: an 8-byte header length, a JSON header, and the bytes of the tensors without gaps.
 
-https://github.com/huggingface/safetensors. The library's numpy functions read whole files and lack bfloat16. A model of
-several files has a ``model.safetensors.index.json``, which maps tensor names to files.
+Source: https://github.com/huggingface/safetensors. A model of several files has a ``model.safetensors.index.json``,
+which maps tensor names to files.
 """
 
 import json
@@ -52,10 +52,10 @@ class TensorLocation:
 def write(
     checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to the file ``out``, or to several files of at most ``shard_bytes`` bytes.
+    """Write ``tensors`` of ``checkpoint`` to safetensors files, and return the paths of the files.
 
-    ``loaded`` is the manifest of the checkpoint. Several files are named ``out``-00001-of-00003 etc. and get an index
-    file. Returns the paths, the index last.
+    ``loaded`` is the manifest of the checkpoint. If one file ``out`` would exceed ``shard_bytes`` bytes, several files
+    with numbered names are written, and an index file. The path of the index is the last result.
     """
     groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)
@@ -130,12 +130,12 @@ def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
         )
     entries = json.loads(pread_all(fd, length, 8), object_pairs_hook=unique_keys)
     if not isinstance(entries, dict):
-        raise ValueError("the header is not a JSON object")
+        raise ValueError("the header is not a JSON object; copy or save the file again")
     if len(entries) > MAX_TENSORS:
-        raise ValueError(f"the header names {len(entries)} tensors, but at most {MAX_TENSORS} are supported")
+        raise ValueError(f"the header names {len(entries)} tensors, expected at most {MAX_TENSORS}; save several files")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError("__metadata__ must map names to strings")
+        raise ValueError("__metadata__ in the header must map names to strings; save the file again")
     locations = {name: _location(name, entry, 8 + length) for name, entry in entries.items()}
     position = 8 + length
     for name, location in sorted(locations.items(), key=lambda item: (item[1].start, item[1].nbytes)):
@@ -159,10 +159,16 @@ def _location(name: str, entry: Any, begin: int) -> TensorLocation:
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}") from None
     if not whole or code not in DTYPES:
-        raise ValueError(f"{name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported")
+        raise ValueError(
+            f"tensor {name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported; use one of "
+            f"{', '.join(DTYPES)}, with sizes of at least 0"
+        )
     nbytes = math.prod(shape) * dtype_of(DTYPES[code]).itemsize
     if stop - start != nbytes:
-        raise ValueError(f"tensor {name}: data_offsets span {stop - start} bytes; {code}{list(shape)} needs {nbytes}")
+        raise ValueError(
+            f"tensor {name} has {stop - start} bytes in data_offsets, but {code} {list(shape)} needs {nbytes}; save "
+            "the file again"
+        )
     return TensorLocation(DTYPES[code], shape, begin + start, nbytes)
 
 

@@ -43,8 +43,8 @@ def import_torch() -> ModuleType:
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
     """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``. Tensors need not fit into memory.
 
-    ``loaded`` is the manifest of the checkpoint. The file holds a dict of tensors. If ``nested``, it holds a dict of
-    such dicts, with the keys "parameters", "optimizer.m" and so on. After a StorageError, ``out`` does not exist.
+    ``loaded``: manifest of the checkpoint. The file holds a dict of tensors. If ``nested``, it holds a dict of such
+    dicts: "parameters", "optimizer.m" and so on. After a StorageError, ``out`` does not exist.
     """
     module = import_torch()
     offsets, position = [], 0
@@ -77,10 +77,10 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 
 
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from each tensor's name in the checkpoint to its names in the user's PyTorch modules.
+    """Return each tensor's names in the user's PyTorch modules, keyed by its name in the checkpoint.
 
-    ``loaded`` is the checkpoint's manifest. A tied tensor has several names in the modules. Returns {} for a built-in
-    model of hpcdist, and if two tensors have the same name in the modules.
+    ``loaded``: manifest of the checkpoint. A tied tensor has several names. Returns {} for a model built into hpcdist,
+    or if two tensors have the same name in the modules.
     """
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
@@ -168,10 +168,7 @@ def _check_records(path: Path) -> None:
 
 
 def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
-    """Return the tensors in ``state`` by kind (as "parameters"), hpcdist's metadata, and the names of other entries.
-
-    ``module`` is the module torch.
-    """
+    """Return (tensors by state such as "parameters", hpcdist's metadata or "", names of ignored entries)."""
     if not isinstance(state, Mapping):
         raise ValueError(
             f"the PyTorch file holds a {type(state).__name__}, expected a dict of tensors; save model.state_dict()"

@@ -147,9 +147,9 @@ class Manifest(_Shards):
     """Content of ``manifest.json``.
 
     ``pieces`` describes the stored parts of tensors. ``files`` maps each shard to its size in bytes. ``outside`` maps
-    each shard to a digest of all its bytes except tensor data. ``about`` describes the run that saved the state. Shards
-    can be hard links to files of earlier checkpoints; ``unused`` describes the tensor pieces in them that this
-    checkpoint does not need. Manifests of older versions may lack ``outside`` and ``unused``.
+    each shard to a digest of its bytes that are not tensor data. ``about`` describes the run that saved the state. A
+    shard can be a hard link to a file of an earlier checkpoint. ``unused`` describes the tensor pieces in the shards
+    that this checkpoint does not need. Older versions lack ``outside`` and ``unused``.
     """
 
     scalars: dict[str, Any]
@@ -318,7 +318,7 @@ def load(directory: Path) -> Manifest:
     except StorageError:
         raise
     except FileNotFoundError:
-        raise StorageError(f"{path} is missing: the checkpoint was not finished") from None
+        raise StorageError(f"{path} is missing: the checkpoint was not finished; use another checkpoint") from None
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError, MemoryError) as error:
@@ -329,10 +329,12 @@ def load(directory: Path) -> Manifest:
             "use a machine with the same byte order"
         )
     if manifest.block_bytes != BLOCK_BYTES:
-        raise StorageError(f"{path} has digest blocks of {manifest.block_bytes} bytes; expected {BLOCK_BYTES}")
+        raise StorageError(
+            f"{path} has a digest per {manifest.block_bytes} bytes; expected {BLOCK_BYTES}; restore it from a copy"
+        )
     reason = inconsistency(manifest)
     if reason:
-        raise StorageError(f"{path} {reason}")
+        raise StorageError(f"{path} {reason}; restore it from a copy")
     return manifest
 
 
@@ -375,7 +377,7 @@ def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     computed = xxhash.xxh3_128(memoryview(data)[:end])
     computed.update(b"}")
     if computed.hexdigest() != digest:
-        raise StorageError(f"{path} is damaged: its digest does not match")
+        raise StorageError(f"{path} is damaged: its digest does not match; restore it from a copy")
     if not data.startswith(_ABOUT):
         return _parse_free_form(path, data)
     about, start = _value(data, len(_ABOUT))
@@ -391,7 +393,7 @@ def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
         _check_version(path, header.schema, header.version)
         shards = msgspec.json.decode(typed, type=_Shards)
     except msgspec.DecodeError as error:
-        raise StorageError(f"{path} is not valid: {error}") from error
+        raise StorageError(f"{path} is not valid: {error}; restore it from a copy") from error
     if not (isinstance(scalars, dict) and isinstance(about, dict)):
         raise StorageError(
             f"{path} is not valid: ``scalars`` and ``about`` must be JSON objects; restore the manifest from a copy"
@@ -417,20 +419,20 @@ def _parse_free_form(path: Path, data: bytes) -> Manifest:
         )
     body = json.loads(data, object_pairs_hook=unique_keys)
     if not isinstance(body, dict):
-        raise StorageError(f"{path} is not a manifest of {SCHEMA}")
+        raise StorageError(f"{path} is not a manifest of {SCHEMA}; restore it from a copy")
     _check_version(path, body.get("schema"), body.get("version"))
     digest = body.pop("digest", None)
     if digest_of(body) != digest:
-        raise StorageError(f"{path} is damaged: its digest does not match")
+        raise StorageError(f"{path} is damaged: its digest does not match; restore it from a copy")
     try:
         return msgspec.convert(body, Manifest)
     except msgspec.ValidationError as error:
-        raise StorageError(f"{path} is not valid: {error}") from error
+        raise StorageError(f"{path} is not valid: {error}; restore it from a copy") from error
 
 
 def _check_version(path: Path, schema: object, version: object) -> None:
     if schema != SCHEMA:
-        raise StorageError(f"{path} is not a manifest of {SCHEMA}")
+        raise StorageError(f"{path} is not a manifest of {SCHEMA}; restore it from a copy")
     if type(version) is not int or not 1 <= version <= VERSION:
         kind = NewerVersionError if type(version) is int and version > VERSION else StorageError
         raise kind(f"{path} has version {str(version)[:20]}, expected 1 to {VERSION}; update hpcdist")

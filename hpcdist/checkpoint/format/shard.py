@@ -1,7 +1,6 @@
-"""Shards of a checkpoint, HDF5 files with the pieces of one writer: write, index, and read verified. Local.
+"""Shards of a checkpoint, HDF5 files with the tensor data of one writer: write, index, and read verified. Local.
 
-`BlockReader` reads without libhdf5, through a small buffer that stays in the cache of a core. The index ``index.h5``
-shows every tensor whole, by virtual datasets, for other tools. A restore does not need the index.
+The index ``index.h5`` shows every whole tensor to other tools, by virtual datasets. A restore does not need it.
 """
 
 import os
@@ -79,10 +78,10 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read block number ``block`` of piece ``entry``, pass its elements to ``take``, and return its size in bytes.
+        """Read and verify block number ``block`` of the stored tensor data ``entry``. Return its size in bytes.
 
-        ``take`` is called several times and must copy the elements. If the digest does not match, raises DamagedError,
-        which names file and tensor. The caller must then discard the elements.
+        ``take`` is called several times with elements, and must copy them. Raises DamagedError, after which the caller
+        must discard the elements.
         """
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
@@ -169,11 +168,12 @@ def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shard files that one writer wrote or hard-linked. ``files`` maps each shard to its size in bytes.
+    """Shard files that one writer wrote or hard-linked.
 
-    ``outside`` maps each shard to one digest of all its bytes except tensor data. ``entries`` describes the tensor
-    pieces of this checkpoint. ``unused`` describes the tensor pieces in hard-linked shards that this checkpoint does
-    not need.
+    - ``files``: size in bytes of each file.
+    - ``outside``: digest of each file without its tensor data.
+    - ``entries``: tensor data of this checkpoint in the files.
+    - ``unused``: tensor data in hard-linked files that this checkpoint does not need.
     """
 
     files: dict[str, int] = field(default_factory=dict)
@@ -219,10 +219,10 @@ def write(
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
 ) -> WrittenShards:
-    """Write tensor pieces to the shard file ``name``, from one source of bytes per piece. Raises StorageError.
+    """Write tensor data to the shard file ``name``, and return its description. Raises StorageError.
 
-    ``slots`` describes the pieces. Each source is read once, in the order of the slots. ``about`` holds attributes of
-    the file. ``opens(path)`` creates the file.
+    ``slots`` describes the tensors. Each of ``sources`` yields the bytes of one slot, and is read once, in order.
+    ``about`` holds attributes of the file. ``opens(path)`` creates the file.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)

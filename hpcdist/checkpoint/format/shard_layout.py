@@ -125,8 +125,7 @@ class IncomingBlocks:
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
     """Send the bytes of ``arrays`` in blocks to the rank ``peer``. ``sizes`` lists the blocks' sizes in bytes.
 
-    An array may be a `FileSlice`. If reading its file fails, sends zeros for the remaining blocks, because the peer has
-    posted receives. Returns the error message, or "".
+    Return the error message, or "". An array may be a `FileSlice`. After a read error, zeros are sent.
     """
     sent, error = 0, ""
     try:

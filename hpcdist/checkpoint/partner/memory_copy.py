@@ -126,10 +126,9 @@ class MemoryCopy:
             yield block.stop
 
     def tell(self, names: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write the scalars, the descriptions of the tensor pieces and a digest to this copy.
+        """Write ``scalars`` (JSON text), the tensor descriptions in ``names``, and their digest to this copy.
 
-        The `CopyLayout` ``names`` contains the descriptions. ``scalars`` is JSON text. The digest also covers the
-        number ``step``. Unchanged scalars and descriptions are written, too, in case the memory was damaged.
+        The digest also covers the number ``step``.
         """
         start = _texts(names.sizes[0])
         self._head[_SCALARS] = len(scalars)
@@ -224,10 +223,9 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
-    """Yield, for each block of BLOCK_BYTES of ``data``, the list of copies that fill it from the tensor ``pieces``.
+    """Yield lists of copies. Each list fills BLOCK_BYTES of ``data`` from the arrays of ``pieces``.
 
-    Each copy is (index of a piece, slice of its elements, target view in ``data``). The `CopyLayout` ``names`` has the
-    byte range of each piece in ``data``.
+    A copy is (index in ``pieces``, slice of that array's elements, target view in ``data``).
     """
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):

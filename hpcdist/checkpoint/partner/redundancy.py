@@ -53,7 +53,7 @@ def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass
 class CopyGeneration:
-    """Ranks' states after one step, as copies that this rank can read. ``of`` maps a rank to the copy of its state."""
+    """Copies of several ranks' states after one step. The attribute ``of`` maps a rank to the copy of its state."""
 
     names: CopyLayout | None = None  # of this rank's pieces
     of: dict[int, MemoryCopy] = field(default_factory=dict)
@@ -159,10 +159,9 @@ class PartnerStore:
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
-        """Copy this rank's state to local memory, send it to its partner rank, and receive others' copies. Collective.
+        """Copy this rank's state to its partner rank, and receive other ranks' states. Collective.
 
-        The copies are stored in ``target``. ``encoded`` holds the scalars as JSON. If the keyword ``anew`` is True, the
-        descriptions of the pieces are sent, too.
+        ``target`` holds the copies, also of this rank. The keyword ``anew``: send the tensor descriptions, too.
         """
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
@@ -199,13 +198,14 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state for which intact copies of all its data exist, or None. Collective over ``comm``.
+    """Return the newest state of which each rank's data has an intact copy, or None. Collective over ``comm``.
 
-    Damaged copies are reported on stderr. All ranks get the same step and scalars. Tensor pieces are views of copies.
+    All ranks get the same step and scalars. The result's tensors share the memory of ``copies``. Damaged copies are
+    reported on stderr.
 
     Args:
-        old_rank: Rank of this process in the communicator before a rank died; None for a new process.
-        copies: The copies that this process holds from that communicator; None for a new process.
+        old_rank: Rank of this process before a rank died; None for a new process.
+        copies: The copies that this process held at that time; None for a new process.
     """
     assert old_rank == (None if copies is None else copies.rank), (
         f"the copies are those of another rank than {old_rank}"
@@ -246,10 +246,9 @@ def _holders(
 
 
 def _sound_holders(comm: Communicator, copies: HeldCopies | None, step: int, holders: list[list[int]]) -> list[int]:
-    """Return, for each rank r of the failed communicator, one rank of ``comm`` with an intact copy of r's state.
+    """Return, for each rank r of the failed communicator, one rank with an intact copy of r's state. Collective.
 
-    ``holders[r]`` lists the ranks of ``comm`` with a copy of r's state after ``step``. The result is [] if the state of
-    a rank has no intact copy. Collective.
+    ``holders[r]``: ranks with a copy of r's state after ``step``. The result is [] if a state has no intact copy.
     """
     verified: set[int] = set()
     while all(holders):

@@ -48,9 +48,9 @@ class ElementRuns:
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return the selected elements number ``where.start`` to ``where.stop`` - 1 as a new `ElementRuns`.
+        """Return elements ``where.start`` to ``where.stop`` - 1 of this selection as a new `ElementRuns`.
 
-        Numbers count only selected elements, from 0. ``where`` must not be empty.
+        Elements are numbered from 0 over all runs. ``where`` must not be empty.
         """
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
@@ -100,9 +100,9 @@ class ElementRuns:
             done += count
 
     def _hulls(self, longest: int) -> Iterator[tuple[slice, Range]]:
-        """Split the runs into groups. Yield (slice of run indices, range of array elements) per group.
+        """Split the runs into groups. Yield (slice of run indices, range of elements from the first to the last run).
 
-        The range spans the runs of the group. It has at most ``longest`` elements, or is a single run.
+        A range has at most ``longest`` elements, unless its group is a single run.
         """
         ends, first = self.start + self.size, 0
         while first < ends.size:
@@ -151,10 +151,9 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Split the array elements that all ``lines`` select into messages of at most ``longest`` bytes.
+    """Split the elements of all ``lines`` into messages of at most ``longest`` bytes.
 
-    Yield each message as a list of (i, range): the elements that it takes from the selection ``lines[i]``. The range
-    counts only selected elements, from 0.
+    Yield each message as a list of (i, range): elements ``range.start`` to ``range.stop - 1`` of ``lines[i]``.
     """
     # Sender and receiver must compute the same messages.
     message: list[tuple[int, Range]] = []
@@ -234,10 +233,10 @@ class _Stream:
 def exchange(
     comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
 ) -> int:
-    """Send each rank its ``outgoing`` elements, and receive the ``incoming`` elements. Collective.
+    """Send each rank its ``outgoing`` elements, and receive the ``incoming`` elements. Collective over ``comm``.
 
-    Item r of both lists has the `ElementRuns` for rank r. Sender and receiver must list the same elements in the same
-    order. Returns the number of bytes received.
+    Item r of both lists is for rank r. Sender and receiver must list the same elements in the same order. Returns the
+    number of bytes received.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART

@@ -1,8 +1,7 @@
-"""Reshard a state in memory: each rank receives its requested pieces from the ranks that hold them, with any sharding.
+"""Reshard a state in memory: each rank receives its requested slices from the ranks that hold them, with any sharding.
 
-All ranks gather the descriptions of all pieces: 8 (3 + 2 d) bytes for a tensor of d dimensions. A rank uses its own
-elements first, then elements of other ranks in equal shares. Messages have 4 MiB. At most 16 MiB are in flight per pair
-of ranks, and 128 MiB per direction.
+All ranks gather descriptions of all slices: 8 (3 + 2 d) bytes for a tensor of d dimensions. A rank first uses its local
+elements. Messages have 4 MiB. At most 16 MiB are in flight per pair of ranks, and 128 MiB per direction.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -59,10 +58,7 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return the `CopyRuns` (element ranges to copy) for only the given intervals of the requested array.
-
-        Interval i has ``size[i]`` elements from index ``start[i]`` on. Adjacent ranges are joined.
-        """
+        """Return the copies that fill ``size[i]`` elements from ``start[i]`` of the requested array, for each i."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
         # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
@@ -79,11 +75,10 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return the element ranges to copy from ``offers``, the tensor pieces that ranks hold, to fill ``piece``. Local.
+    """Return pairs (offer, element ranges to copy from it) that fill ``piece``. Local.
 
-    Offers of this ``rank`` are preferred. Large pieces that several other ranks hold are divided among these ranks;
-    small pieces come from the least loaded rank. ``loads`` counts the bytes taken from each rank and is updated. Raises
-    `GapError` if an element is in no offer.
+    ``offers``: tensor slices on all ranks; slices of this ``rank`` are preferred. ``loads``: bytes taken from each
+    rank, used to balance the transfers and updated. Raises `GapError` if no offer has an element.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
@@ -131,11 +126,9 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
 def _divided(
     covers: np.ndarray, ranks: Sequence[int], size: np.ndarray, itemsize: int, loads: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide requested intervals among the offers, the tensor pieces that other ranks hold.
+    """Divide intervals among offers of several ranks. Returns (offer, interval, first element, number of elements).
 
-    ``covers[o, i]`` is True if offer o, of rank ``ranks[o]``, holds interval i, of ``size[i]`` elements. ``loads`` has
-    the bytes already taken from each rank. Returns four arrays with one item per part of an interval: index of the
-    offer, index of the interval, first element in the interval, and number of elements.
+    ``covers[o, i]``: True if offer o, of rank ``ranks[o]``, has interval i, of ``size[i]`` elements.
     """
     patterns, belongs = np.unique(covers, axis=1, return_inverse=True)
     parts = []
@@ -157,7 +150,7 @@ def _divided(
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Convert ``local``, a flat index in a tensor piece, to a flat index in the tensor. ``mine``: the piece's runs."""
+    """Convert the index ``local`` in a tensor slice to a flat index in the tensor. ``mine``: ranges of the slice."""
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -175,11 +168,11 @@ class _Transfer:
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill the arrays of ``pieces`` from the tensor pieces ``held`` on any rank. Return the bytes received. Collective.
+    """Fill the arrays of ``pieces`` from the tensor slices ``held`` on any rank. Return the bytes received. Collective.
 
-    Kinds of state in ``optional`` are left unchanged if no rank holds them. A held and a requested piece may share
-    memory if they have the same elements. Raises StorageError on all ranks, before any change, if a requested element
-    is missing or a tensor has another shape or dtype.
+    States named in ``optional`` stay unchanged if no rank holds them. Held and requested slices with equal elements may
+    share memory. Raises StorageError on all ranks, before any change, if an element is missing or a shape or dtype
+    differs.
     """
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)
     requests = [_encode_request(parts) for parts in chosen]
@@ -209,11 +202,7 @@ def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> lis
 
 
 def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndarray]:
-    """Encode the tensor pieces ``held`` as (distinct names, numbers).
-
-    The numbers of a piece: index of its name, (start, stop) of its region in each dimension, and (start, stop) of its
-    elements in the flattened region.
-    """
+    """Encode descriptions of the tensor slices ``held`` as (distinct names, integers)."""
     heads: dict[tuple[Any, ...], int] = {}
     numbers: list[int] = []
     for piece in held:
@@ -244,10 +233,9 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return, for each rank, the list of element ranges to get from it, and an error message, or "". Local.
+    """Return the list of element ranges to get from each rank, and an error message, or "". Local.
 
-    ``offers`` describes the tensor pieces of all ranks. ``requested`` are this rank's requests. The message names the
-    first request without a matching offer. States named in ``optional`` ("optimizer.m") may be absent.
+    ``offers``: tensor slices on all ranks. ``optional``: names of states that may be absent.
     """
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]

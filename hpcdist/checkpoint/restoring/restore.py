@@ -28,8 +28,7 @@ from hpcdist.errors import HpcdistError, StorageError
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
     """Fill the array of ``piece`` from ``entries``, all stored pieces of its tensor in the checkpoint ``directory``.
 
-    Raises StorageError if the entries have another shape or dtype or do not cover the piece, and `DamagedError` if
-    their bytes are damaged.
+    Raises StorageError if shape or dtype differ or elements are missing, and `DamagedError` if bytes are damaged.
     """
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
@@ -100,7 +99,7 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
 def _copy(
     reader: BlockReader, entry: StoredPiece, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Copy ranges of ``entry`` to ``out``. ``stretches``: arrays of starts in ``out``, starts in ``entry``, sizes."""
+    """Copy ranges of ``entry`` to ``out``. ``stretches``: starts in ``out``, starts in ``entry``, and sizes."""
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
     # First and last block of each run; in a set, since short runs share blocks.
@@ -153,8 +152,8 @@ Result = TypeVar("Result")
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: Collection[Path] = ()) -> Path | None:
     """Return the newest usable checkpoint in ``run_dir/checkpoints``, or None. Collective; local if ``comm`` is None.
 
-    A usable checkpoint has a valid manifest and files of the right sizes. Paths in ``but`` are left out. Rank 0 reports
-    skipped checkpoints on stderr. Raises StorageError if a later version of hpcdist wrote a checkpoint.
+    A usable checkpoint has a valid manifest and files of the right sizes. Paths in ``but`` are left out. Raises
+    StorageError if a later version of hpcdist wrote a checkpoint.
     """
     comm = comm or solo()
     candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
@@ -174,7 +173,7 @@ def from_newest_intact(
     """Return ``take(path)`` for the newest intact checkpoint, or ``take(None)`` if all are damaged. Collective.
 
     ``first``: path to try first; earlier checkpoints follow. ``take(path)`` restores a checkpoint. It must raise
-    `DamagedError` on all ranks or on no rank, as `restore_together` does.
+    `DamagedError` on all ranks or on no rank.
     """
     path, damaged = first, set[Path]()
     while True:
@@ -244,7 +243,7 @@ def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection
     """Fill the arrays of ``pieces`` from the checkpoint ``directory`` (``.../step-N``). Return its scalars. Local.
 
     Kinds of state in ``optional`` are left unchanged if the checkpoint lacks them. Raises StorageError if bytes are
-    damaged, or if a tensor is missing or has another shape or dtype. The content of the arrays is then undefined.
+    damaged, or if a tensor is missing or has another shape or dtype. The arrays are then undefined.
     """
     directory = Path(directory)
     stored = _PackedEntries.of(manifest.load(directory))

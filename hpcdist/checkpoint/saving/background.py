@@ -49,10 +49,10 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor pieces of a writer group to memory. Return, per piece, a function that yields its bytes.
+        """Copy the tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
 
-        ``delivery`` holds this rank's pieces, and receives the pieces of the other ranks in the group. These ranks send
-        them by `GroupGather.bring`. The caller may change the pieces after this call.
+        ``delivery`` gathers the pieces of the ranks for which this rank writes. The other ranks must call
+        `GroupGather.bring`. The caller may change the pieces after this call.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -110,10 +110,9 @@ class SnapshotFile:
         self._fd = -1
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor pieces of a writer group to a local file. Return, per piece, a function that reads it.
+        """Copy the tensor pieces of ``delivery`` to a local file. Return, for each piece, a function that reads it.
 
-        ``delivery`` holds this rank's pieces, and receives the pieces of the other ranks in the group. The caller may
-        change the pieces after this call. Raises StorageError if the file cannot be written.
+        Like `SnapshotMemory.fill`. Raises StorageError if the file cannot be written.
         """
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
@@ -129,8 +128,8 @@ class SnapshotFile:
             raise
         except OSError as error:
             raise StorageError(
-                f"checkpoint.local_directory = {str(self._directory)!r}: {error.strerror}; choose a directory on a "
-                "disk of each node with enough space for the state of its ranks"
+                f"checkpoint.local_directory = {str(self._directory)!r} cannot be written: {error.strerror}; choose "
+                "a directory on a disk of each node with enough space for the state of its ranks"
             ) from error
         return sources
 
@@ -147,7 +146,9 @@ class SnapshotFile:
         for done in range(0, nbytes, BLOCK_BYTES):
             block = memory[: min(BLOCK_BYTES, nbytes - done)]
             if (read := read_fully(self._fd, block.data, start + done)) < block.nbytes:
-                raise StorageError(f"{self._directory}: the snapshot file ends early, at byte {start + done + read}")
+                raise StorageError(
+                    f"the snapshot file in {self._directory} ends early, at byte {start + done + read}; check the disk"
+                )
             yield block
 
 
@@ -202,7 +203,7 @@ class BackgroundCheckpoints:
         return self._phase is not SavePhase.IDLE
 
     def numbers(self) -> np.ndarray:
-        """Return two flags of this rank: still writing, failed. `settle` needs their sums over all ranks. Local."""
+        """Return the two flags (still writing, failed) of this rank, each 0 or 1. Local."""
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
         outcome = self._own if self._task is None else self._task.outcome
@@ -230,9 +231,9 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if a checkpoint is in progress, and no rank still writes it or a rank has failed. Local.
+        """Return True if all ranks have written the checkpoint in progress, or a rank has failed. Local.
 
-        ``sums`` is the sum over all ranks of the two flags that the method `numbers` returns.
+        ``sums`` is the sum over all ranks of the results of the method `numbers`.
         """
         working, failed = sums.tolist()
         return self.is_busy and bool(failed or not working)
@@ -240,8 +241,8 @@ class BackgroundCheckpoints:
     def settle(self, sums: np.ndarray) -> Path | None:
         """Continue the checkpoint in progress. Return its path if its commit has ended, else None.
 
-        The commit starts when all ranks have written. ``sums`` is the sum over all ranks of the two flags (still
-        writing, failed) that the method `numbers` returns. Raises StorageError on all ranks if a rank has failed.
+        The commit starts when all ranks have written. ``sums`` is the sum over all ranks of the results of `numbers`.
+        Raises StorageError on all ranks if a rank has failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 

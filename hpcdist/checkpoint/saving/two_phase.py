@@ -1,9 +1,7 @@
 """Save in two phases: writers write shards into ``step-N.tmp``, and rank 0 renames it to ``step-N`` if all succeeded.
 
-The first rank of each group writes one shard. ``writers`` sets the groups: "rank", every rank; "node", the ranks of a
-node; a number k, k groups of neighbouring ranks. A writer holds two blocks of 16 MiB. Every writer syncs its shard
-before rank 0 gathers the outcomes. Rank 0 writes the manifest before the rename, and removes ``step-N.tmp`` after an
-error.
+Every writer syncs its shard before rank 0 gathers the outcomes. Rank 0 writes the manifest before the rename. After an
+error, rank 0 removes ``step-N.tmp``. A writer holds two buffers of 16 MiB.
 """
 
 import os
@@ -55,11 +53,10 @@ class IncrementalWriter:
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write the tensor pieces that have changed since the last checkpoint to the shard ``name``.
+        """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
 
-        Local. For unchanged pieces, hard-link shards of the last checkpoint. ``directories``: temporary and final
-        directory of the checkpoint. ``slots``: descriptions of all tensor pieces. ``sources``: one source of bytes per
-        piece. ``about``: attributes of the file. ``opens(path)`` creates the file. Raises StorageError.
+        ``directories`` are the temporary and the final directory of the checkpoint. The other arguments are described
+        at `shard.write`. Raises StorageError.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -88,10 +85,7 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link shards of the last checkpoint into ``temporary``. Return the shards and their unchanged pieces.
-
-        ``same`` holds all unchanged tensor pieces. Shards in which they take too few of the bytes are not linked.
-        """
+        """Hard-link old shards with much unchanged data. Return them and the tensor data that they provide."""
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
@@ -118,7 +112,7 @@ class IncrementalWriter:
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Record that the last `write` led to a checkpoint. The next `write` can hard-link its shards. Local."""
+        """Record that a checkpoint has the data of the last `write`, so that the next `write` can link it. Local."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -141,7 +135,7 @@ class WriterGroup:
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
     """Return this rank's group of ranks that together write one shard. The first call is collective over ``comm``.
 
-    ``writers`` is the recipe key checkpoint.writers: a group per "rank", a group per "node", or the number of groups.
+    ``writers``: "rank" (each rank is a group), "node" (the ranks of a node), or a number of groups.
     """
     count = comm.size
     if writers.isdecimal():
@@ -161,10 +155,10 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of a `WriterGroup`'s tensor pieces on its writer rank. The constructor is collective over the group.
+    """Gather of a `WriterGroup`'s tensor data on its writer rank. The constructor is collective over the group.
 
-    All other ranks call `bring`, which sends their pieces. The writer rank must read each of `sources` once, in order,
-    and then call `end`, even after an error.
+    The writer rank must read each of `sources` once, in order, and then call `end`, even after an error. All other
+    ranks must call `bring`, which sends their data.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -228,7 +222,7 @@ class ShardOutcome:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Plan of one checkpoint: its step and directory, and the other data that rank 0 writes to the manifest."""
+    """Plan of one checkpoint: its step, its directory, and the contents of its manifest."""
 
     directory: Path
     step: int
@@ -260,11 +254,11 @@ def save(
     writers: str = "rank",
     about: dict[str, Any] | None = None,
 ) -> Path:
-    """Save the checkpoint of ``step`` in ``directory`` and return ``directory/step-N``. Collective over ``comm``.
+    """Save the checkpoint of ``step`` and return its path ``directory/step-N``. Collective over ``comm``.
 
-    The ``pieces`` of all ranks together must cover every tensor. ``scalars``, ``about`` (JSON values) and the retention
-    rule ``keep`` are used from rank 0 only. ``writers``: ranks that write, see the module docstring. Raises
-    StorageError on all ranks if a rank cannot write; existing checkpoints are then unchanged.
+    The ``pieces`` of all ranks together must cover every tensor. ``scalars``, the retention rule ``keep``, and the
+    keyword ``about`` (JSON values) matter on rank 0 only. The keyword ``writers`` is described at `group_of`. Raises
+    StorageError on all ranks if a rank cannot write. Existing checkpoints are then unchanged.
     """
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
@@ -276,9 +270,10 @@ def save_planned(
     writers: str,
     incremental: IncrementalWriter | None = None,
 ) -> Path:
-    """Save the checkpoint ``plan`` with this rank's ``pieces``, as `save` does. Collective over ``comm``.
+    """Save the checkpoint ``plan`` with this rank's tensor ``pieces``, and return its path. Collective over ``comm``.
 
-    If ``incremental`` is given, only changed pieces are written; every rank must then be a writer.
+    ``writers`` is described at `group_of`. With ``incremental``, only changed tensor data is written, and every rank
+    must be a writer.
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
@@ -317,10 +312,10 @@ def write(
     sources: Sequence[BlockSource],
     incremental: IncrementalWriter | None = None,
 ) -> ShardOutcome:
-    """Write one shard of a checkpoint: the tensor pieces of the ranks in ``group``. Return a `ShardOutcome`. Local.
+    """Write one shard with the tensor data of the ranks in ``group``. Return its outcome or error. Local.
 
-    ``plan`` holds the step and the directories. ``slots`` describes the pieces. ``sources`` has a function per piece
-    that yields its bytes. With ``incremental``, only changed pieces are written.
+    ``slots`` describes the tensor data. ``sources`` has a function per slot that yields its bytes. With
+    ``incremental``, only changed data is written.
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}

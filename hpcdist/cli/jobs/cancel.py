@@ -64,7 +64,9 @@ def _with_later_links(jobs: Sequence[LocatedJob]) -> list[LocatedJob]:
 def _request(job: LocatedJob, parts: Sequence[JobState], saves: bool) -> CancelRequest:
     unknown = [part for part in parts if part.state == SchedulerState.UNKNOWN]
     if unknown:
-        raise MissingCapabilityError(f"job {job.id} cannot be cancelled: {printable(unknown[0].reason)}")
+        raise MissingCapabilityError(
+            f"job {job.id} cannot be cancelled, because its state is unknown: {printable(unknown[0].reason)}"
+        )
     live = tuple(part for part in parts if not part.is_over)
     if not live:
         return CancelRequest(job, "over", tuple(parts))

@@ -50,7 +50,7 @@ def log(word: str, lines: int, follow: bool) -> None:
     except BrokenPipeError:  # the reader, such as `| head`, has exited: click ends quietly
         raise
     except OSError as error:
-        raise StorageError(f"{printable(str(path))} cannot be read: {error.strerror}") from error
+        raise StorageError(f"{printable(str(path))} cannot be read: {error.strerror}; check its permissions") from error
 
 
 def log_path(job: LocatedJob) -> Path:

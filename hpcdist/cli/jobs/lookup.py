@@ -26,9 +26,9 @@ _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True)
 class LocatedJob:
-    """A batch job. ``entered`` is its data in the job ledger of its run directory, or None if no ledger contains it.
+    """A batch job. ``entered`` has the job's records in its run directory, or None if there are no records.
 
-    ``later`` lists the numbers of jobs in the same chain that wait for this job to end.
+    ``later``: numbers of the jobs in the same chain that wait for this job to end.
     """
 
     id: str
@@ -37,7 +37,7 @@ class LocatedJob:
     later: tuple[str, ...] = ()
 
     def text(self, name: str) -> str:
-        """Return the text of the field ``name`` in the job ledger, or "" if it is not set."""
+        """Return the newest text named ``name`` in the job's records, or "" if it is not set."""
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:

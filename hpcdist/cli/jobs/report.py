@@ -1,7 +1,7 @@
 """`hpcdist jobs report`: steps, time, restarts, energy and lost work of jobs.
 
-A start of a job is a `began` entry of the ledger of the run. During a start the training may start several times
-(`hpcdist run --restarts`); ``starts.json`` records these.
+A start of a job is a `began` entry in the job ledger. During a start, the training may start several times;
+``starts.json`` records these.
 """
 
 import json
@@ -51,7 +51,7 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time from one job start of a run to the next. ``place`` is the first start's index in the run's job ledger."""
+    """Time from a job start of a run to the next start. ``place``: index of this start's entry in the job ledger."""
 
     place: int
     job: str
@@ -111,8 +111,9 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
     """Return the seconds of work lost in failed ``trainings`` (executions of the training program).
 
-    Lost is the time from the last checkpoint to the last heartbeat. ``saved`` are the checkpoint times. Only executions
-    that began in one of the time windows ``within`` count. The loss is an upper bound if checkpoints were removed.
+    The lost time of an execution is from its last checkpoint to its last heartbeat. ``saved``: checkpoint times. Only
+    executions that began in one of the time intervals ``within`` count. If checkpoints were removed, the result is an
+    upper bound.
     """
     seconds = 0.0
     for training in trainings:
@@ -206,7 +207,7 @@ def _starts(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[st
 
 
 def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
-    """Return elapsed time and node hours from the first complete source: accounting, the ledger, or the queue."""
+    """Return elapsed time and node hours from Slurm accounting, else from the job ledger, else from the queue."""
     # Components of a heterogeneous job (7+0, 7+1) are on different nodes at the same time.
     accounts = [((row.id.partition("+")[0], row.restarts), row.elapsed_s, row.nodes) for row in rows]
     by_ledger = [(number, entry.elapsed_s, entry.nodes) for number, entry in enumerate(begun)]

@@ -103,7 +103,7 @@ def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
 
 
 def by_ledger(job: LocatedJob, state: JobState) -> JobState:
-    """Return a copy of ``state`` with fields that the scheduler does not know, from the job ledger entry of ``job``."""
+    """Return a copy of ``state``, updated by the events of ``job`` that hpcdist recorded."""
     if job.entered is None:
         return state
     end = job.entered.last(ledger.ENDED)

@@ -119,11 +119,12 @@ def written(
 ) -> None:
     """Write the measurements to ``points``, and a cluster description fitted to them to ``output``. Local.
 
-    A cluster description holds hardware parameters for `hpcdist plan`. ``base`` is the description (name or file) for
-    values that are not measured. ``name`` is the name of the new cluster. ``origin`` is stored with the measurements.
+    - ``base``: cluster description (name or file) with the values that are not measured.
+    - ``name``: name of the new cluster.
+    - ``origin``: facts to store with the measurements.
 
-    If ``points`` is None, the measurements are written only if the fit fails, to a file next to ``output``. A failed
-    fit raises UsageError or ConfigurationError, with the path of the measurements. Raises StorageError.
+    If the fit fails, the measurements are always written, by default next to ``output``. Then raises UsageError or
+    ConfigurationError. Raises StorageError.
     """
     import tomllib
 

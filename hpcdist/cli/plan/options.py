@@ -79,7 +79,7 @@ TOKENS: Final = Parsed("tokens", partial(parse_size, of="tokens"))  # 4096, 32K
 
 
 class PlanOption(NamedTuple):
-    """Option of `hpcdist plan` for model, layout or run. ``axis`` is the `SearchSpec` field with the option's value."""
+    """Option of the command `hpcdist plan`. ``axis`` is the name of the `SearchSpec` field with its value, or ""."""
 
     flags: str
     kind: Kind

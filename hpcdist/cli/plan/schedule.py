@@ -126,7 +126,7 @@ def _from_file(
         try:
             text = regular.text(source)
         except (OSError, UnicodeDecodeError) as error:
-            raise StorageError(f"{source}: cannot be read: {error}") from error
+            raise StorageError(f"{source} cannot be read: {error}; give a readable text file") from error
         schedules.append((source.name, operation_list.read(text, request.stages, request.microbatches, str(source))))
     return schedules
 
@@ -135,12 +135,12 @@ def _dump(schedules: "list[tuple[str, ScheduleText]]", file: Path) -> None:
     from hpcdist.strategies.schedule.generate import operation_list
 
     if len(schedules) != 1:
-        raise UsageError(f"--dump writes only one schedule, but {len(schedules)} are given")
+        raise UsageError(f"--dump writes only one schedule, but {len(schedules)} are given; keep one")
     name, written = schedules[0]
     try:
         file.write_text(operation_list.dump(written, name), encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"{file} cannot be written: {error.strerror}; choose another file") from error
 
 
 def _draw(simulated: "list[SimulatedSchedule]", plot: Path | None, trace: Path | None) -> None:

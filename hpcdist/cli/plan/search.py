@@ -118,7 +118,7 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
     from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
 
     for name in options_given(options, FOUND):
-        raise UsageError(f"{name} is a result of the search; give --devices instead")
+        raise UsageError(f"{name} is a result of the search, so it cannot be set; give --devices instead")
     varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
     fixed = {name: value for name, value in options.items() if name not in varied}
     subject = subject_from_options(path, overrides, fixed)

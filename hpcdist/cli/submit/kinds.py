@@ -228,7 +228,7 @@ def _arguments(suite: str, text: str) -> tuple[str, ...]:
         parsed = command.make_context(suite, [*words], resilient_parsing=True)
     except (ValueError, click.UsageError) as error:
         message = error.format_message() if isinstance(error, click.UsageError) else str(error)
-        raise UsageError(f"{place}: {message.rstrip('.')}; see `hpcdist bench {suite} --help`") from error
+        raise UsageError(f"{place} is invalid: {message.rstrip('.')}; see `hpcdist bench {suite} --help`") from error
     for name in ("output", "ranks", "ranks_per_node", "run_args"):
         if parsed.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise UsageError(f"{place}: the job sets --{name.replace('_', '-')} itself; leave it out")

@@ -42,9 +42,8 @@ def all_to_all(
 ) -> None:
     """Send ``send[send_ranges[q]]`` to each rank q, and receive from q into ``receive[receive_ranges[q]]``. Collective.
 
-    Both buffers are 1-D, contiguous, of the same dtype, and do not overlap. With the algorithm "bruck", all blocks on
-    all ranks must have one size. Raises UsageError for an unknown algorithm or invalid ranges, and BufferHandoverError
-    for invalid buffers.
+    Both buffers are 1-D, contiguous, of the same dtype, and do not overlap. For "bruck", all ranges on all ranks must
+    have one size. Raises UsageError for invalid algorithms or ranges, BufferHandoverError for invalid buffers.
     """
     function = ALL_TO_ALL.get(algorithm)
     if function is None:

@@ -5,8 +5,7 @@ P. Sanders, J. Speck, J. L. Träff, Parallel Computing 35 (2009) 581-594. With s
     about (4 log2(p) + n/b) (α + b β + b γ)
 
 The inner nodes of the first tree are the even ranks, and of the second tree the odd ranks (and rank 0 if p is odd). A
-rank sends at most 2 n bytes, and on average 2 (p-1)/p n as in a ring. A step waits only for steps with an earlier tick
-(see `_Lane.turns`), or for upward steps with the same tick, so there is no deadlock.
+rank sends at most 2 n bytes, and on average 2 (p-1)/p n as in a ring.
 """
 
 from collections.abc import Sequence
@@ -113,9 +112,8 @@ class _Lane:
     def turns(self) -> list[tuple[int, bool, int, int]]:
         """Return this rank's steps in this tree as (tick, is downward, tree index, segment index).
 
-        In an upward step, the rank adds its children's sums of the segment, and sends the result to its parent. In a
-        downward step, it passes the total from its parent to its children. Each rank executes its steps in ascending
-        order of ticks.
+        The rank executes its steps by ascending tick. An upward step adds the children's sums and sends the result to
+        the parent. A downward step passes the total from the parent to the children.
         """
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]

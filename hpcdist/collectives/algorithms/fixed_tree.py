@@ -1,16 +1,16 @@
 """Deterministic sum in a fixed binary tree over numbered addends, independent of the number of ranks.
 
-In the tree over the addends (logical shards) ``0 .. L-1``, a node splits at the largest power of two below its width
-(RFC 6962, section 2.1). So adding shards one by one needs at most log2(L) partial sums. The rounding error grows with
-log2(L) (N. J. Higham, SIAM J. Sci. Comput. 14 (1993) 783-799).
+The addends are the logical shards ``0 .. L-1``. A tree node is a range of shards, and splits at the largest power of
+two below its size (RFC 6962, section 2.1). The rounding error grows with log2(L) (N. J. Higham, SIAM J. Sci. Comput. 14
+(1993) 783-799).
 
-Each of p ranks, p <= L, holds consecutive shards and sums the largest nodes among them, k nodes. The owner of each of p
-chunks of the buffer then receives its chunk of every node, finishes the tree, and sends the result to all ranks:
+Each of p ranks, p <= L, holds consecutive shards and sums the largest nodes among them, at most k nodes. Each rank then
+receives 1/p of every node's sum, finishes the tree, and sends the result to all ranks. The time for n bytes is
 
     (k + 1) (p-1) α + (k + 1) (p-1)/p n β + (k p - 1)/p n γ
 
 k is 1 if L/p is a power of two, else k <= 2 log2(L/p) + 1. `FixedTree.reduce_scatter` sends k (p-1)/p n bytes, or k
-(p-1)/d n bytes if p/d ranks own each of d chunks.
+(p-1)/d n bytes if p/d ranks own each of d ranges.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def shards_of(shards: int, size: int) -> list[Range]:
 
 
 def halves(node: Range) -> tuple[Range, Range]:
-    """Return the two child ranges of the tree node ``node``, a range of more than one shard."""
+    """Return the two ranges into which the tree splits ``node``, a range of more than one shard."""
     assert node.size > 1
     middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # split at the largest power of two below the size
     return Range(node.start, middle), Range(middle, node.stop)
@@ -80,11 +80,10 @@ class _Partial:
 class FixedTree:
     """Reduction over the ranks of ``comm`` in a summation order that does not depend on the number of ranks.
 
-    The work, such as a batch, is divided into ``shards`` logical shards with one buffer each. The result is one buffer,
-    the reduction over all shards. Rank r calls `add` for each of its shards ``shards_of(shards, comm.size)[r]``, in
-    ascending order. Then it calls `reduce` or `reduce_scatter`, after which it may start again. All buffers have the
-    same size and dtype. 16-bit floats are summed and sent in float32, and rounded once. Raises UsageError for fewer
-    shards than ranks, or an unknown ``op``.
+    The work is divided into ``shards`` logical shards with one buffer each. All buffers have the same size and dtype.
+    Each rank calls `add` for each of its shards (`shards_of`), in ascending order. Then it calls `reduce` or
+    `reduce_scatter`, and may start again. 16-bit floats are summed and sent in float32, and rounded once.
+    Raises UsageError for fewer shards than ranks, or an unknown ``op``.
     """
 
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
@@ -164,7 +163,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Exchange partial sums. Return a dict: first shard of each sum -> elements ``chunks[rank]`` of the sum."""
+        """Exchange partial sums. Return this rank's elements of each sum, keyed by the sum's first shard."""
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)

@@ -41,9 +41,9 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place over a grid of ranks: first in each row, then between the rows. Collective.
 
-    ``intra`` is the communicator of this rank's row, usually a node. ``inter`` is the communicator of its column. Every
-    row has the same number of ranks. A column joins the ranks with the same local rank in all rows, in the order of the
-    rows. Shared memory of ``intra`` is kept for later calls, until ``collectives.release(intra)``.
+    ``intra`` is the communicator of this rank's row, usually a node. All rows have the same number of ranks. ``inter``
+    joins the ranks with the same local rank in all rows, in the order of the rows. The memory that ``intra`` shares is
+    kept until ``collectives.release(intra)``.
     """
     combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))
@@ -54,9 +54,8 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 class _Place:
     """Communicators of this rank, and the number of its node: ``index``, below ``count``.
 
-    ``intra`` joins the ranks of this node. ``inter`` is for messages between nodes, which only the first ``streams``
-    ranks of each node send. A rank sends them only to ranks with the same local rank on other nodes. ``ranks`` lists
-    the ranks in ``inter`` with this local rank, one per node. It is empty if this rank sends no such messages.
+    The first ``streams`` ranks of each node send messages over ``inter`` to ``ranks``, which have the same local rank.
+    On other ranks ``ranks`` is empty.
     """
 
     intra: Communicator
@@ -115,11 +114,9 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 
 
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
-    """Ring allreduce between nodes: a reduce-scatter of one chunk per node, followed by an all-gather.
+    """Ring allreduce between nodes: a reduce-scatter, followed by an all-gather.
 
-    ``turns`` lists the chunks in this node's sending order, each as a list of segments (buffer ranges). In step h, this
-    node sends ``turns[h]`` and receives ``turns[h + 1]``. Steps count through both phases, and indices are modulo the
-    number of nodes. ``wire`` sends and receives segments.
+    In step h this node sends the buffer ranges ``turns[h]`` and receives ``turns[h + 1]``, modulo the number of nodes.
     """
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]

@@ -54,11 +54,10 @@ def hierarchical_all_to_all(
 def _between(
     comm: Communicator, nodes: Nodes, mine: list[int], brought: Parts, sizes: np.ndarray, like: Array
 ) -> Parts:
-    """Exchange the data of all ranks of this node with other nodes. Return the received arrays.
+    """Exchange the data of all ranks of this node with the nodes ``mine``. Return the received arrays.
 
-    ``mine`` lists the nodes with which this rank exchanges data. ``brought[i]`` lists the arrays that local rank i
-    sends to each rank of these nodes. Item i of the result lists the arrays that local rank i receives from them.
-    ``sizes`` is the result of `gather_sizes`. Scratch buffers have the device and dtype of ``like``.
+    ``brought[i]``: arrays from local rank i to each rank of these nodes. Item i of the result: arrays for local rank i.
+    ``sizes``: result of `gather_sizes`.
     """
     arrived: Parts = [[] for _ in brought]
     requests, first, opened = [], 0, []

@@ -26,7 +26,7 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class Hypercube:
-    """The 2^k ranks (vertices) that take part in an algorithm, out of all ranks of a communicator.
+    """The 2^k ranks of a communicator that execute an algorithm, numbered as vertices.
 
     ``size`` is 2^k. ``rank`` is this rank's vertex number, or None if it does not take part. Of the first 2 * ``pairs``
     ranks of the communicator, only the odd ranks take part.
@@ -113,9 +113,8 @@ def rabenseifner_allreduce(
 ) -> None:
     """Reduce ``buffer`` in place by Rabenseifner's algorithm, with equal bits on every rank. Collective over ``comm``.
 
-    If the number of ranks is not a power of two, some ranks form pairs. For a buffer of at least ``halves_bytes``
-    bytes, each rank of a pair sums one half of the buffer. For a shorter buffer, one rank of each pair sums the whole
-    buffer.
+    If the number of ranks is not a power of two, some ranks form pairs. From ``halves_bytes`` bytes on (a keyword),
+    each rank of a pair reduces one half of the buffer.
     """
     combine = combiner(buffer, op)
     if comm.size & (comm.size - 1) and buffer.nbytes >= halves_bytes:
@@ -234,10 +233,7 @@ def _reduce_scatter(
     chunks: Sequence[Range],
     combine: Combine,
 ) -> None:
-    """Reduce-scatter by recursive halving. This rank gets the reduction of the range ``chunks[vertex]``.
-
-    The ranks of 2 * ``width`` consecutive vertices take part. ``arrival`` is a buffer for received data.
-    """
+    """Reduce-scatter by recursive halving over 2 * ``width`` vertices. The result is in ``chunks[vertex]``."""
     while width:
         partner = vertex ^ width  # has the other half of the aligned window of 2 width chunks
         target, outgoing = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]

@@ -155,10 +155,9 @@ def _in_segments(buffer: Array, lanes: Sequence[_Lane], segment_bytes: int) -> b
 
 
 def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int, combine: Combine | None) -> None:
-    """Pass chunks around the ring: send one chunk, receive p - 1 chunks in order, and forward all but the last.
+    """Pass one chunk of ``buffer`` per rank around the ring, in each direction of ``lanes``.
 
-    Rank r first sends chunk r - ``first``. ``lanes`` has one entry per direction of the ring. ``combine`` reduces
-    received data into the buffer. If it is None, received data replaces the data in the buffer.
+    Rank r first sends chunk r - ``first``. Received data replaces the data in ``buffer`` if ``combine`` is None.
     """
     sends: list[Request] = []
     inboxes, arrivals = [], []

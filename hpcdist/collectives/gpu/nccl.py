@@ -168,7 +168,6 @@ def refusal(comm: Communicator) -> str:
     """Return the reason why NCCL does not support ``comm``, or "". The result is equal on all ranks. Collective.
 
     NCCL before 2.30 rejects several ranks on one GPU. Later versions accept them with NCCL_MULTI_RANK_GPU_ENABLE=1.
-    NCCL raises its error only on some ranks, and the other ranks would hang.
     """
     reason, bus_id, version = "", "", 0
     try:

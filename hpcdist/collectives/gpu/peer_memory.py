@@ -1,13 +1,13 @@
 """Peer-memory allreduce between the GPUs of a node, or between ranks that share a GPU, by CUDA IPC handles.
 
-Ranks exchange pieces of the buffer through memory that the other ranks map. The cost per piece, with μ the time to read
-and write a byte of device or peer memory, is
+The buffer is exchanged in pieces through memory that the other ranks map. The time for a piece of n bytes is, with μ
+the time to read and write a byte of device or peer memory,
 
     2 (α log2(p)) + n μ (copy in) + n μ (sum p slices of n/p) + n μ (copy out)
 
-The host runs two barriers per piece, each after this rank's kernels. Two halves of the memory alternate: the first
-barrier of the next piece ensures that every rank has finished copying from a half. One rank sums each slice in rank
-order, so all ranks get the same bits.
+The host runs two barriers per piece, each after this rank's kernels. Pieces alternate between two halves of the memory,
+so no rank overwrites bytes that another rank still reads. One rank sums each slice in rank order, so all ranks get the
+same bits.
 """
 
 import os
@@ -44,7 +44,7 @@ class _Opened: ...
 
 
 class IpcMapping:
-    """GPU memory of another rank. ``array`` holds its bytes, until `close` or the end of this object."""
+    """GPU memory of another rank. The attribute ``array`` has its bytes, until `close` or its deletion."""
 
     def __init__(self, pointer: int, nbytes: int, opened: bool) -> None:
         cuda, owner = device.cupy().cuda, _Opened()
@@ -101,7 +101,9 @@ def export(array: Array) -> IpcHandle:
     try:
         handle = cuda.runtime.ipcGetMemHandle(memory.ptr)
     except cuda.runtime.CUDARuntimeError as error:
-        raise MissingCapabilityError(f"the driver cannot create an IPC handle of device memory ({error})") from error
+        raise MissingCapabilityError(
+            f"the driver cannot share device memory between processes ({error}); set another communication.algorithm"
+        ) from error
     return IpcHandle(process_identity(), device.bus_id(), memory.ptr, handle, array.nbytes)
 
 

@@ -1,8 +1,7 @@
 """Pipelined sums and all-gathers of segments inside a node, without a barrier for each segment.
 
-`NodeFlow` sends messages: on m ranks with s bytes per segment, (m-1) messages of s/m bytes each way. `SharedFlow` uses
-shared memory: it writes and reads (m-1)/m s for the addends, and writes s/m and reads (m-1)/m s for the totals. Slot g
-of SLOTS is reused when every rank has raised its counter past g.
+On m ranks with s bytes per segment, `NodeFlow` sends (m-1) messages of s/m bytes each way. `SharedFlow` uses shared
+memory: it writes s bytes and reads 2 (m-1)/m s.
 """
 
 import time
@@ -30,8 +29,8 @@ ADDENDS, TOTALS = 1, 2  # tags
 class NodeFlow:
     """Reduction of ``buffer`` in segments over the ranks of one node, by messages. Collective over the node.
 
-    All ranks must make the same calls in the same order. ``order`` lists the segments (ranges of the buffer) in the
-    order in which they are summed. Each of the first ``owners`` ranks sums one part of every segment.
+    All ranks must make the same calls in the same order. ``order`` lists the segments (buffer ranges) in the order of
+    summation. The first ``owners`` ranks divide every segment, and each of them sums one range.
     """
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
@@ -92,10 +91,7 @@ class NodeFlow:
         self.add(rows, local_part)
 
     def add(self, rows: Sequence[Array], local_part: Array) -> None:
-        """Reduce ``rows``, one array per rank, into ``local_part``, which is this rank's array in ``rows``.
-
-        ``rows[0]`` may be overwritten with intermediate results.
-        """
+        """Reduce all ranks' arrays ``rows`` into this rank's array ``local_part``. May overwrite ``rows[0]``."""
         # Row 0 accumulates, since ``local_part`` is an operand; the last sum goes to ``local_part``. In shared
         # memory row 0 is in the slot of rank 0, in the part that only this rank reads.
         total = rows[0]
@@ -154,7 +150,7 @@ def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
 
 @jit
 def raise_to(line: int, word: int, number: int) -> None:
-    """Set counter ``word`` of the line of counters at address ``line`` to ``number`` by a release store.
+    """Set counter ``word`` of the counters at address ``line`` to ``number``.
 
     A rank that reads the counter also sees all earlier writes of this rank.
     """
@@ -164,8 +160,7 @@ def raise_to(line: int, word: int, number: int) -> None:
 class Counters:
     """Shared memory of ``comm``: for each rank, a line of counters and then ``nbytes`` bytes of data. Collective.
 
-    A rank raises only its own counters, but reads the counters of all ranks. ``is_shared`` is False if the ranks cannot
-    share memory.
+    A rank changes only its own counters, but reads all. The attribute ``is_shared`` is False without shared memory.
     """
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
@@ -225,9 +220,9 @@ def flow_of(
 ) -> NodeFlow:
     """Return an object that reduces ``buffer`` over the ranks of ``intra`` (one node). Collective.
 
-    The object is a `SharedFlow`, or a `NodeFlow` if the ranks cannot share memory. Each of the first ``owners`` ranks
-    sums at most ``part_bytes`` bytes of every segment in ``order``. Raises CommunicationError if an earlier reduction
-    by `SharedFlow` over ``intra`` was aborted.
+    The object is a `SharedFlow`, or a `NodeFlow` if the ranks cannot share memory. ``owners`` and ``order``: see
+    `NodeFlow`. ``part_bytes``: most bytes of a segment that a rank sums. Raises CommunicationError if an earlier
+    reduction over ``intra`` was aborted.
     """
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)

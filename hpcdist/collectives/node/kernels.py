@@ -1,8 +1,7 @@
 """Compiled reduction kernels over memory at several addresses, for every dtype and op.
 
-Arrays hold one address (an integer) per rank. Operands are combined in rank order in all code paths, so all paths give
-the same bits. 16-bit floats, stored as uint16, are summed in float32 and rounded once. The code of all dtypes has one
-signature, so callers are compiled only once.
+Operands are combined in rank order, so all kernels give the same bits. 16-bit floats, stored as uint16, are summed in
+float32 and rounded once.
 """
 
 from typing import Any, Final
@@ -212,9 +211,10 @@ def reduce_at(
 ) -> None:
     """Reduce the data at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    ``inputs_at`` is the address of an array of ``ranks`` input addresses, and ``outputs_at`` of an array of ``copies``
-    output addresses. Both may be the same array. There are ``nbytes`` bytes at each address. ``op`` is SUM, MAX or MIN.
-    ``pointer`` is a typed pointer to a scratch buffer of BLOCK elements. Its type sets the dtype of all data.
+    - ``inputs_at``: address of an array of ``ranks`` input addresses.
+    - ``outputs_at``: address of an array of ``copies`` output addresses. May be the same array.
+    - ``nbytes``: number of bytes at each address. ``op``: SUM, MAX or MIN.
+    - ``pointer``: typed pointer to a scratch buffer of BLOCK elements. Its type sets the dtype of all data.
     """
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize
@@ -246,9 +246,8 @@ def reduce_halves_at(
 ) -> None:  # fmt: skip
     """Reduce 16-bit floats at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    The floats are bfloat16 if ``is_bfloat16``, else float16. ``inputs_at`` is the address of an array of ``ranks``
-    input addresses, and ``outputs_at`` of an array of ``copies`` output addresses. There are ``nbytes`` bytes at each
-    address. ``op`` is SUM, MAX or MIN. ``pointer`` is the address of a scratch buffer of 2 * BLOCK float32 values.
+    The floats are bfloat16 if ``is_bfloat16``, else float16. ``pointer`` is the address of a scratch buffer of 2 *
+    BLOCK float32 values. For the other arguments see `reduce_at`.
     """
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)

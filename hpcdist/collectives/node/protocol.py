@@ -120,12 +120,14 @@ def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -
 
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy data from this rank's buffer to its staging area, from which the other ranks reduce it next.
+    """Copy the data that other ranks reduce from this rank's buffer to its staging area.
 
-    Each rank reduces one range of the buffer, in pieces of ``row`` bytes. For every other rank q, piece number
-    ``piece`` of rank q's range is copied to offset q * ``row`` of the area. ``data`` is the address of the buffer, and
-    ``area`` of the staging area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range.
-    ``rank`` is this rank. Nothing is copied unless ``mode`` has the bit REDUCE.
+    - ``mode``: nothing is copied unless it has the bit REDUCE.
+    - ``rank``: this rank. ``data``, ``area``: addresses of its buffer and its staging area.
+    - ``bounds``, of shape (2, ranks): first byte and end of each rank's range of the buffer.
+    - ``piece``: number of the step. Each step copies the next ``row`` bytes of every range.
+
+    The bytes of rank q's range go to offset q * ``row`` of the area.
     """
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
@@ -140,16 +142,14 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce or copy piece number ``piece`` of this rank's range of the buffer, as the call's operation requires.
+    """Reduce or copy the data of step ``piece`` in this rank's range of the buffer.
 
-    - reduce-scatter: this rank's data and the other ranks' staged data are reduced, multiplied by ``scale``, and
-      written to the array at address ``target``.
-    - allreduce: the result is also written to this rank's staging area, for the other ranks.
-    - all-gather: the piece is copied from ``target`` to this rank's staging area.
+    - reduce-scatter: reduce all ranks' data and write the result to the array at address ``target``.
+    - allreduce: also write the result to this rank's staging area.
+    - all-gather: copy the data from ``target`` to this rank's staging area.
 
-    ``data`` is the address of this rank's buffer. ``areas`` holds the address of each rank's staging area. ``bounds``,
-    of shape (2, ranks), holds the first byte and the end of each range. ``scratch`` has space for ranks + 2 addresses.
-    ``plan`` holds constants of the call.
+    ``areas``: address of each rank's staging area. ``scratch``: space for ranks + 2 addresses. For the other arguments
+    see `stage_piece` and `start_call`.
     """
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
@@ -168,12 +168,9 @@ def reduce_piece(
 
 @jit
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy the other ranks' finished data from their staging areas to this rank's buffer.
+    """Copy the other ranks' results from their staging areas to this rank's buffer.
 
-    Each rank finishes one range of the buffer, in pieces of ``row`` bytes. Piece number ``piece`` of every range is
-    copied. In the staging area of rank q, the piece is at offset q * ``row``. ``areas`` holds the address of each
-    rank's staging area. ``bounds``, of shape (2, ranks), holds the first byte and the end of each range. ``data`` is
-    the address of this rank's buffer. ``rank`` is this rank.
+    ``areas``: address of each rank's staging area. For the other arguments see `stage_piece`.
     """
     for other in range(areas.size):
         first = bounds[0, other] + piece * row
@@ -184,12 +181,10 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 @jit
 def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Continue a collective that copies data through the staging areas. Return DONE, or WAITING if a rank is late.
+    """Continue a collective through the staging areas. Return DONE, or WAITING if a rank is late.
 
-    ``state`` records the progress of this rank, and is updated. ``flags`` holds the address of each rank's progress
-    counters. ``staging``, of shape (2, ranks), holds the addresses of the two halves of each rank's staging area.
-    ``bounds``, of shape (2, ranks), holds the first byte and the end of each rank's range of the buffer. ``data`` is
-    the address of this rank's buffer. ``plan`` holds constants of the call.
+    ``flags``: address of each rank's progress counters. ``staging``, of shape (2, ranks): addresses of the two halves
+    of each rank's staging area. ``data``: address of this rank's buffer. For the other arguments see `start_call`.
     """
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
@@ -224,8 +219,8 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 def record_call(line: int, parity: int, record: Any) -> None:
     """Copy ``record``, the description of this rank's call, to shared memory for the other ranks.
 
-    ``line`` is the address of this rank's progress counters. Two such records follow in memory. ``parity``, the number
-    of the call modulo 2, selects the record to overwrite.
+    ``line``: address of this rank's progress counters, which are followed by two descriptions. ``parity``: call number
+    modulo 2, selects the description to overwrite.
     """
     words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
     for word in range(record.size):
@@ -234,10 +229,9 @@ def record_call(line: int, parity: int, record: Any) -> None:
 
 @jit
 def calls_match(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if all ranks have published a call that is equal to ``record``, the description of this rank's call.
+    """Return True if the published calls of all ranks equal ``record``, the description of this rank's call.
 
-    ``flags`` holds one address per rank. At this address are the rank's progress counters, then the descriptions of its
-    last two calls. ``parity``, the number of the call modulo 2, selects the description of the current call.
+    ``flags``: address of each rank's progress counters. ``parity``: call number modulo 2.
     """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
@@ -249,10 +243,9 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the buffers of all ranks are in one shared region, at equal offsets in each rank's memory.
+    """Return True if the buffers of all ranks are at equal offsets in one shared region.
 
-    ``record`` describes this rank's call and buffer. ``flags`` holds the address of each rank's counters and call
-    descriptions. ``parity`` is the number of the call modulo 2.
+    ``record``: description of this rank's call. For ``flags`` and ``parity`` see `calls_match`.
     """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)
@@ -264,11 +257,10 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
-    """Write to ``record`` the number of the shared region that contains this rank's buffer, and the offset in it.
+    """Write the number of the shared region that contains a buffer, and the buffer's offset, to ``record``.
 
-    ``address`` and ``nbytes`` describe the buffer. The number is -1 for private memory. ``regions``, of shape (regions,
-    2 + ranks), has a row per shared region. Columns 0 and 1 are the start and end address of this rank's part. Column 2
-    + r is the address at which this process maps rank r's part.
+    The buffer has ``nbytes`` bytes at ``address``. The number is -1 for private memory. ``regions``, of shape (regions,
+    2 + ranks): start and end address of this rank's memory, then the local address of each rank's memory.
     """
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
@@ -278,15 +270,14 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 
 @jit
 def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Run this rank's share of a collective on ``buffers`` in shared memory.
+    """Do this rank's work of a collective on buffers in shared memory, as ``plan[MODE]`` selects.
 
-    ``buffers`` holds the address of each rank's buffer. ``bounds``, of shape (2, ranks), holds the first byte and the
-    end of each rank's range. The integer array ``scratch`` is overwritten. ``plan`` holds the constants of the call.
-    ``plan[MODE]`` selects the operation:
+    - allreduce: reduce this rank's range, and write the result to all buffers.
+    - reduce-scatter: reduce this rank's range, and write the result only to the array at address ``target``.
+    - all-gather: copy each other rank's range from its buffer to this rank's buffer.
 
-    - allreduce: this rank's range is reduced, multiplied by ``scale`` and written to all buffers.
-    - reduce-scatter: it is reduced, multiplied by ``scale`` and written only to the array at address ``target``.
-    - all-gather: each other rank's range is copied from its buffer to this rank's buffer.
+    ``buffers``: address of each rank's buffer. ``scratch``: integer array to overwrite. For the other arguments see
+    `start_call`.
     """
     mode, rank = plan[MODE], plan[RANK]
     offset, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
@@ -307,14 +298,15 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Poll for a limited time until all ranks have begun this call, and compare their calls.
+    """Poll for a limited time until all ranks have begun this call, then compare their calls.
 
-    Return DIFFERENT if the ranks made different calls. Return DONE after a small allreduce, which is then complete.
-    Return WAITING if `advance` must be called to continue.
+    - DIFFERENT: the ranks made different calls.
+    - DONE: a small allreduce is complete.
+    - WAITING: call `advance` to continue.
 
-    ``flags`` holds the address of each rank's progress counters. ``slots``, of shape (2, ranks), holds the addresses of
-    each rank's two slots for small buffers. ``data`` and ``nbytes`` are address and size of this rank's buffer. For the
-    other arguments see `start_call`.
+    ``flags``: address of each rank's progress counters. ``slots``, of shape (2, ranks): addresses of each rank's two
+    slots for small buffers. ``data``, ``nbytes``: address and size of this rank's buffer. For the other arguments see
+    `start_call`.
     """
     rank, number = plan[RANK], state[CALL]
     parity, record = number % 2, state[OWN_RECORD:SCRATCH]
@@ -361,10 +353,10 @@ def start_call(
 ) -> int:
     """Start a call of a collective, then continue it by `advance`. Return the status that `advance` returns.
 
-    - ``state``: int64 array with the progress of this rank's call. All calls use the same array.
-    - ``places``, of shape (5, ranks): for each rank the addresses of its progress counters, its two slots for small
-      buffers, and the two halves of its staging area.
-    - ``regions``: one row per shared region, as in `find_region`.
+    - ``state``: int64 array with this rank's progress, used by all calls.
+    - ``places``, of shape (5, ranks), has addresses: each rank's progress counters, two slots for small buffers, and
+      two halves of a staging area.
+    - ``regions``: shared regions, as in `find_region`.
     - ``bounds``, of shape (2, ranks): first byte and end of each rank's range of the buffer.
     - ``plan``: constants of the call, such as mode, rank and sizes.
     - ``scale``: factor of the result.

@@ -1,8 +1,8 @@
-"""Node memory in which each rank publishes data for the other ranks in turns, without a barrier.
+"""Node memory in which each rank publishes data for the other ranks, without a barrier.
 
-In a turn, a rank writes its parts (`PublishedMemory.part`), calls `publish`, calls `wait`, and reads the parts of the
-other ranks in place. All ranks make the same turns in the same order. A part may be overwritten two turns later: by
-then every rank has finished reading.
+In each round, a rank writes its arrays (`PublishedMemory.part`), calls `publish`, calls `wait`, and reads the arrays of
+the other ranks. All ranks make the same rounds in the same order. An array may be overwritten two rounds later: by then
+every rank has finished reading.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ def part_bytes(nbytes: int) -> int:
 class PublishedMemory:
     """Named arrays of each rank in shared memory. The rank writes its arrays, all ranks read them. Collective.
 
-    All ranks of ``comm`` must be on one node. `grow` allocates the arrays. The attribute ``head`` is a separate list
-    with ``numbers`` int64 values of each rank. ``is_shared`` is False if the ranks cannot share memory.
+    All ranks of ``comm`` must be on one node. `grow` allocates the arrays. The attribute ``head`` lists ``numbers``
+    further int64 values of each rank. The attribute ``is_shared`` is False if the ranks cannot share memory.
     """
 
     def __init__(self, comm: Communicator, numbers: int) -> None:
@@ -58,8 +58,8 @@ class PublishedMemory:
         self._parts = self._comm.shared(total)
         if not self._parts.is_shared:
             raise MissingCapabilityError(
-                f"the {self._comm.size} ranks of {self._comm.name} cannot share {total} bytes each: see the free "
-                "memory and /dev/shm, or set communication.algorithm = 'native'"
+                f"the {self._comm.size} ranks of {self._comm.name} cannot share {total} bytes each: free "
+                "memory or enlarge /dev/shm, or set communication.algorithm = 'native'"
             )
         segments.count_in_ledger(self._parts.views[self._comm.rank])
 

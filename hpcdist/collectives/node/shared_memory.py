@@ -44,13 +44,13 @@ _DTYPES: Final = tuple(FLOATS | INTEGERS)  # the ranks compare indices in this t
 
 
 def slot_bytes(ranks: int) -> int:
-    """Return the size in bytes of a slot for small buffers if ``ranks`` ranks share the memory. Local."""
+    """Return the size in bytes of a rank's shared buffer for small arrays, for ``ranks`` ranks on a node. Local."""
     return SLOTS_BYTES // ranks // ALIGN_BYTES * ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Cached parameters of a collective (``words``: mode, sizes, addresses), and ranks' byte ranges (``bounds``)."""
+    """Constants of one collective, such as mode and sizes (``words``), and each rank's byte range (``bounds``)."""
 
     words: np.ndarray
     bounds: np.ndarray
@@ -85,7 +85,7 @@ class NodeMemory:
         self._naps = is_crowded
 
     def common(self, comm: Communicator, nbytes: int) -> np.ndarray:
-        """Return one block of ``nbytes`` bytes shared by all ranks, or private memory if sharing fails. Collective."""
+        """Return ``nbytes`` bytes that all ranks share, or private memory if sharing fails. Collective."""
         # Rank 0 allocates the bytes; the other ranks contribute an empty block and map the block of rank 0.
         rank = comm.rank if not self.is_shared else 0
         block = comm.shared(nbytes if comm.rank == rank else 0)
@@ -116,10 +116,9 @@ class NodeMemory:
     ) -> bool:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode`` combines the flags REDUCE, GATHER and ELSEWHERE. ``ranges`` has the range that each rank reduces or
-        contributes; None means balanced ranges. Reduced elements are multiplied by ``scale``. The result overwrites
-        ``buffer``. With the flag ELSEWHERE, it is instead written to the address ``target``, in an array that all ranks
-        share.
+        ``mode`` is REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). With the flag ELSEWHERE, all
+        ranks share one result array. ``ranges``: one range per rank, or None for balanced ranges. The result, times
+        ``scale``, overwrites ``buffer``, or is written to the address ``target`` if this is not 0.
         """
         if self._given_up is not None:
             raise CommunicationError(
@@ -170,7 +169,7 @@ class NodeMemory:
         return plan
 
     def records(self) -> list[str]:
-        """Return, for error messages, one text per rank that describes its call in flight. Local."""
+        """Return one text per rank that describes the rank's current collective, for error messages. Local."""
         parity = int(self._state[protocol.CALL]) % 2
         begin = protocol.RECORDS + parity * protocol.RECORD_WORDS
         return [
@@ -209,10 +208,9 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
     """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, on one node.
 
-    The result is multiplied by the keyword ``scale``. 16-bit floats are summed in float32 and rounded once. Raises
-    UsageError if the ranks are on several nodes, MissingCapabilityError if memory cannot be shared, and
-    CommunicationError if the ranks' calls differ or a rank has died. If a rank dies in the first call, the MPI library
-    raises its own exception.
+    The keyword ``scale`` multiplies the result. 16-bit floats are summed in float32 and rounded once. Raises UsageError
+    if the ranks are on several nodes, MissingCapabilityError if memory cannot be shared, and CommunicationError if the
+    ranks' calls differ or a rank has died.
     """
     check_buffer(buffer)
     check_op(op)
@@ -230,11 +228,10 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
 def allreduce_into(
     comm: Communicator, buffer: np.ndarray, result: np.ndarray, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce ``buffer`` into ``result``, an array shared by all ranks. Collective over ``comm``, on one node.
+    """Reduce ``buffer`` into ``result``, an array from `allocate_common`. Collective over ``comm``, on one node.
 
-    The reduced values are multiplied by the keyword ``scale``. ``result`` comes from `allocate_common`. For p ranks and
-    n bytes, this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes. The caller ensures that all ranks
-    have finished reading the previous ``result`` before any rank calls this function.
+    The keyword ``scale`` multiplies the result. For p ranks and n bytes, this moves (p+1) n bytes, and
+    `node_shared_allreduce` moves 2 p n bytes. No rank may call this before all ranks have read the previous ``result``.
     """
     check_buffer(buffer)
     check_buffer(result)
@@ -243,8 +240,8 @@ def allreduce_into(
     memory = _shared_memory_of(comm) if comm.size > 1 else None
     if result.shape != buffer.shape or result.dtype != buffer.dtype:
         raise UsageError(
-            f"the result has {result.size} elements of {name_of(result.dtype)}, the buffer {buffer.size} elements of "
-            f"{name_of(buffer.dtype)}; size and dtype must be equal"
+            f"the result has {result.size} elements of {name_of(result.dtype)}, but the buffer has {buffer.size} of "
+            f"{name_of(buffer.dtype)}; size and dtype must be equal; allocate the result like the buffer"
         )
     if memory is None:
         result[...] = buffer
@@ -261,11 +258,11 @@ def allreduce_into(
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", result: np.ndarray | None = None
 ) -> None:
-    """Reduce ``buffer``. Each rank gets the part ``ranges[rank]`` of the sum. Collective over ``comm``, on one node.
+    """Reduce ``buffer``. Each rank gets range ``ranges[rank]`` of the result. Collective over ``comm``, on one node.
 
-    ``ranges`` holds one range per rank, without overlaps, and is equal on every rank. If ``result`` is None, the sum is
-    written to ``buffer[ranges[rank]]``, and the rest of ``buffer`` is undefined. Otherwise the sum is written to
-    ``result``, a host array of the size of this rank's range, and ``buffer`` is not changed.
+    ``ranges`` has one range per rank, without overlaps, and is equal on every rank. If ``result`` is None, the range is
+    written to ``buffer``, and the rest of ``buffer`` is undefined. Otherwise the range is written to ``result``, a host
+    array of its size, and ``buffer`` is not changed.
     """
     check_buffer(buffer)
     check_op(op)
@@ -295,8 +292,8 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
 def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
     """Return zeroed memory that the other ranks of the node can read, kept until `release`. Collective over ``comm``.
 
-    Every rank must pass the same ``size``. Collectives over ``comm`` (or over its ``nodes().intra``) on this memory
-    need no extra copy. Returns private memory if memory cannot be shared.
+    Every rank must pass the same ``size``. Collectives over ``comm`` or ``comm.nodes().intra`` need no extra copy of
+    this memory. If memory cannot be shared, it is private.
     """
     nodes = comm.nodes()
     on = comm if nodes.count == 1 else nodes.intra
@@ -337,8 +334,8 @@ def _memory_of(comm: Communicator) -> NodeMemory:
     if memory is None:
         if comm.nodes().count > 1:
             raise UsageError(
-                f"node_shared needs all ranks on one node, and the {comm.size} ranks of {comm.name} are on "
-                f"{comm.nodes().count}; choose hierarchical, or another algorithm that sends messages"
+                f"node_shared needs all ranks on one node, but the {comm.size} ranks of {comm.name} are on "
+                f"{comm.nodes().count} nodes; choose hierarchical, or another algorithm that sends messages"
             )
         memory = _memory[comm] = NodeMemory(comm)
     return memory

@@ -80,9 +80,8 @@ class _Operation:
 class PollEngine(ProgressEngine):
     """Progress engine that makes progress only in calls of `progress`, `Handle.test` and `Handle.wait`.
 
-    It runs the algorithms in `progress.RESUMABLE`. If an operation fails, all operations stop, because the ranks may
-    have made different progress. The algorithm "ring" gives the same bits as the blocking ring. "native" gives the same
-    bits as MPI_Iallreduce, which may differ from MPI_Allreduce.
+    It has the algorithms in `progress.RESUMABLE`. If an operation fails, all operations stop. "ring" gives the
+    same bits as the blocking ring. "native" gives the same bits as MPI_Iallreduce, but not always as MPI_Allreduce.
     """
 
     algorithms: ClassVar = {operation: tuple(known) for operation, known in RESUMABLE.items()}
@@ -144,7 +143,7 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait like `wait_for_more`. Local."""
+        """Make progress, then wait until a request is complete, as in `wait_for_more`. Local."""
         self.progress()
         self.wait_for_more(*others)
 

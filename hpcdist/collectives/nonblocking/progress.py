@@ -1,7 +1,6 @@
 """Base class of the progress engines of nonblocking collectives, and collectives that run in steps.
 
-An algorithm for polling consists of lanes, see `ring_lanes`. Each lane of a ring handles a part of each rank's chunk.
-Costs in s lanes:
+Costs with s concurrent segments per buffer (see `ring_lanes`):
 
     allreduce        2 (p-1) steps: 2 s (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
     reduce_scatter   p-1 steps: s (p-1) α + (p-1)/p n β + (p-1)/p n γ
@@ -53,7 +52,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return the only lane of an MPI_Iallreduce on the buffer of ``task``. For lanes see `ring_lanes`."""
+    """Return a list of one generator, which runs an MPI_Iallreduce on the buffer of ``task`` (see `ring_lanes`)."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -64,9 +63,9 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
     """Return generators that run a ring allreduce, one generator per segment of the buffer of ``task``.
 
-    Each generator yields lists of MPI requests. When all requests of a list are complete, the caller resumes the
-    generator. The caller may alternate between generators. All ranks of ``comm`` must run all of them to the end.
-    ``scratch(n)`` returns a buffer of n elements. ``tags()`` returns an unused message tag, equal on all ranks.
+    A generator yields lists of MPI requests. Resume it when all requests of a list are complete. Generators may
+    alternate. All ranks of ``comm`` must run all of them to the end. ``scratch(n)`` returns a buffer of n elements.
+    ``tags()`` returns an unused message tag, equal on all ranks.
     """
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
@@ -153,11 +152,11 @@ class Handle(Protocol):
 
 
 class ProgressEngine(ABC):
-    """Base class of engines that run nonblocking collectives on a duplicate of ``comm``. Construction is collective.
+    """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``.
 
-    ``own`` is the duplicate, with the name ``label``. Shared memory for operations must be allocated over ``own``.
-    ``algorithms`` lists the supported algorithms by operation. A ``with`` block closes the engine at its normal end. At
-    an exception, the block stops the engine without waiting for other ranks.
+    ``own``: duplicate of ``comm`` named ``label``; allocate shared memory for operations over it. ``algorithms``:
+    supported algorithms by operation. A ``with`` block closes the engine at its end. After an exception, it stops the
+    engine without waiting for other ranks.
     """
 
     algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -180,10 +179,10 @@ class ProgressEngine(ABC):
     def ireduce_scatter(
         self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
     ) -> Handle:
-        """Start to reduce ``buffer`` in place; only ``buffer[shares[rank]]`` of the result is defined. Collective.
+        """Start to reduce ``buffer`` in place. Afterwards only ``buffer[shares[rank]]`` is defined. Collective.
 
-        ``shares`` must be a result of ``hpcdist.collectives.SHARDED[algorithm].shares``. Raises the errors of this
-        algorithm's ``reduce_scatter``.
+        ``shares``: one range per rank, from ``hpcdist.collectives.SHARDED[algorithm].shares``. Raises the errors of
+        this algorithm's ``reduce_scatter``.
         """
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
@@ -197,7 +196,7 @@ class ProgressEngine(ABC):
 
     def _begin(self, task: Task) -> Handle:
         if self._closed:
-            raise UsageError(f"i{task.operation} on a Progress that was closed; start it before close()")
+            raise UsageError(f"i{task.operation} was called after close(); start it before close()")
         try:
             task = replace(task, algorithm=self._name(task))
             _check(self.own, task)
@@ -224,8 +223,8 @@ class ProgressEngine(ABC):
             name = parse_algorithm(name).at(task.buffer.nbytes)
         if name not in supported:
             raise UsageError(
-                f"nonblocking {task.operation} algorithm {name!r} is not one of {', '.join(supported)}, the algorithms "
-                "of this kind of progress; choose one of them"
+                f"with this progress engine, the nonblocking {task.operation} algorithm {name!r} is not "
+                f"one of {', '.join(supported)}; choose one of these"
             )
         return name
 

@@ -1,7 +1,7 @@
 """Autotuner of the allreduce: a cost model proposes candidates, a tournament selects, and a cache stores the result.
 
-The largest size is measured first. Each size gets an equal share of the remaining budget; sizes beyond the budget are
-left out. All ranks decide by the same times, so they make the same calls.
+The largest size is measured first. Sizes beyond the time budget are left out. All ranks decide by the same times, so
+they make the same calls.
 """
 
 import statistics
@@ -39,9 +39,8 @@ MOST_REPEATS: Final = 8
 class Tournament:
     """Timed comparison of candidate algorithms on ``comm``.
 
-    Several communicators may run the same comparison at the same time. ``everyone`` is a communicator of all their
-    ranks. Times are maxima over the ranks of ``everyone``. A candidate is a function that calls the algorithm once.
-    ``clock()`` returns seconds.
+    ``everyone``: communicator of all ranks that compare at the same time. Times are maxima over its ranks.
+    ``candidates``: {name: function that calls the algorithm once}. ``clock()`` returns seconds.
     """
 
     def __init__(
@@ -55,9 +54,8 @@ class Tournament:
     def run(self, share_s: float, protected: str) -> dict[str, float]:
         """Return the median seconds of each candidate by name, measured in about ``share_s`` seconds in total.
 
-        Each candidate's first call does not count. Candidates that cannot run on ``comm`` are left out. Clearly too
-        slow candidates are left out, too, except the candidate named ``protected``. Collective over the ranks of all
-        communicators in this comparison.
+        Candidates that cannot run on ``comm`` are left out. Clearly too slow candidates are left out, too, except the
+        candidate named ``protected``. Collective over all ranks of this comparison.
         """
         start_s = self.clock()
         self._drop_refusals()
@@ -98,8 +96,7 @@ class Tournament:
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
         """Time each candidate ``repeats[name]`` times, in a random order with seed ``turn``. Collective.
 
-        Returns the seconds per call of each candidate by name, and the total seconds since the comparison began. Both
-        are maxima over all ranks.
+        Returns {name: seconds per call}, and the seconds since the comparison began. Both are maxima over all ranks.
         """
         names = list(self.candidates)
         seconds = np.zeros(len(names) + 1)
@@ -171,11 +168,11 @@ def select(
 ) -> Tuning:
     """Return the fastest algorithms for reductions over ``comm``, the same on all ranks. Collective over ``everyone``.
 
-    ``everyone`` joins ``comm`` and other communicators of equal size, which are tuned at the same time. ``request``
-    describes the buffers. ``library`` is the MPI library's version text. If the keyword ``cached`` is True, a stored
-    result for the same ranks, machines and software is used. It is measured again if the keyword ``renewed`` is True,
-    or if the machine was busy then and is idle now. The keyword ``announce`` is a function to call before a
-    measurement.
+    - ``everyone``: communicator of all ranks that tune at the same time, each in a ``comm`` of equal size.
+    - ``request``: description of the buffers. ``library``: the MPI library's version text.
+    - The keyword ``cached`` allows a stored result for the same ranks, machines and software.
+    - The keyword ``renewed`` ignores a stored result. So does a machine that was busy then and is idle now.
+    - The keyword ``announce`` is a function to call before a measurement.
     """
     start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
@@ -327,8 +324,8 @@ class CostModel:
 class SizeSweep:
     """Timings of allreduce algorithms over ``comm`` at several sizes of ``buffer``, within ``budget_s`` seconds.
 
-    Several communicators may measure at the same time. ``everyone`` is a communicator of all their ranks. ``model``
-    predicts the times. ``clock()`` returns seconds. Methods are collective over ``everyone`` unless marked local.
+    ``everyone``: communicator of all ranks that measure at the same time. ``model`` predicts the times. ``clock()``
+    returns seconds. Methods are collective over ``everyone`` unless marked local.
     """
 
     def __init__(
@@ -357,7 +354,7 @@ class SizeSweep:
                 self._compare(middle, list(dict.fromkeys([low.chosen, high.chosen, NATIVE])), share_s)
 
     def rows(self) -> list[TuningRow]:
-        """Return a result row for each measured buffer size, in ascending order of sizes. Local."""
+        """Return the times and the fastest algorithm at each measured buffer size, in ascending order. Local."""
         rows: list[TuningRow] = []
         for size in sorted(self.measured):
             chosen = choose(self.measured[size], rows[-1].chosen if rows else None)

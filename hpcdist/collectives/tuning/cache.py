@@ -41,8 +41,8 @@ class TuningRow:
 class Tuning:
     """Result of a tuning: ``text`` names the selected algorithms.
 
-    ``source`` is "measured" or "cache", or "default" if the communicator has only one rank. ``seconds`` is the duration
-    of the measurement. ``load`` is the `load_per_processor` of the busiest node before the measurement.
+    ``source``: "measured", "cache", or "default" for a single rank. ``seconds``: duration of the measurement. ``load``:
+    `load_per_processor` of the busiest node before the measurement.
     """
 
     text: str
@@ -58,7 +58,7 @@ class Tuning:
 
     @property
     def choice(self) -> AlgorithmTable:
-        """The allreduce algorithm table that ``text`` describes."""
+        """The selected allreduce algorithms by buffer size, parsed from the attribute ``text``."""
         return parse_algorithm(self.text)
 
 
@@ -127,8 +127,8 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
     """Return the cached tuning for the cache key ``query``, or None, and the reason for ignoring the file. Local.
 
-    The reason is "" if the file is used or does not exist. ``load_now`` is the load average per processor of the
-    busiest node. A result from a busy machine is not used if the machine is idle now.
+    The reason is "" if the file is used or does not exist. ``load_now``: load average per processor of the busiest
+    node. A result from a busy machine is not used if the machine is idle now.
     """
     try:
         path = path_of(query)

@@ -6,7 +6,7 @@ The predicted time, along the path of the busiest rank, is
 
 Link classes: "node" is inside a node with all pairs of ranks active; "wire" is between nodes with one message each way
 at a time per node; "crowded" is between nodes with all ranks sending (R. Thakur et al., Int. J. High Perform. Comput.
-Appl. 19 (2005) 49-66). The model only selects the algorithms worth measuring.
+Appl. 19 (2005) 49-66).
 """
 
 import time
@@ -193,11 +193,10 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Measure the latency and bandwidth of messages on ``comm``, and the speed of additions on each rank.
+    """Measure the costs of messages on ``comm`` and of additions. Collective over ``everyone``, a superset of ``comm``.
 
-    The results are the slowest values of all ranks of ``everyone``, which includes ``comm``. Collective over
-    ``everyone``. ``topology`` selects the link classes to measure, and must be equal on all ranks. The data is on the
-    device of the array ``like``.
+    The results are the slowest values of all ranks of ``everyone``. ``topology`` has the link classes to measure, equal
+    on all ranks. The data is on the device of the array ``like``. ``clock()`` returns seconds.
     """
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"

@@ -48,8 +48,8 @@ def _numbering(numbers: Sequence[int | None], who: str) -> str:
 def check_gpus(table: RankTable, device_kind: str, held: bool) -> Check:
     """Check that each rank has a separate GPU, and that the GPUs of its node are visible to it.
 
-    ``table`` holds facts of all ranks. ``device_kind`` is "gpu" or "cpu", from the recipe, or "" without a recipe.
-    ``held`` is True if the scheduler allocated GPUs to the job.
+    ``table``: facts of all ranks. ``device_kind``: the recipe's "gpu" or "cpu", or "" without a recipe. ``held``: True
+    if the scheduler allocated GPUs to the job.
     """
     name = "GPUs"
     if device_kind == "cpu" or not any(row.facts.gpu.count for row in table.rows):

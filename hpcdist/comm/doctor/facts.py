@@ -58,7 +58,10 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Volume:
-    """A directory that the job needs: its file system, this user's free space, and the access error or ""."""
+    """Directory that the job needs, with its file system type and this user's free space.
+
+    ``error``: the reason why the directory is not accessible, or "".
+    """
 
     role: str
     path: str
@@ -70,10 +73,10 @@ class Volume:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Hardware, software versions, environment variables and volumes of a node.
+    """Hardware, software versions, environment variables and directories of a node.
 
-    ``numa`` lists the cores of each NUMA domain, if known. ``hardware_threads`` lists the logical processors of each
-    physical core that has several. In all other fields and in this package, a "core" means one logical processor.
+    ``numa``: cores of each NUMA domain, if known. ``hardware_threads``: logical processors of each physical core that
+    has several. Otherwise, a "core" in this package is a logical processor.
     """
 
     processor: str
@@ -147,8 +150,8 @@ def node_facts(
 ) -> NodeFacts:
     """Return this node's hardware, software versions, environment variables and ``volumes``.
 
-    ``volumes`` are the directories that the job needs, with their free space. ``library`` is the MPI library's version
-    text. ``numa`` is the sysfs directory of the NUMA domains.
+    ``library``: version text of the MPI library. ``volumes``: directories that the job needs. ``numa``: sysfs directory
+    of the NUMA domains.
     """
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}

@@ -78,11 +78,12 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Return the ``facts`` of all ranks on rank 0, and None on other ranks. Collective over ``comm``.
+    """Return the check results of all ranks on rank 0, and None on other ranks. Collective over ``comm``.
 
-    One rank per node calls ``describe()`` for the facts of the node. The result also says which nodes do not see a
-    probe file within ``look_s`` seconds. Rank 0 creates this file in ``directory``, with the name prefix ``prefix``.
-    ``stage(text)`` is called before each stage, with a description. ``clock()`` returns the node's time in seconds.
+    - ``facts``: results of this rank. ``describe()``: results of the node, called by one rank per node.
+    - ``directory``: rank 0 creates a file here, with the prefix ``prefix``. The result names the nodes that do not see
+      it within ``look_s`` seconds.
+    - ``stage(text)`` is called before each test. ``clock()``: this node's time in seconds.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()

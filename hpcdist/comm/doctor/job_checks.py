@@ -17,8 +17,8 @@ US: Final = 1e6
 class Greeting:
     """Result of a rank's test messages. ``arrived`` is True if all data arrived unchanged.
 
-    ``inside_s`` is the time of a message inside the node, and ``across_s`` of a message to another node. Each is None
-    if there is no such peer. ``reduced_s`` is the time of an allreduce of 8 bytes.
+    ``inside_s``: seconds of a message inside the node. ``across_s``: seconds of a message to another node. Each is None
+    without such a peer. ``reduced_s``: seconds of an allreduce of 8 bytes.
     """
 
     arrived: bool

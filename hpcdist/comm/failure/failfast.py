@@ -135,20 +135,19 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Set the function ``all_agree``, by which failing ranks compare their errors or exit codes. Local.
+    """Set the function by which failing ranks compare their errors or exit codes. Local.
 
-    ``all_agree(text, seconds)`` is collective: it returns True if all ranks pass the same ``text`` within ``seconds``.
-    If all ranks raise an equal exception, only rank 0 prints it. Each rank then calls ``withdraw()``, which may
-    finalise MPI, and exits. Otherwise the job is aborted.
+    ``all_agree(text, seconds)`` is collective. It returns True if all ranks pass the same ``text`` within ``seconds``.
+    Then only rank 0 prints the error, and each rank calls ``withdraw()`` and exits. Otherwise, the job is aborted.
     """
     assert _installed is not None, "install comes first"
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
-    """From now on, let a survivable error end only the thread that raises it, without output. Local.
+    """From now on, let an error for which ``is_survivable(error)`` is True end only its thread, without output. Local.
 
-    ``is_survivable(error)`` returns True for such an error. After this call, `agreed_exit` does not finalise MPI.
+    After this call, `agreed_exit` does not finalise MPI.
     """
     assert _installed is not None, "install comes first"
     _installed.is_survivable = is_survivable
@@ -203,8 +202,7 @@ def note_end() -> None:
 def guarded(main: Callable[[], int | None]) -> int:
     """Call ``main()`` and return its exit code. If `install` was called, an error ends the whole job. Local.
 
-    An error is a non-zero code, or an exception other than SystemExit(0) and `AgreedExit`, which is raised after all
-    ranks had an equal error. Without `install`, the code is returned, or the exception raised.
+    Errors are non-zero codes, and all exceptions except SystemExit(0) and `AgreedExit`.
     """
     try:
         code = main() or 0
@@ -287,8 +285,8 @@ def agreed_exit(code: int) -> NoReturn:
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
     """Report ``error`` and end the job with the exit code of ``error``. Local.
 
-    ``thread`` is the name of the thread that failed, or None for the main thread. ``headline`` replaces the first line
-    of the report, unless it is "". If several threads fail, only the first reports its error.
+    ``thread``: name of the failed thread, or None for the main thread. ``headline``: first line of the report, "" for
+    the default. If several threads fail, only the first reports its error.
     """
     assert _installed is not None, "install comes first"
     state = _installed
@@ -336,10 +334,8 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
     """Report a failure of rank ``rank``: the line ``headline``, then ``text``. Each line is tagged with the rank.
 
-    - Under `hpcdist run`: to stderr, and to a file that `hpcdist run` prints when the job ends. The keyword ``alone``
-      omits stderr.
-    - Under another launcher: to stderr and to a copy in a file. Waits up to READ_S seconds until the launcher has read
-      stderr.
+    - Under `hpcdist run`: to stderr, unless the keyword ``alone`` is True, and to a file that is printed at the end.
+    - Under another launcher: to stderr and to a copy in a file. Waits up to READ_S seconds for the launcher to read.
     - Without a launcher: to stderr.
 
     Returns the path of the copy, or "" if there is no copy.

@@ -121,8 +121,8 @@ def is_rank_failure(
 ) -> bool:
     """Return True if ``error`` was caused by a rank failure, or by the revocation after a rank failure. Local.
 
-    If ``comm`` is passed, other MPI errors also count if a rank of ``comm`` is found to have failed within
-    ``patience_s`` seconds. KeyboardInterrupt never counts.
+    If ``comm`` is passed, any MPI error counts if a rank of ``comm`` is found dead within ``patience_s`` seconds.
+    KeyboardInterrupt never counts.
     """
     if not isinstance(error, Exception):
         return False
@@ -210,8 +210,8 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
 def barrier_with_deadline(comm: Communicator, what: str, patience_s: float) -> None:
     """Wait until every rank of ``comm`` has called this. Slow, because all ranks send to rank 0. Collective.
 
-    After ``patience_s`` seconds, raises DeadlineError, which names the operation ``what`` and the missing ranks.
-    Messages then stay in flight, so the job must end.
+    After ``patience_s`` seconds, raises DeadlineError, which names the operation ``what`` and the missing ranks. The
+    job must then end.
     """
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)
     others = range(1, comm.size)

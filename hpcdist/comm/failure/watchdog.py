@@ -23,10 +23,9 @@ NS: Final = 1_000_000_000
 class Watchdog:
     """Thread that enforces a deadline of ``deadline_s`` seconds on each operation that ``recorder`` records.
 
-    Between `relax` and `tighten` the deadline is ``first_step_factor`` times longer, for the first step. When an
-    operation exceeds its deadline, this rank writes its stacks to ``rank-N.stacks`` next to its recorder file. It
-    creates a marker file. The other ranks see this file and write their stacks, too. This rank then exits with code 1
-    without finalising MPI. ``deadline_s=math.inf`` means no deadline.
+    If an operation exceeds its deadline, all ranks write their stacks to ``rank-N.stacks`` next to the recorder files.
+    The late rank then exits with code 1 without finalising MPI. ``deadline_s=math.inf`` means no deadline. Between
+    `relax` and `tighten` the deadline is ``first_step_factor`` times longer.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Watchdog:
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         if not deadline_s > 0:
-            raise ConfigurationError(f"communication.deadline_s is {deadline_s}; it must be a positive time")
+            raise ConfigurationError(f"communication.deadline_s is {deadline_s}; give a number of seconds above 0")
         self.recorder, self.deadline_s, self.first_step_factor = recorder, deadline_s, first_step_factor
         self.stacks = recorder.path.with_suffix(".stacks")
         self._leave = leave

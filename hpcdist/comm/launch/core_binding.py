@@ -1,7 +1,7 @@
 """Core binding in a Slurm job: the number of cores that mpirun can bind each rank to. Local.
 
-mpirun counts cores from the first core that the job's control group allows, and fails if a node has too few. So ranks
-are bound only if this node and Slurm's variables prove that each rank gets its own cores.
+Ranks are bound only if this node and Slurm's variables prove that each rank gets separate cores. Otherwise, mpirun
+could fail.
 """
 
 import os
@@ -24,8 +24,8 @@ _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 class NodeCores:
     """Cores that this process may use. Each core is a tuple of its usable processors (hardware threads).
 
-    ``packages`` holds the number of these cores in each socket. ``confined`` is True if the control group allows only
-    these cores. ``whole`` is True if these are all cores of the node.
+    ``packages``: number of these cores in each socket. ``confined``: True if the control group allows only these cores.
+    ``whole``: True if these are all cores of the node.
     """
 
     cores: tuple[tuple[int, ...], ...]
@@ -48,8 +48,7 @@ class NodeCores:
 class CoreBinding:
     """Binding of ranks to cores: ``cores`` is the number of cores per rank, or None if ranks are not bound.
 
-    ``reason`` is the reason why ranks are not bound. It is "" if no binding is necessary, because the only
-    rank of a node may use all cores of the job there.
+    ``reason``: the reason why ranks are not bound, or "" if no binding is necessary.
     """
 
     ranks_per_node: int | None
@@ -76,7 +75,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return variables that let srun, called by mpirun, use all CPUs of the job: a dict, {} if not needed."""
+    """Return the variables to export for mpirun, so that its srun can use all CPUs of the job; {} if not needed."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -91,8 +90,8 @@ def bind_ranks(
 ) -> CoreBinding:
     """Return the binding of a node's ``per_node`` ranks to ``requested`` cores each.
 
-    ``requested`` None gives each rank an equal share of the cores of ``node``. No rank gets cores in two sockets,
-    unless the keyword ``apart`` is False.
+    ``requested`` None gives each rank an equal number of the cores of ``node``. If the keyword ``apart`` is True, no
+    rank gets cores of two sockets.
     """
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")

@@ -95,14 +95,16 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"{option} {text!r}: {error}; quote it as for a shell, e.g. {option} '{example}'") from error
+        raise UsageError(
+            f"{option} {text!r} cannot be split into words: {error}; quote it as for a shell, e.g. {option} '{example}'"
+        ) from error
 
 
 def interpreter_words(python: str | None) -> list[str]:
     """Return the command that runs Python on the ranks, as words: ``python``, or for None this Python executable."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
-        raise UsageError("--python is empty; name what runs Python on the ranks, e.g. --python /local/env/bin/python")
+        raise UsageError("--python is empty; give the Python command of the ranks, e.g. --python /local/env/bin/python")
     return chosen
 
 
@@ -154,8 +156,7 @@ _VARIABLES = (
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
     """Return the size and ranks that the launcher announced, or None if no launcher started this process.
 
-    SLURM_* variables are used only inside a step of srun, because the batch script also has them. Raises
-    ConfigurationError if the announced size is not a number.
+    SLURM_* variables are used only inside a step of srun. Raises ConfigurationError for an invalid size.
     """
     announced = []
     for launcher, size, rank, local_rank in _VARIABLES:

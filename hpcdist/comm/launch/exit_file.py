@@ -1,8 +1,6 @@
-"""Exit code of a job, written to a file by its ranks, and the signals that end it before its first step.
+"""Exit code of a job, written to a file by its ranks, and the exit at stop signals before the first step.
 
-Open MPI's mpirun returns 0 after it has lost a node, and with ULFM also if all ranks were killed. So `hpcdist run`
-trusts the exit code in this file. Before the first step there is nothing to save, so a stop signal ends the process at
-once.
+`hpcdist run` trusts the exit code in this file, because Open MPI's mpirun may return 0 after a failure.
 """
 
 import os
@@ -48,8 +46,7 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 def write_exit_code(code: int) -> None:
     """Write the job's exit ``code`` to a file for `hpcdist run`. This is the last action of a rank. Local.
 
-    Every rank should call this. Only ranks on the host of `hpcdist run` can write the file; other ranks do nothing. The
-    first written code counts.
+    Every rank should call this. Ranks on other hosts than `hpcdist run` do nothing. The first written code counts.
     """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
@@ -101,8 +98,7 @@ def remove_segments(launch_dir: Path) -> None:
 def leave_at_signals() -> None:
     """Exit at a stop signal, with the exit code of the signal, from now on until `disable_leave_at_signals`. Local.
 
-    Main thread only. Call this before the slow imports of a program. Signals that are ignored or have a handler are not
-    changed.
+    Main thread only. Call this before slow imports. Ignored signals and signals with a handler are not changed.
     """
     global _starting
     _starting = True
@@ -133,10 +129,8 @@ def ignore_signals() -> None:
 class ImmediateExit:
     """Exit of this process at the first stop signal, even if the main thread is blocked in MPI. Local.
 
-    The method `switch` enables the exit while there is nothing to save. A Python signal handler would wait for MPI. So
-    the signal wakes a thread of this object (by set_wakeup_fd), which ends the process. In MPI_Init, C code holds the
-    GIL, so that no thread can run. For this case `switch` also creates a file, and `hpcdist run` kills processes that
-    have such a file.
+    Call `switch` to enable the exit while there is nothing to save. A thread of this object then ends the process.
+    Inside MPI_Init no thread can run; there `hpcdist run` kills the process.
     """
 
     def __init__(self) -> None:

@@ -29,9 +29,9 @@ PASSING_S: Final = 0.1  # a signal to both processes reaches the supervisor dire
 class Guard:
     """Forked process that ends the job's processes if the supervisor, which creates this object, is killed.
 
-    The supervisor must be single-threaded. The guard finds the job's processes by ``launch_dir`` in their environment.
-    ``passed`` lists signals that users may send to the guard by mistake. The guard sends these signals to the
-    supervisor. Block these signals before creating this object.
+    The supervisor must be single-threaded, and must block the signals ``passed`` before it creates this object. The
+    guard sends these signals, if it receives them, to the supervisor. It finds the job's processes by ``launch_dir`` in
+    their environment.
     """
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:

@@ -38,11 +38,11 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Command-line options of one kind of launcher, with {placeholders}. () means an unsupported option.
+    """Command-line options of one type of launcher, with {placeholders}. () means an unsupported option.
 
-    To pass a signal s on to ranks on other hosts, send the signal ``forwards[s]`` to the launcher. ``keeps_codes`` is
-    True if the launcher returns the exit code of the failed rank. ``teardown_s`` is the time that the launcher may need
-    to kill all ranks.
+    ``forwards[s]``: signal to send to the launcher, which passes signal s on to the ranks. ``keeps_codes``: True if the
+    launcher returns the exit code of the failed rank. ``teardown_s``: time that the launcher may need to kill all
+    ranks.
     """
 
     name: str
@@ -206,8 +206,8 @@ class Starter:
         path = shutil.which(name)
         if path is None:
             raise MissingCapabilityError(
-                f"no {name} on PATH, but --launcher {self.kind.name} needs it; run this on a node of a site that has "
-                f"it, or choose another launcher of {', '.join(KINDS)}"
+                f"{name} is not on PATH, but --launcher {self.kind.name} needs it; use a host that has {name}, or "
+                f"choose another launcher of {', '.join(KINDS)}"
             )
         if self.kind is MPIEXEC:
             launcher = mpirun.identify(Path(path))

@@ -74,8 +74,8 @@ def restrict_to_loopback() -> None:
 def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set ``environment`` to exclude MPI's TCP transports if all ranks are on this host. Call before MPI starts. Local.
 
-    This is for ranks that a plain mpirun started; `hpcdist run` excludes TCP by itself. Jobs with fault tolerance keep
-    TCP, because new ranks need it. A transport that the environment selects is not changed.
+    Only for ranks that a plain mpirun started. Jobs with fault tolerance keep TCP, because new ranks need it. A
+    transport that ``environment`` already selects is kept.
     """
     if environment.get(SURVIVE) or _FAULT_TOLERANCE in environment:
         return

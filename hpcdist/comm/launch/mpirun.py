@@ -1,6 +1,6 @@
-"""The mpirun of this environment: its vendor, and the options and variables with which it starts ranks here.
+"""The mpirun of this environment: its vendor, and the options and variables with which it starts ranks.
 
-The mpirun next to this Python comes first: the mpirun on PATH may belong to another MPI and would start N singletons.
+The mpirun next to this Python precedes the mpirun on PATH, which may belong to another MPI.
 """
 
 import os
@@ -78,7 +78,7 @@ def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def second_mpi(modules: Iterable[str]) -> str:
-    """Return a warning if an MPI wheel takes precedence over the MPI of an environment module in ``modules``, or ""."""
+    """Return a warning if hpcdist will not use the MPI of an environment module in ``modules``, else ""."""
     wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
     loaded = [name for name in modules if _MPI_MODULE.match(name)]
     if not wheels or not loaded:
@@ -147,9 +147,8 @@ def command(
 ) -> list[str]:
     """Return the command line that runs ``program`` on ``ranks`` ranks.
 
-    ``settings``: variables that Open MPI exports to all hosts. Their values are taken from mpirun's environment.
-    ``environment``: this process's variables, which show if a resource manager places the ranks. Options in ``extra``
-    override our options.
+    ``settings`` has the names of variables that Open MPI exports to all hosts. ``extra`` are options that override
+    default options. ``environment`` are this process's variables.
     """
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
@@ -212,10 +211,8 @@ def session(
 ) -> dict[str, str]:
     """Return environment variables that give this mpirun separate folders for its session and its shared memory.
 
-    The result is {} unless the launcher is Open MPI 5 or later. Folders that the environment, ``options`` or a
-    parameter file sets are not changed. Open MPI's session directory is ``folder``: the default depends only on the
-    process id, which a killed mpirun may have used. If all ranks are on this host, their shared memory gets a new
-    directory in /dev/shm, because file names of several containers could be equal there.
+    ``folder`` becomes the session directory. If all ranks are on this host, they get a new directory in /dev/shm.
+    Folders set by the environment, ``options`` or a parameter file are not changed. Returns {} without Open MPI 5.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
@@ -239,10 +236,8 @@ def transports(
 ) -> dict[str, str]:
     """Return the environment variables that select MPI's transports, unless the user or the site sets them.
 
-    Ranks that are all on one host use shared memory without TCP, because a faulty TCP connection could block a rank.
-    If the keyword ``surviving`` is True, TCP stays enabled, because Open MPI connects new ranks by TCP. On one host, it
-    then uses the loopback interface. For Open MPI, libfabric is excluded, because it searches for networks at each
-    start.
+    If all ranks are on one host, TCP is disabled. The keyword ``surviving`` keeps TCP, by which Open MPI connects new
+    ranks. With Open MPI, libfabric is excluded.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
@@ -272,11 +267,10 @@ def _is_set(name: str, launcher: Launcher, options: Sequence[str], environment: 
 def daemons(
     launcher: Launcher, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return environment variables that let mpirun's daemons survive a SIGTERM to the steps of a Slurm job.
+    """Return environment variables that let mpirun's daemons ignore the SIGTERM of a Slurm preemption.
 
-    Slurm announces a preemption by SIGTERM, which would end the daemons, and so the job, before the ranks have saved.
-    The daemons start with SIGTERM blocked, and unblock it for the ranks. Returns {} without Open MPI 5 or Slurm.
-    Returns {} if the user or the site has set the command that starts the daemons.
+    Otherwise the job would end before the ranks have saved. Returns {} without Open MPI 5 or Slurm, or if the user or
+    the site has set the daemons' command.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
@@ -303,7 +297,7 @@ def _parameters(launcher: Launcher) -> list[str]:
 
 
 def answer_to_signals(launcher: Launcher) -> str:
-    """Return a text for users that compares the signals forwarded by mpirun alone and by `hpcdist run`."""
+    """Return a text for users about the signals that mpirun and `hpcdist run` forward to the ranks."""
     if launcher.vendor == OPEN_MPI:
         return (
             "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "
@@ -320,8 +314,7 @@ def answer_to_signals(launcher: Launcher) -> str:
 def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
     """Return mpirun options for the number of ranks per node and their binding to cores.
 
-    ``ranks`` is this number, or None for any. If ``bound.cores`` is None, Open MPI gets an option not to bind, because
-    by default it binds each rank to one core.
+    ``ranks`` is the number of ranks per node, or None for any number. If ``bound.cores`` is None, ranks are not bound.
     """
     if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:
@@ -355,9 +348,9 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 
 
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables for any launcher: ``threads`` threads per rank, where the user has not set a number.
+    """Return environment variables for any launcher. They set ``threads`` threads per rank, unless the user did.
 
-    If SLURM_EXPORT_ENV is set to any value, it becomes ALL, so that srun passes the environment to the ranks.
+    If SLURM_EXPORT_ENV is set, it becomes ALL: srun then passes all variables to the ranks.
     """
     added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
     return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added  # undoes --export=NONE

@@ -1,7 +1,7 @@
 """Restarts of a job after a failure: their number, the pauses between them, and when to give up.
 
-Two starts in a row without a new checkpoint end the job. Pauses double with every start without a new checkpoint. A
-start that lost a node does not count, because the next start runs on other nodes.
+Two starts in a row without a new checkpoint end the job. Each start without a new checkpoint doubles the pause. A start
+that lost a node counts for neither rule.
 """
 
 import itertools
@@ -35,7 +35,7 @@ class NodePool(Protocol):
         """
 
     def shortage(self) -> str:
-        """Return the reason why too few nodes are left for a start, or ""."""
+        """Return the reason why too few nodes are left to start the job again, or ""."""
 
 
 def repeat(
@@ -49,10 +49,12 @@ def repeat(
 ) -> int:
     """Start a job, and restart it after failures up to ``most`` times. Return the last exit code.
 
-    ``start(n)`` runs the n-th start, from 1. ``saved()`` returns the latest version number of each checkpoint by name.
-    After FRUITLESS starts in a row without a new checkpoint, there is no restart. ``pause(seconds)`` waits, and returns
-    the stop signal that ended the wait, or None. The object ``nodes`` reports failed nodes. If too few nodes are left,
-    the exit code is 75. ``give_up(why)`` is called if a failed job is not restarted, ``say(text)`` for other messages.
+    There is no restart after FRUITLESS starts in a row without a new checkpoint. If too few ``nodes`` are left, the
+    exit code is 75. The other arguments are functions:
+    - ``start(n)``: run the n-th start, from 1.
+    - ``saved()``: return the latest version number of each checkpoint by name.
+    - ``pause(seconds)``: wait, and return the stop signal that ended the wait, or None.
+    - ``give_up(why)``: called if a failed job is not restarted. ``say(text)``: called for other messages.
     """
     fruitless = pauses = 0
     there = saved()

@@ -1,7 +1,7 @@
 """Supervisor of a launcher and its ranks: forwards signals to the ranks, and leaves no process running.
 
-At a SIGINT Open MPI's mpirun kills the ranks within half a second. So the launcher runs in its own session without
-Ctrl-C, and this process signals the ranks. Linux only (PR_SET_CHILD_SUBREAPER).
+The launcher runs in a separate session without Ctrl-C, because Open MPI's mpirun would kill the ranks at a SIGINT.
+Linux only (PR_SET_CHILD_SUBREAPER).
 """
 
 import ctypes
@@ -64,7 +64,7 @@ def _watched() -> set[signal.Signals]:
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """Outcome of one start of a job: its exit code, and the first signal that asked for the end, or None."""
+    """Outcome of one start of a job: its exit code, and the first stop signal, or None."""
 
     code: int
     stop_signal: signal.Signals | None
@@ -104,20 +104,20 @@ class _PendingSignal:
 
 @dataclass(eq=False)
 class Supervision:
-    """A supervised run of the launcher command ``line``. Create it inside `signals_held`, which yields ``mask``.
+    """A supervised run of a launcher command. Create it inside `signals_held`, which yields the signal mask.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks. After a SIGINT, SIGTERM or SIGHUP, the
-    ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, all processes are killed. The exit
-    code is usually the ranks' code. It is 130 after a SIGINT, and 128 + signal number if another signal led to the
-    kill.
+    ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, all processes are killed.
 
-    ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
-    ``surviving``: the job continues after a rank failure. The job has failed if the ranks wrote no exit code.
-    ``telling``: ranks that have started must write an exit code. Without it the job has failed, even if the launcher
-    returns 0.
-    ``kind``: properties of the launcher, such as the signals that it forwards.
-    ``foreign``: the ranks run a program that is not a command of hpcdist. It may write no process ids; then signals go
-    to the processes that the launcher started on this host.
+    The exit code is usually the ranks' code. It is 130 after a SIGINT, and 128 + signal number after a kill for another
+    signal.
+
+    - ``line``: the launcher command.
+    - ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
+    - ``surviving``: the job continues after a rank failure, and has failed if the ranks wrote no exit code.
+    - ``telling``: the job has failed if started ranks wrote no exit code.
+    - ``kind``: properties of the launcher.
+    - ``foreign``: the program is not a command of hpcdist, and may write no process ids.
     """
 
     line: Sequence[str]

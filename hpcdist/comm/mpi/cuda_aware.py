@@ -1,9 +1,8 @@
 """CUDA-aware MPI: a probe of the operations that take pointers to GPU memory, and its cache.
 
-Versions and build flags are unreliable, and a wrong yes is a segmentation fault or wrong data. So child processes
-(`cuda_child`) send device memory and compare the received data: first on one rank, then on two ranks of this node. A
-crash, an error, wrong data or a timeout count as no. If mpirun cannot start two ranks, messages are assumed to work if
-they passed on one rank and the library says that it was built and started for CUDA; collectives are not.
+Child processes (`cuda_child`) send device memory and compare the received data: first on one rank, then on two ranks of
+this node. A crash, an error, wrong data or a timeout count as no. If mpirun cannot start two ranks, collectives count
+as no. Messages then count as yes if they passed on one rank and the library reports CUDA support.
 
 `HPCDIST_CUDA_AWARE` overrides: ``yes`` and ``no`` skip the probe, ``auto`` (the default) probes.
 """
@@ -156,10 +155,9 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
 def detect(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> DevicePointerSupport | None:
-    """Return the operations that accept device pointers. Local.
+    """Return the operations that accept device pointers. Local; call this before MPI starts, because it forks.
 
-    The result is None unless this is the first rank of its node, because only the first rank tests the operations. Call
-    this before MPI starts: the test forks, and a process should not fork after MPI has registered memory.
+    The result is None if the first rank of this node tests the operations instead.
     """
     answer = requested_answer(environment)
     if answer == "yes":
@@ -248,8 +246,7 @@ def _try(
 ) -> tuple[list[str], dict[str, str], set[str]]:
     """Test the MPI ``operations`` in child processes, until the monotonic time ``ends_at``.
 
-    Returns the passed operations, {failed operation: reason}, and a set of notes of the children. The note "two" means
-    that a child had two ranks. The command of a child begins with ``launch``. ``run`` runs a child.
+    Returns the operations that passed, {failed operation: reason}, and notes, such as "two" if a child had two ranks.
     """
     passed: list[str] = []
     failures: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""Messages of more than 2^31 - 1 elements, the largest count of an MPI library without the large counts of MPI-4.
+"""Messages of more than 2^31 - 1 elements, for MPI libraries without the large counts of MPI-4.
 
-A collective is split into `pieces`. A message is one element of a derived datatype, so that a probe sees its size.
+A collective is split into `pieces`. A message is sent as one element of a derived datatype.
 """
 
 import functools
@@ -41,9 +41,9 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return a scratch buffer of ``buffer``'s dtype, and a range in the scratch buffer for each of ``ranges``. Local.
+    """Return a scratch buffer that can hold ``ranges`` of ``buffer``, and the position of each range in it. Local.
 
-    Ranges of more than ``largest`` elements get an empty range.
+    Ranges of more than ``largest`` elements get an empty position.
     """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

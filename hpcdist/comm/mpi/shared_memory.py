@@ -1,8 +1,7 @@
 """Shared memory of the ranks of a node: an anonymous mapping, or an MPI window.
 
-The window is used if processes cannot open each other's descriptors. The mapping leaves nothing after SIGKILL, and
-stays readable for the survivors of a failed rank. If neither works, each rank gets private memory, and ``is_shared`` is
-False. The caller must order reads and writes.
+The window is used if processes cannot open each other's descriptors. If neither works, each rank gets private memory,
+and ``is_shared`` is False. The mapping stays readable if a rank fails. The caller must order reads and writes.
 """
 
 import contextlib
@@ -56,8 +55,7 @@ class Members:
     def check_alive(self, since: float) -> None:
         """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead member. Local.
 
-        One detection is not enough, because the dead member may already have written the data that the caller needs.
-        ``since`` is ignored.
+        After the first call, the caller may still read data that the dead member wrote. ``since`` is ignored.
         """
         self.progress()
         dead = self._dead()

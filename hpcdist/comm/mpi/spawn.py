@@ -26,9 +26,9 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 class SpawnMember:
     """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined it.
 
-    A new rank sends only its ``host``, and copies ``name``, ``checked`` and ``pointers`` from an old rank. ``name`` is
-    the communicator's name. ``pointers`` are operations that accept GPU pointers. ``declared_node`` is the number of
-    the simulated node, or None.
+    A new rank sends only ``host``, and copies ``name``, ``checked`` and ``pointers`` from an old rank. ``name``: name
+    of the communicator. ``pointers``: operations that accept GPU pointers. ``declared_node``: simulated node number, or
+    None.
     """
 
     host: str
@@ -41,9 +41,9 @@ class SpawnMember:
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
     """Start ``count`` Python processes (`python -P`) with ``arguments``. Return a communicator that includes them.
 
-    The communicator is named ``label``. The new processes get the highest ranks. They must call `join_parent`, and exit
-    if they cannot join. Collective over ``comm`` and the new processes. If a rank dies during the call, this raises an
-    error for which `rank_failures.is_rank_failure` is true.
+    The communicator has the name ``label``. The new processes get the highest ranks. They must call `join_parent`, and
+    exit if they cannot join. Collective over ``comm`` and the new processes. If a rank dies, raises an error for which
+    `rank_failures.is_rank_failure` is true.
     """
     assert isinstance(comm, Endpoint)
     if count < 1:

@@ -1,7 +1,7 @@
 """User-level failure mitigation (ULFM) of MPI: revoke, shrink, agree and acknowledge, with Open MPI 5.
 
-Other libraries end the process in these functions: call nothing here unless `is_enabled`. If a rank fails, the
-allgatherv of Open MPI 5.0 for few bytes returns success with stale data on most other ranks (see `check_completed`).
+Call these functions only if `is_enabled`: other MPI libraries end the process. After a rank failure, a small allgatherv
+of Open MPI 5.0 may return stale data without an error (see `check_completed`).
 """
 
 import ctypes

@@ -127,13 +127,13 @@ _keyvals: Final[list[int]] = []  # key of the attribute that stores our communic
 
 
 def init(device: str = "cpu") -> World:
-    """Start MPI, or without a launcher a world of only this process, and return the world. Collective.
+    """Start MPI and return the world of all ranks. Without a launcher, the world has only this process. Collective.
 
-    Later calls return the same world. If ``device`` is "gpu", the GPU with this rank's local rank becomes current
-    before MPI starts. After the call, an uncaught exception on any rank ends the job. Operations are recorded for
-    `hpcdist hang` if HPCDIST_DEADLINE_S is set, or under `hpcdist run --out`. Raises ConfigurationError if the launcher
-    and the MPI library do not belong together. Raises UsageError if ``device`` is not "cpu" or "gpu", or in a child
-    process of a rank.
+    Later calls return the same world. With ``device`` "gpu", each rank uses the GPU with its local rank. After the
+    call, an uncaught exception on any rank ends the job. Operations are recorded for `hpcdist hang` if
+    HPCDIST_DEADLINE_S is set, or under `hpcdist run --out`. Raises ConfigurationError if the launcher and the MPI
+    library do not belong together. Raises UsageError if ``device`` is not "cpu" or "gpu", or in a child process of a
+    rank.
     """
     refuse_worker()
     fail_alike(launched=True)
@@ -160,9 +160,9 @@ def start_world(device: str) -> World:
 def record(world: World, default_s: float = DEADLINE_S) -> None:
     """Start to record the program's operations, each with a deadline. Does nothing if recording is on. Collective.
 
-    The records are in the run directory of `hpcdist run --out`, or else in a temporary directory, which a successful
-    end removes. After a failure it stays for `hpcdist hang`. The deadline is HPCDIST_DEADLINE_S, or else ``default_s``
-    seconds. Raises ConfigurationError for an invalid deadline.
+    The records are in the directory of `hpcdist run --out`, or else in a temporary directory. A successful end removes
+    the temporary directory. The deadline is HPCDIST_DEADLINE_S, or else ``default_s`` seconds. Raises
+    ConfigurationError for an invalid deadline.
     """
     if world.size == 1 or failfast.is_recording():
         return
@@ -204,7 +204,7 @@ def _deadline_s(default_s: float) -> float:
     try:
         return float(text) if text else default_s
     except ValueError:
-        raise ConfigurationError(f"{DEADLINE}={text!r}; set it to seconds, such as 300") from None
+        raise ConfigurationError(f"{DEADLINE} is {text!r}; set it to a number of seconds, such as 300") from None
 
 
 @contextmanager

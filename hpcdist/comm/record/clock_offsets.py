@@ -58,8 +58,8 @@ class HostTable:
 class HostClocks:
     """Offsets of the hosts' clocks to rank 0's clock. Construction is collective over ``comm``.
 
-    ``boot`` identifies this host; None uses the kernel's boot id. ``clock()`` returns ns, by default of the monotonic
-    clock. With more than ``flat`` hosts, rank 0 measures only some of them directly: see `measure_offsets`.
+    ``boot``: identifier of this host, by default the kernel's boot id. ``clock()`` returns ns, by default of the
+    monotonic clock. For ``flat`` see `measure_offsets`.
     """
 
     def __init__(
@@ -98,8 +98,7 @@ def measure_offsets(
 
     On rank 0, returns one `ClockReading` per rank, in rank order, with the rank number as its ``host``. Other ranks
     return (). ``clock()`` returns ns. Each reading is the fastest of ``rounds`` round trips. With more than ``flat``
-    ranks, the ranks form about sqrt(ranks) groups. Rank 0 measures only the first rank of each group, and the first
-    rank measures the other ranks of its group. Then the error bounds of both measurements add up.
+    ranks, most ranks are measured through an intermediate rank. Then both error bounds add up.
     """
     # Groups of `size` = ceil(sqrt(n)) consecutive ranks, each led by its first rank, the head.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1

@@ -2,7 +2,7 @@
 
     header | notes | texts | ring of records      all little-endian; clock values are monotonic nanoseconds
 
-The texts are call sites, communicators, operations and dtypes. Nothing is flushed: the kernel keeps written pages.
+The texts are call sites, communicators, operations and dtypes.
 """
 
 import contextlib
@@ -197,7 +197,7 @@ def parse(data: bytes, path: Path) -> RankRecord:
         notes, events = _notes(data, offset), _events(data, capacity, offset, _texts(data, used))
         name = host.rstrip(b"\0").decode()
     except (ValueError, KeyError, struct.error) as error:
-        raise StorageError(f"{path} is damaged: {error}") from error
+        raise StorageError(f"{path} is damaged: {error}; delete the file") from error
     return RankRecord(
         path, rank, world, pid, name, ticks, capacity, wall, beat + offset, next_beat, notes, events, offset
     )
@@ -267,7 +267,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove from ``folder`` an earlier job's files of ranks that a job of ``ranks`` ranks does not have. Local."""
+    """Remove from ``folder`` the files of ranks from number ``ranks`` on, which an earlier job left. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:

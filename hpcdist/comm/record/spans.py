@@ -92,7 +92,7 @@ def read(path: Path) -> RankSpans:
 def parse(data: bytes, path: Path) -> RankSpans:
     """Parse ``data``, the content of the spans file ``path``. Raises StorageError for invalid content."""
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
-        raise StorageError(f"{path} is not a file of spans (wrong signature or too short)")
+        raise StorageError(f"{path} is not a file of spans (wrong signature or too short); delete it")
     _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
         raise StorageError(
@@ -199,10 +199,10 @@ class Spans(SpanSink):
                 del fresh[: -self.capacity]
 
     def drain(self) -> np.ndarray:
-        """Return the spans since the last call, int64 of shape (spans, 3): phase, begin in ns and end in ns.
+        """Return the spans since the last call, int64 of shape (spans, 3): phase, begin in ns and end in ns. Local.
 
-        The phase is an index into `PHASES`. Adjacent spans of the same phase are merged. The spans of the phase "step"
-        are left out. The oldest spans beyond the capacity are left out, too. Local.
+        The phase is an index into `PHASES`. Adjacent spans of the same phase are merged. Spans of the phase "step", and
+        the oldest spans beyond the capacity, are left out.
         """
         fresh, self._fresh = self._fresh[-self.capacity :], []
         return np.array(fresh, np.int64).reshape(-1, 3)

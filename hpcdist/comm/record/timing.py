@@ -63,8 +63,8 @@ _OUTERMOST, _STARTED_ONLY = 1, 2
 class OperationTotal(NamedTuple):
     """Totals of one operation, such as allreduce, on a rank: number of ended calls, their seconds and bytes.
 
-    ``bytes`` is the size of the buffers that the caller passed, or NaN for Python objects. So bytes / seconds is the
-    algorithm bandwidth, even if the library's traffic is unknown.
+    ``bytes``: size of the buffers that the caller passed, or NaN for Python objects. bytes / seconds is the algorithm
+    bandwidth.
     """
 
     calls: int
@@ -75,9 +75,8 @@ class OperationTotal(NamedTuple):
 class BytesMoved(NamedTuple):
     """Bytes that left a rank, by transport.
 
-    ``messages``: sent by algorithms of this package. ``shared``: buffers that other ranks of the node have read in
-    shared memory. ``unknown``: size of buffers passed to collectives of a library, which does not report how much it
-    sends.
+    ``messages``: sent by algorithms of this package. ``shared``: buffers that other ranks of the node read in shared
+    memory. ``unknown``: buffers of library collectives, which do not report their traffic.
     """
 
     messages: float = 0.0
@@ -122,8 +121,7 @@ class OperationTiming(EventSink):
     """Event sink that adds up calls, seconds and bytes by operation. Forwards every event to the sink ``inner``.
 
     Only the outermost operations of a thread count. Non-blocking operations last until they complete. Any thread may
-    record operations. Sent bytes are counted as by `MessageTraffic`. Create a new `OperationTiming` after a failure,
-    because an operation that raises an error never ends.
+    record operations. Create a new object after a failure, because a failed operation never ends.
     """
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:

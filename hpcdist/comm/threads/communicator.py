@@ -77,7 +77,7 @@ class ThreadCommunicator(Endpoint):
 
     def _send(self, message: Array, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size:
-            raise CommunicationError(f"rank {peer} does not exist in {self.name} of {self.size} ranks")
+            raise CommunicationError(f"rank {peer} does not exist: communicator {self.name!r} has {self.size} ranks")
         self._detector.check_deaths(peer, "a send")
         envelope = ThreadMessage(self.rank, tag, message.view(np.uint8).copy())
         with self._group.changed:
@@ -241,8 +241,8 @@ def run_threads(
     """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results in rank order.
 
     If a rank raises an exception, waiting ranks are released, and the first exception is raised here.
-    ``ranks_per_node`` simulates nodes. An operation may last ``deadline_s`` seconds. If ``fault_tolerant`` is True, a
-    rank that raises `RankDeath` dies and its result is None. Then the other ranks can continue as with ULFM.
+    ``ranks_per_node`` simulates nodes. ``deadline_s``: timeout of an operation. With the keyword ``fault_tolerant``, a
+    rank that raises `RankDeath` dies with the result None, and the other ranks can continue.
     """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size

@@ -52,9 +52,10 @@ class SurvivorAgreement:
 class ThreadGroup:
     """State that the threads of one communicator share. ``members`` are their world ranks, in rank order.
 
-    All groups of a world share ``failed`` (exceptions) and ``dead`` (world ranks). If ``fault_tolerant`` is True, the
-    other ranks continue after the death of a rank. The condition ``changed`` guards all message queues. The condition
-    ``met`` guards ``meetings``, the values that ranks contribute to collectives.
+    - ``failed`` (exceptions) and ``dead`` (world ranks) are common to all communicators of a world.
+    - ``fault_tolerant``: the other ranks continue after the death of a rank.
+    - ``changed`` guards all message queues. The attribute ``met`` guards the values that ranks contribute to
+      collectives.
     """
 
     members: tuple[int, ...]
@@ -104,7 +105,7 @@ class ThreadGroup:
                 condition.notify_all()
 
     def mark_dead(self, member: int) -> None:
-        """Mark the world rank ``member`` as dead. Wake threads that wait in this or derived groups that contain it."""
+        """Mark the world rank ``member`` as dead. Wake waiting threads of this group and subgroups that contain it."""
         self.dead.add(member)
         if member in self.members:
             self.stop()
@@ -142,7 +143,7 @@ def register_rank(group: ThreadGroup, member: int) -> None:
 
 
 class FailureDetector:
-    """Detects failures of other ranks for rank ``rank`` of ``group``, and lets the survivors agree on a flag."""
+    """Detects failures of other ranks for rank ``rank`` of ``group``. ``name``: name of the communicator."""
 
     def __init__(self, group: ThreadGroup, rank: int, name: str) -> None:
         self._group, self.rank, self._name = group, rank, name
@@ -154,14 +155,16 @@ class FailureDetector:
         Rank ``peer`` is needed, or all ranks if ``peer`` is ANY or None.
         """
         if self._group.failed:
-            raise CommunicationError(f"rank {self.rank}: another rank failed while this rank waited in {what}")
+            raise CommunicationError(
+                f"rank {self.rank}: another rank failed while this rank waited in {what}; see its error"
+            )
         self.check_deaths(peer, what)
 
     def check_deaths(self, peer: int | None, what: str) -> None:
-        """Raise RankDiedError if operation ``what`` needs a dead rank, or after a revoke.
+        """Raise RankDiedError if operation ``what`` needs a dead rank, or if the communicator was revoked.
 
-        The operation needs rank ``peer``, or all ranks if ``peer`` is ANY or None. If this rank was marked as dead,
-        raise RankDeath instead, which ends the thread of this rank.
+        The operation needs rank ``peer``, or all ranks if ``peer`` is ANY or None. On a rank that was marked as dead,
+        raise RankDeath instead, which ends its thread.
         """
         group = self._group
         if not group.dead and not group.revoked:
@@ -170,7 +173,7 @@ class FailureDetector:
             raise RankDeath
         dead_ranks = group.dead_ranks()
         if group.revoked:
-            raise RankDiedError(f"rank {self.rank}: {self._name} was revoked during {what}", dead_ranks)
+            raise RankDiedError(f"rank {self.rank}: {self._name} was revoked during {what}: a rank died", dead_ranks)
         if dead_ranks and (peer is None or peer == ANY or peer in dead_ranks):
             dead = ", ".join(map(str, dead_ranks))
             raise RankDiedError(
@@ -217,7 +220,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive in flight. ``arrived(posted)`` waits for the received data, to be copied to ``message``."""
+    """A receive in flight into the buffer ``message``. ``arrived(posted)`` waits for the sent message."""
 
     def __init__(
         self,
@@ -326,7 +329,7 @@ def reduce_in_order(parts: Sequence[Array], message: Array, op: str) -> Array:
     """Return the reduction ``op``, in rank order, of ``parts``: one buffer per rank, each like ``message``."""
     if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
         raise CommunicationError(
-            f"the ranks passed buffers of {[(p.size, str(p.dtype)) for p in parts]}; size and dtype must be equal"
+            f"the ranks passed buffers of (size, dtype) {[(p.size, str(p.dtype)) for p in parts]}; pass equal ones"
         )
     total: Array = parts[0].copy()
     for part in parts[1:]:

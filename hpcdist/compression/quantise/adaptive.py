@@ -46,10 +46,10 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
-    """Return (edges, centres, initial levels) of the histogram bins for magnitudes.
+    """Return (edges, centres, initial levels) of the histogram bins for magnitudes. ``xp``: numpy or cupy.
 
-    The edges are BINS + 1 float64 numbers from 0 to 1. Initial level i of the quantiser is a bin index: the number of
-    bins whose centres are below i / LEVELS. ``xp``: numpy or cupy.
+    The edges are BINS + 1 float64 numbers from 0 to 1. Initial level i is the index of the first bin with a centre of
+    at least i / LEVELS, or BINS.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
@@ -80,7 +80,7 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(rows: int, block: int) -> int:
-    """Return the stride n of the sample: the blocks 0, n, 2 n, ... have at most SAMPLE values in total.
+    """Return the distance n of sampled blocks: the blocks 0, n, 2 n, ... have at most SAMPLE values in total.
 
     ``rows`` is the number of blocks, ``block`` the number of values in a block. At least one block is sampled.
     """

@@ -1,12 +1,12 @@
-"""Codes of a quantiser: block scales, random draws for stochastic rounding, and bit packing.
+"""Codes of a quantiser: block scales, random numbers for stochastic rounding, and bit packing.
 
 The scale of a block is its largest magnitude or its 2-norm. Sums of squares are computed in float64 by halves (element
 i plus element i + half), so that they are equal on every processor.
 
 Uniform random numbers in [0, 1) have 24 bits of Philox4x32. Element i uses word i % 4 of counter i // 4.
 
-Codes of 1, 2, 4 or 8 bits take ceil(n bits / 8) bytes, and are packed in groups of `GROUP`. A group of m codes takes B
-= ceil(m bits / 8) bytes. Byte j holds the codes j, j + B, j + 2 B, ... from its lowest bits on.
+n codes of 1, 2, 4 or 8 bits take ceil(n bits / 8) bytes. They are packed in groups of `GROUP` codes. Byte j of a group
+of B bytes has the codes j, j + B, j + 2 B, ... from its lowest bits on.
 """
 
 import math
@@ -34,8 +34,8 @@ def packed_bytes(n: int, bits: int) -> int:
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
     """Pack the first ``count`` of the uint8 array ``codes``, of ``bits`` bits each, into the bytes ``packed``.
 
-    For compiled kernels. ``codes`` has shape (GROUP,). Its elements from index ``count`` on are overwritten with 0.
-    Unused high bits of codes must be 0.
+    ``codes`` has shape (GROUP,). Its other elements are set to 0. Unused high bits of codes must be 0. For compiled
+    kernels.
     """
     # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
     # vectorisation.
@@ -171,9 +171,9 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return a power of two that makes a tiny scale large enough to divide by, or 1 for other scales.
+    """Return a factor, a power of two, that makes the block scale ``scale`` safe to divide by.
 
-    ``scale`` is the scale of a block. The result is 0 if ``scale`` is 0. Callable from compiled kernels.
+    The result is 1 unless ``scale`` is tiny, and 0 if ``scale`` is 0. Callable from compiled kernels.
     """
     if scale == _ZERO:
         return _ZERO
@@ -184,7 +184,7 @@ def lift_of(scale: Any) -> Any:
 def inverse_of(scale: Any, levels: Any) -> Any:
     """Return ``levels`` / (``scale`` * `lift_of` (scale)), or 0 if ``scale`` is 0.
 
-    A value of a block with this scale, times `lift_of` (scale), times the result, is in [-levels, levels].
+    To map a value of the block to [-levels, levels], multiply it by `lift_of` (scale), and then by the result.
     """
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 
@@ -192,7 +192,8 @@ def inverse_of(scale: Any, levels: Any) -> Any:
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
     """Return the float32 scale of each row of ``rows``, of shape (blocks, values), on the host or a GPU.
 
-    ``kind`` is MAXIMUM or NORM. ``width``, only used for NORM, is a power of two and at least the size of a row.
+    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm). ``width``: only for NORM, a power of two of at least the row
+    size.
     """
     xp = namespace(rows)
     if kind == MAXIMUM:
@@ -213,9 +214,9 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return two float32 factors per block scale in ``scales``: their product maps values to [-levels, levels].
+    """Return two float32 factors for each block scale in ``scales``, to map values to [-levels, levels].
 
-    Multiply values by the first factor, and then by the second. A single factor could overflow.
+    Multiply values by the first factor, and then by the second. The product of the factors could overflow.
     """
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)

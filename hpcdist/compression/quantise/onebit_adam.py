@@ -42,7 +42,7 @@ class AdamMoments:
 
     def __post_init__(self) -> None:
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.epsilon > 0):
-            raise UsageError(f"{self}: beta1 and beta2 must be at least 0 and below 1, epsilon above 0")
+            raise UsageError(f"got {self}; beta1 and beta2 must be at least 0 and below 1, epsilon above 0")
 
 
 def places(sizes_bytes: list[int]) -> list[Range]:
@@ -166,8 +166,8 @@ class OneBitAdam:
     def arrays(self) -> Mapping[str, Array]:
         """Return the arrays to save in a checkpoint, by name, in addition to ``count`` and ``is_frozen``.
 
-        ``server_error`` has only the elements of this rank's chunk. ``worker_error`` has all elements, and differs
-        between ranks. If the number of ranks changes, restore the mean of all saved ``worker_error`` on every rank.
+        ``server_error`` has only this rank's chunk. ``worker_error`` has all elements, and differs between ranks. For
+        another number of ranks, restore the mean of all saved ``worker_error`` on every rank.
         """
         return {"m": self.m, "v": self.v, "worker_error": self.worker_error, "server_error": self.server_error}
 

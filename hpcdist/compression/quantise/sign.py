@@ -70,9 +70,9 @@ class SignSgd(DenseCompressor):
 
 
 def magnitude(values: Array, *, is_norm: bool) -> Any:
-    """Return the scale of n > 0 values v: |v|_1 / n, or |v|_2 / sqrt(n) for the scale "norm".
+    """Return the scale of n > 0 values v: |v|_1 / n, or |v|_2 / sqrt(n) if the keyword ``is_norm`` is True.
 
-    The result is a float32 number on the host, or a 0-dimensional array on a GPU. The float64 sum has a fixed order.
+    The result is a float32 number, or on a GPU a 0-dimensional array. The float64 sum has a fixed order.
     """
     if is_device(values):
         return _magnitude_arrays(values, is_norm)

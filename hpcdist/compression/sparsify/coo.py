@@ -1,7 +1,6 @@
 """Sparse payloads: k ascending indices and their values. Sums of payloads are bitwise equal on all ranks.
 
-A payload is k int32 indices, then k float32 values: 8 k bytes. Payloads of all ranks are added in rank order. No two
-indices of a payload are equal, so an addition needs no atomics.
+A payload is k int32 indices, then k float32 values: 8 k bytes. Payloads of all ranks are added in rank order.
 """
 
 import functools
@@ -83,8 +82,8 @@ def clear(payload: Array, out: Array) -> None:
 def _refuse(wrong: int, n: int) -> None:
     if wrong:
         raise UsageError(
-            f"{wrong} indices of a sparse payload are not ascending below {n}: the payload is for another tensor, or "
-            "was changed in transit; encode and decode with the same number of elements"
+            f"{wrong} indices of a sparse payload are not ascending or not below {n}: the payload is for another "
+            "tensor, or was changed in transit; encode and decode with the same number of elements"
         )
 
 

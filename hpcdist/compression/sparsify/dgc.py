@@ -7,8 +7,7 @@ limit / sqrt(ranks):
     send the k largest of |v|; v <- 0 and u <- 0 at their indices     masking
 
 All ranks then step by the sum (or mean) of the sent values, without momentum, because v contains it. v replaces error
-feedback. If all values are sent, steps equal SGD without momentum, or momentum SGD if ``masks_velocity`` is off. Do not
-call `accumulate` for a step that will be skipped.
+feedback. Do not call `accumulate` for a step that will be skipped.
 """
 
 from collections.abc import Mapping
@@ -82,9 +81,10 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the k largest values of the attribute ``unsent`` to ``payload``, and then set them to 0 in ``unsent``.
+        """Write the k largest values of the attribute ``unsent`` to ``payload``, and set them to 0 in ``unsent``.
 
-        ``payload`` has 8 bytes per value. If ``masks_velocity`` is True, also set the velocity of these elements to 0.
+        ``payload`` has 8 bytes per value. If the attribute ``masks_velocity`` is True, the velocity of these elements
+        becomes 0.
         """
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)

@@ -2,9 +2,6 @@
 
 k = max(1, ceil(density n)); a payload has 8 k bytes. Aji & Heafield 2017 (arXiv:1704.05021); Stich et al. 2018
 (arXiv:1809.07599): ||x - C(x)||^2 <= (1 - k/n) ||x||^2. Top-k is biased, so it needs error feedback.
-
-The host finds the k-th largest magnitude by radix selection with three digits. A GPU finds it bit by bit, with 31
-counts.
 """
 
 from dataclasses import dataclass
@@ -81,10 +78,9 @@ def select(values: Array, payload: Array) -> None:
 
 
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Return (candidates, indices, threshold, ties), which describe the k float32 numbers of largest magnitude.
+    """Return (candidates, indices, threshold, ties) for the k largest magnitudes, given the float32 bits ``words``.
 
-    ``words`` are the bits of all numbers. ``candidates`` are the numbers at ``indices``, or all numbers if ``indices``
-    is empty. The k numbers are all candidates above the magnitude ``threshold``, and ``ties`` candidates equal to it.
+    These are all candidates above ``threshold``, and ``ties`` equal to it. Empty indices: all elements are candidates.
     """
     n = words.size
     room = 2 * k + 1024

@@ -33,8 +33,8 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
     """Return time bounds of n observed counter updates: a list of array pairs (earliest, latest), in ns.
 
     The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``.
-    ``update_s`` is the expected period of updates in seconds, or NaN. The list usually has one pair. If readings may
-    have missed updates, it has one pair for each plausible update period and phase.
+    ``update_s`` is the expected period of updates in seconds, or NaN. If readings may have missed updates, the list has
+    one pair for each guess of the update times.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -193,7 +193,7 @@ class Attribution:
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
         """Return a list of dicts, one per energy counter: ``name``, ``kind``, and ``activities`` (joules per phase).
 
-        If the keyword ``final`` is False, samples newer than the reported phases are left for a later call.
+        If the keyword ``final`` is False, the newest samples are left for a later call.
         """
         if final:
             self._settle(True)
@@ -248,10 +248,9 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add n time intervals to ``sums``, the sums of a least squares fit of each phase's watts.
+    """Add n time intervals, which used ``joules``, to the least squares sums ``sums``.
 
-    Interval i used ``joules[i]``. The interval limits are uncertain. Each row of ``moments``, of shape (guesses, n +
-    1), is a guess of them, in ns. The guess with the best fit is used. ``mixtures`` has the seconds of each phase.
+    Each row of ``moments`` is a guess of the n + 1 interval limits in ns. The guess with the best fit is used.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
@@ -281,11 +280,11 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return the joules of one energy source in each phase: a dict from phase names to results.
+    """Return the joules of one energy counter in each phase: a dict from phase names to results.
 
-    ``sums`` is the least squares fit of the source's counter to phase seconds. A result is a dict with "joules",
-    "error_j" (the standard error), "seconds", and "reason" (the reason why the joules are unreliable, or None). The
-    joules of all phases add up to the counter's total.
+    ``sums`` is the least squares fit of the counter to phase seconds. A result is a dict with "joules", "error_j" (the
+    standard error), "seconds", and "reason" (the reason why the joules are unreliable, or None). The joules of all
+    phases add up to the counter's total.
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):

@@ -64,7 +64,7 @@ class StartHistory:
 
     @property
     def counted(self) -> tuple[SourceHistory, ...]:
-        """Sources whose joules make up the total: node counters if every node has one, else all other sources."""
+        """Energy sources that make up the total: node-wide counters if every node has one, else all other sources."""
         nodes = {course.node for course in self.courses}
         if nodes and nodes == {course.node for course in self.courses if course.kind == NODE}:
             return tuple(course for course in self.courses if course.kind == NODE)
@@ -162,8 +162,8 @@ def _text(value: bytes | str) -> str:
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return the joules that a run had used at each of n times, as an array of shape (n,).
 
-    Time i is ``seconds[i]`` seconds after the launch with index ``session[i]``. ``starts`` has the energy histories of
-    all launches of the run. The joules of earlier launches are included.
+    Time i is ``seconds[i]`` seconds after the start with index ``session[i]``. ``starts``: energy histories of all
+    starts of the run. The joules of earlier starts are included.
     """
     joules = np.full(len(seconds), math.nan)
     before = 0.0
@@ -225,9 +225,9 @@ def over_time(
 ) -> tuple[float, float, float]:
     """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in n time intervals.
 
-    Interval i is from ``begins_s[i]`` to ``ends_s[i]`` and used ``joules[i]`` at constant power. The carbon intensity
-    is ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``. All times are of one clock. The results are NaN if an
-    interval is outside of ``edges_s``.
+    Interval i, from ``begins_s[i]`` to ``ends_s[i]``, used ``joules[i]`` at constant power. The carbon intensity is
+    ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``, on the same clock. The results are NaN if an interval is
+    outside of ``edges_s``.
     """
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
@@ -255,7 +255,7 @@ class EnergyToTarget:
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
-    """Return the moving average of ``losses``. Each window ends at its step. It has 2 % of all steps, at least five."""
+    """Return the moving average of ``losses``: at each step, the mean over the last max(5, 2 % of all) steps."""
     width = max(MIN_LOSSES, round(SMOOTHED_SHARE * len(losses)))
     sums = np.append(0.0, np.cumsum(losses))
     last = np.arange(1, len(losses) + 1)
@@ -307,8 +307,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return a dict of metrics of ``energy_j`` joules used in ``seconds`` seconds, such as the mean power.
 
-    The values are JSON values, None if unknown. Energy x delay: R. Gonzalez and M. Horowitz, IEEE J. Solid-State
-    Circuits 31, 1996. Energy x delay^2: A. Martin, M. Nystroem, P. Penzes, 2001.
+    The values are JSON values, None if unknown. Energy x delay: R. Gonzalez, M. Horowitz, IEEE J. Solid-State Circuits
+    31, 1996. Energy x delay^2: A. Martin, M. Nystroem, P. Penzes, 2001.
     """
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)

@@ -1,7 +1,7 @@
 """Part-time power sensors: a table of known sensors, a least squares solver, and delays of training steps.
 
-On an A100 or H100 the power sensor averages 25 ms and shows the mean for 100 ms. Steps locked to this period make power
-x time wrong by more than half (Yang, Adamek and Armour, arXiv 2312.02741). Sources of `solve`: C. Lawson and R. Hanson,
+The power sensor of an A100 or H100 measures 25 ms of every 100 ms. If steps have the same period, power x time is wrong
+by more than half (Yang, Adamek and Armour, arXiv 2312.02741). Sources of `solve`: C. Lawson and R. Hanson,
 Solving Least Squares Problems, 1974, chapter 23; R. Bro and S. de Jong, J. Chemometrics 11, 1997.
 """
 
@@ -29,8 +29,8 @@ def solve(
 ) -> NnlsSolution:
     """Return the x >= 0 with the smallest |A x - y|, and the covariance of x. Local.
 
-    ``gram``: A^T A, ``right``: A^T y, ``square``: y^T y. ``rows``: number of statistically independent rows of A. With
-    ``penalty``, a positive semidefinite matrix P, x minimises |A x - y|^2 + x^T P x.
+    ``gram``: A^T A, ``right``: A^T y, ``square``: y^T y. ``rows``: number of independent rows of A. With ``penalty``, a
+    positive semidefinite matrix P, x minimises |A x - y|^2 + x^T P x.
     """
     whole = gram if penalty is None else gram + penalty
     # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
@@ -107,9 +107,10 @@ class PowerSensor:
         return min(1.0, self.window_s / self.update_s)
 
     def paced(self, update_s: float) -> "PowerSensor":
-        """Return this sensor with the update period replaced by the observed period ``update_s``, in seconds.
+        """Return a copy of this sensor with the observed update period ``update_s``, in seconds.
 
-        If ``window_s`` equals the old period, it changes too. If ``update_s`` is NaN or not above 0, nothing changes.
+        If the sensor measures continuously, ``window_s`` changes too. If ``update_s`` is NaN or at most 0, nothing
+        changes.
         """
         if not update_s > 0:  # also true for NaN
             return self
@@ -117,10 +118,9 @@ class PowerSensor:
 
 
 def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
-    """Return the `PowerSensor` of the GPU model ``gpu_name``, as its driver names it, such as "NVIDIA A100-SXM4-40GB".
+    """Return the `PowerSensor` of the GPU model ``gpu_name``, such as "NVIDIA A100-SXM4-40GB".
 
-    ``field_name`` is "average" for the averaged power that newer drivers report. It is "" for the energy counter and
-    for instantaneous power.
+    ``field_name`` is "average" for averaged power readings, and "" for instantaneous power and for the energy counter.
     """
     if field_name == "average" and _AVERAGED.search(gpu_name):
         return PowerSensor(0.1, AVERAGE_S, "NVML: POWER_AVERAGE is the mean of the last second")
@@ -133,8 +133,7 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 class SensorShift:
     """Delays for the next ``steps`` training steps, so that a power sensor sees all parts of a step equally often.
 
-    The sensor measures only during a part of each update period. The delays spread the starts of the steps evenly over
-    the period.
+    The delays spread the starts of the steps evenly over the sensor's update period.
     """
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:

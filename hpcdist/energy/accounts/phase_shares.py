@@ -136,9 +136,9 @@ def job_activities(
     """Return the energy of each activity of a job, such as communication.
 
     The result has the dicts ``joules``, ``error_j``, ``seconds`` and ``reason``, each by activity. Unknown values are
-    NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. Only sources with a kind in ``kinds`` count.
-    ``training_j`` is the job's energy since the last start or resume. If it is NaN, ``reason`` says why. ``earlier``
-    has the energy before the last start or resume, as returned by `activities_state`, or is None.
+    NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. ``kinds`` are the kinds of counters to use.
+    ``training_j``: joules since the last start or resume, or NaN for the given ``reason``. ``earlier``: the result of
+    `activities_state` before the last start or resume, or None.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())
@@ -206,7 +206,7 @@ class ActivityState(msgspec.Struct):
 class EnergyRecord(msgspec.Struct):
     """Energy record of a run since step ``since_step``, saved in a checkpoint.
 
-    ``activities``: joules of each activity, such as "compute", or None if the checkpoint has none.
+    ``activities``: joules of each activity, such as "compute", or None.
     """
 
     since_step: Count

@@ -21,7 +21,7 @@ class MeanPower:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts of each counter since the last call, or NaN. ``drained`` has the new readings."""
+        """Return each energy source's mean watts since the last call, or NaN, from the new samples ``drained``."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(sources):
@@ -53,9 +53,9 @@ class LiveFigures:
                 self._bytes[row.node] = {name: float(last[column]) for name, column in DIRECTIONS.items()}
 
     def power(self) -> dict[str, float]:
-        """Return the job's watts by kind of energy source, such as "gpu", summed over nodes.
+        """Return the job's watts by type of energy source, such as "gpu", summed over nodes.
 
-        The watts are NaN if a node uses this kind of energy but cannot measure it. The kind "node" (whole nodes) is
+        The watts are NaN if a node uses energy of this type but cannot measure it. The type "node" (whole nodes) is
         included only if all nodes have it.
         """
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)

@@ -51,9 +51,8 @@ class WatchInterval:
 class EnergyWatch:
     """Energy measurement of one machine until `finish`. Raises MissingCapabilityError if there is no energy source.
 
-    `EnergyWatch` measures the GPUs in CUDA_VISIBLE_DEVICES, by default all. Samples are appended to the file ``output``
-    as a new session. Raises StorageError if ``output`` cannot be written at the start; ``lost_output`` reports a later
-    error.
+    Measures the GPUs in CUDA_VISIBLE_DEVICES, by default all. Samples are appended to the file ``output``. Raises
+    StorageError if it cannot be written at the start; the attribute ``lost_output`` reports a later error.
     """
 
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
@@ -185,15 +184,14 @@ def _no_synchronisation() -> None:
 class EnergyMonitor:
     """Energy monitor between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
 
-    ``bus_id`` is the PCI address of the GPU that this rank computes on (None: the CPU). ``synchronise()`` waits for
-    this GPU at the begin and end of a `window`. If no energy can be read, a window costs only two clock readings.
-
-    ``host`` identifies the machine; None uses the boot id of the kernel. All ranks of a machine form one node, so that
-    no energy is counted twice. The first rank of each node reads its sensors. On these ranks, ``live`` has the power,
+    The first rank of each node reads the node's sensors. On these ranks, the attribute ``live`` has the power,
     utilisation and network traffic of all nodes.
 
-    Construction, `report` and `state` raise DeadlineError if a rank is missing after ``deadline_s`` seconds; `math.inf`
-    leaves this to a watchdog.
+    Keywords:
+        bus_id: PCI address of the GPU that this rank computes on; None means the CPU.
+        synchronise: Function that waits for this GPU, called at the begin and end of a `window`.
+        host: Name of the machine; None means its boot id. Ranks with equal names form one node.
+        deadline_s: Construction, `report` and `state` raise DeadlineError if a rank is missing after this time.
     """
 
     def __init__(
@@ -296,22 +294,22 @@ class EnergyMonitor:
         return reports.state(self.report())
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Set the job's energy before a restart, or None, for later reports. Equal ``state`` on all ranks. Local."""
+        """Add ``state``, the job's energy before a restart or None, to later reports. Equal on all ranks. Local."""
         self._earlier = state
 
     def intervals(self) -> list[SourceSamples]:
         """Return this node's samples of each energy source since the previous call of `intervals`. Local.
 
-        The last sample of the previous call comes first. Ranks other than the first of a node get []. Call `intervals`
-        before each `collect`, because `collect` drops old samples.
+        The last sample of the previous call comes first. Only the first rank of a node gets samples, other ranks get
+        []. Call this before each `collect`, which drops old samples.
         """
         return self.sampler.intervals()
 
     def collect(self) -> list[NodeRows]:
         """Return new data of all nodes, one `NodeRows` per node; [] on ranks that are not the first of their node.
 
-        The data are the samples and the phase windows that ended since the last call. Also updates ``live``, the latest
-        power of the job. Collective over the nodes' first ranks.
+        The data are the samples and phases that ended since the last call. Also updates the attribute ``live``.
+        Collective over the nodes' first ranks.
         """
         if not self._watches or self._leaders is None:
             return []

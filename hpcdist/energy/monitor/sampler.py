@@ -27,13 +27,13 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 class DrainedSamples:
     """Samples from `EnergySampler.drain`. Times are in ns of the monotonic clock.
 
-    A source is an index in the list of counters of the sampler.
+    A source is given by its index in the sampler's list of counters.
 
-    - ``samples``, int64 of shape (n, 3): rows of time, source and energy in mJ.
-    - ``powers``, int64 of shape (n, 3): rows of time, source and power in mW.
-    - ``gaps``, int64 of shape (n, 2): rows of time and source. The energy just before this time is unknown.
-    - ``looks``, int64 of shape (n,): times at which the utilisation of the node was sampled.
-    - ``shares``, of shape (n, columns): utilisation at these times, ordered as
+    - ``samples``, int64 of shape (n, 3): time, source and energy in mJ.
+    - ``powers``, int64 of shape (n, 3): time, source and power in mW.
+    - ``gaps``, int64 of shape (n, 2): time and source. The energy just before this time is unknown.
+    - ``looks``, int64 of shape (n,): times of the utilisation samples.
+    - ``shares``, of shape (n, columns): utilisation of the node at these times, ordered as
       `hpcdist.energy.sources.utilisation.COLUMNS`.
     """
 
@@ -63,9 +63,8 @@ def _to_stderr(message: str) -> None:
 class EnergySampler:
     """Background thread that reads the energy ``counters`` every ``interval_s`` seconds, from `start` to `stop`.
 
-    The thread calls the function ``look`` every ``look_s`` seconds to sample the utilisation of the node. ``look``
-    returns a float64 array, ordered as `hpcdist.energy.sources.utilisation.COLUMNS`. The function ``tell`` gets one
-    message per failing source.
+    ``look``: function called every ``look_s`` seconds. It returns the node's utilisation as a float64 array, ordered as
+    `hpcdist.energy.sources.utilisation.COLUMNS`. ``tell``: function called with a message if a source fails.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class EnergySampler:
         return not self._thread.is_alive()
 
     def overhead(self) -> tuple[float, float]:
-        """Return (processor seconds used to read the sources, seconds from `start` to `stop` or until now)."""
+        """Return (processor seconds spent on reading the sources, seconds from `start` to `stop` or to now)."""
         until_ns = self._ended_ns or time.monotonic_ns()
         return self._thread_s + self._edges_s, (until_ns - self._began_ns) / 1e9 if self._began_ns else 0.0
 
@@ -122,7 +121,7 @@ class EnergySampler:
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return the indices of the counters that failed to count some energy since the last call of this method."""
+        """Return the indices of the counters with unmeasured energy since the last call of this method."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now

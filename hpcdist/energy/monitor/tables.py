@@ -81,12 +81,12 @@ _OF_NODES: Final = ("utilisation", "sampler")
 class NodeRows:
     """Energy data of one node since the last `EnergyMonitor.collect`, to append to the metrics file.
 
-    - ``sources``: (kind, name, `SourceInfo`) of each energy source of the node.
-    - ``windows``: phase windows that have ended.
+    - ``sources``: (type, name, `SourceInfo`) of each energy source of the node.
+    - ``windows``: phases of the training that have ended, with their energy.
     - ``busy_s``: processor seconds used to read the sensors.
     - ``lasted_s``: seconds since the measurement began.
-    - ``watts``: mean power of each kind of source, NaN if unknown.
-    - ``lacking``: kinds of energy that the node cannot measure completely, except "gpu" if no rank uses a GPU.
+    - ``watts``: mean power by type of source, NaN if unknown.
+    - ``lacking``: types of energy that the node uses but cannot measure completely.
     """
 
     node: int

@@ -69,7 +69,7 @@ def defer_signals() -> Iterator[None]:
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
     """Context manager that raises `EndedBySignal` if a fatal signal arrives in its ``with`` block.
 
-    The exception leaves the block. Then ``last()`` is called, and the signal ends this process.
+    If it does, ``last()`` is called after the block, and the signal ends this process.
     """
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
@@ -157,10 +157,11 @@ class TemporaryLimits:
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
     """Limit devices in the ``with`` block. Yield the limit in force of each device in W or MHz, None if unknown. Local.
 
-    ``requested``: pairs (device limit, value; None keeps the present value). ``folder``: for journal records. If a
-    limit cannot be set, the others are restored. Raises ConfigurationError for a value out of range, and StorageError
-    if no journal record can be written. Raises MissingCapabilityError if setting or restoring a limit fails, or if
-    another process has changed the limit and not restored it yet.
+    ``requested``: pairs of a device limit and a value (None keeps the present value). ``folder``: for journal records.
+
+    - ConfigurationError: a value is out of range.
+    - StorageError: no journal record can be written.
+    - MissingCapabilityError: a limit cannot be set or restored, or another process has changed it.
     """
     change = TemporaryLimits(requested, journal.directory() if folder is None else folder)
     atexit.register(change.end)  # in case of an exception between the statements below
@@ -193,7 +194,7 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
     if value is not None and shown is not None and not is_equal_limit(shown / knob.per_unit, value / knob.per_unit):
         raise MissingCapabilityError(
             f"{knob.name}: {value / knob.per_unit:g} {knob.unit} was set, but the device reports "
-            f"{shown / knob.per_unit:g} {knob.unit}: firmware or a service of this machine enforces its own limit"
+            f"{shown / knob.per_unit:g} {knob.unit}: firmware or a service enforces this limit; choose another value"
         )
 
 
@@ -219,8 +220,8 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
     """Restore the limits that killed processes left changed. Return False if this failed for a limit. Local.
 
-    ``folder`` has the journal records. ``say`` gets a line of text per limit. Limits that another process has changed
-    in the meantime, and limits of other machines, are left alone.
+    ``folder`` has the journal records. ``say`` gets a line of text per limit. Limits of other machines, and limits that
+    another process has changed since, are left alone.
     """
     if not folder.is_dir():
         say("no changed limits were left")

@@ -97,7 +97,9 @@ class _GpuLimit:
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             self.name = f"{uuid} ({self._nvml.nvmlDeviceGetName(self._handle)})"
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"{uuid}: this process cannot access the GPU ({error})") from error
+            raise MissingCapabilityError(
+                f"{uuid}: this process cannot access the GPU ({error}); request it from the batch system"
+            ) from error
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -266,7 +268,7 @@ class CpuPowerLimit:
                 f"{UNPRIVILEGED_HINT}"
             ) from None
         except (OSError, ValueError) as error:
-            raise MissingCapabilityError(f"{self._limit} cannot be read: {error}") from None
+            raise MissingCapabilityError(f"{self._limit} cannot be read ({error}); {UNPRIVILEGED_HINT}") from None
 
     def in_force(self) -> float:
         return self.now() / self.per_unit

@@ -1,7 +1,7 @@
 """Journal of the power limits and clocks before a change: a file that outlives the process that changed them.
 
-The record of a change is written before the first change and removed after the last restore. So a remaining record
-belongs to a running or a killed process. A reboot of the machine resets the limits: older records no longer count.
+The record of a change is written before the change, and removed after the limits are restored. Records from before a
+reboot do not count, because a reboot resets the limits.
 """
 
 import fcntl

@@ -1,7 +1,7 @@
 """Energy counters: the protocol, and readers that unroll wraps, count failures, and integrate power.
 
-A counter starts before the job, so only differences are meaningful. NVIDIA's and Cray's counters step about ten times a
-second, RAPL's a thousand times. A difference over less than two steps is noise.
+Only differences are meaningful, over at least two steps of a counter. NVIDIA's and Cray's counters step about ten times
+a second, RAPL's a thousand times.
 """
 
 import math
@@ -116,7 +116,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Update the estimated period by the counter reading ``value`` at time ``now_ns``, unless it is final."""
+        """Update the estimate by the counter reading ``value`` at time ``now_ns``, until the estimate is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -162,7 +162,7 @@ class CounterReader:
         return self._counter.gaps
 
     def read(self, now_ns: int) -> int | None:
-        """Return the energy in mJ at time ``now_ns``, or None if the read fails or the counter was given up. Local."""
+        """Return the energy in mJ at time ``now_ns``, or None if it is unknown, as after a failed read. Local."""
         try:
             raw = self._counter.read()
         except CounterResetError as error:

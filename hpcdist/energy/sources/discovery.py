@@ -28,11 +28,11 @@ class GpuClaim:
 
 @dataclass
 class NodeSources:
-    """Energy sources of a node, opened for reading. A kind of source is "gpu", "cpu", "dram" or "node".
+    """Energy sources of a node, opened for reading.
 
     - ``counters``: energy counters of the node.
-    - ``missing``: for each kind of source that is missing or incomplete, the reason.
-    - ``needed``: kinds that the job's total energy must include, even if no source measures them.
+    - ``missing``: the reason for each of "gpu", "cpu", "dram" and "node" that is not measured completely.
+    - ``needed``: names that the job's total energy must include, even if they are not measured.
     - ``unused``: contains "gpu" if no rank of this node uses a GPU.
     - ``sensors``: readers of the utilisation of the GPUs.
     """
@@ -70,7 +70,7 @@ def claim_gpus(
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open the energy sources of this node, with each GPU of ``claims`` once. Local.
+    """Open the energy sources of this node. A GPU that several ranks use is opened once. Local.
 
     ``claims`` has the GPUs of each rank of the node. ``computing``: True if the ranks compute on GPUs.
     """
@@ -164,13 +164,12 @@ MODEL_NOTE: Final = (
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return one dict for each energy source of this machine, readable or not.
 
-    The keys are ``kind``, ``name``, ``readable``, and ``reason`` (the reason why it is not readable, or None). Every
-    GPU also has ``model`` and ``held``, and a readable GPU has all of these:
+    The keys are ``kind``, ``name``, ``readable``, and ``reason`` (the reason why it is not readable, or None).
+    A GPU also has ``model`` and ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU.
+    A readable GPU also has:
 
-    - ``model``: name of the GPU model.
-    - ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU.
     - ``note``: limitations of the energy readings.
-    - ``power``: field and scope of the power readings, as in `SourceInfo`, such as "average of the module".
+    - ``power``: field and scope of the power readings, such as "average of the module".
     - ``sensor``: [seconds between updates, seconds measured per update, source of these numbers], or None if unknown.
     """
     rows: list[dict[str, Any]] = []

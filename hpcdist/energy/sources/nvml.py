@@ -33,9 +33,9 @@ def cuda_visible(
 ) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, in its order, or () if it is not set.
 
-    As in CUDA, entries are indices or prefixes of UUIDs, and the first entry that matches no GPU ends the list. A MIG
-    instance is replaced by its GPU: ``parent(instance)`` returns the UUID. Raises MissingCapabilityError for an index
-    if CUDA and NVML may number the GPUs differently.
+    As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list.
+    ``parent(instance)`` returns the UUID of the GPU of a MIG instance. Raises MissingCapabilityError for an index if
+    CUDA may number the GPUs in another order than NVML.
     """
     seen: list[str] = []  # entries so far: a repeated entry ends the list, as an invalid entry does
     chosen: list[str] = []
@@ -119,7 +119,7 @@ class GpuSensor:
         if self._field is not None:
             value = self._value(self._field)
             if value is None:
-                raise SensorReadError(f"the driver no longer reports the {self.field} power of {self.uuid}")
+                raise SensorReadError(f"the NVIDIA driver no longer reports the {self.field} power of GPU {self.uuid}")
             return value
         return int(self._ask(self._nvml.nvmlDeviceGetPowerUsage))
 
@@ -185,7 +185,7 @@ class NvmlDriver:
             count = self._nvml.nvmlDeviceGetCount()
             return [self._gpu(self._nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"the NVIDIA driver cannot list the GPUs ({error})") from error
+            raise MissingCapabilityError(f"NVML cannot list the GPUs ({error}); test it with nvidia-smi") from error
 
     def _gpu(self, handle: Any) -> NvmlGpu:
         try:
@@ -199,7 +199,7 @@ class NvmlDriver:
         try:
             return str(self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetHandleByPciBusId(bus_id)))
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"NVML does not find the GPU at {bus_id} ({error})") from error
+            raise MissingCapabilityError(f"NVML does not find the GPU at {bus_id} ({error}); run nvidia-smi") from error
 
     def parent(self, instance: str) -> str | None:
         """Return the UUID of the GPU that contains a MIG ``instance``, or None if there is no such instance."""
@@ -211,7 +211,7 @@ class NvmlDriver:
         except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
             return None
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"{instance}: the GPU of this MIG instance is unknown ({error})") from error
+            raise MissingCapabilityError(f"NVML does not find the GPU of MIG instance {instance} ({error})") from error
 
     def _look_up(self, uuid: str) -> tuple[Any, NvmlGpu]:
         try:
@@ -225,16 +225,16 @@ class NvmlDriver:
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:
-        """Return the properties of the GPU ``uuid``. ``ranks``: number of its users. Raises MissingCapabilityError."""
+        """Return the properties of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError."""
         gpu = self._look_up(uuid)[1]
         shared = f"shared by {ranks} ranks" if ranks > 1 else ""
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
 
     def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> EnergyCounter:
-        """Return the energy counter of the GPU ``uuid``. ``ranks``: number of ranks that use this GPU.
+        """Return the energy counter of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError.
 
-        For a GPU without energy counter (before Volta), the power read every ``interval_s`` seconds is integrated. A
-        GPU in MIG mode has one counter for all its instances. Raises MissingCapabilityError.
+        GPUs before Volta have no energy counter: their power, read every ``interval_s`` seconds, is integrated. A GPU
+        in MIG mode has one counter for all its instances.
         """
         handle, gpu = self._look_up(uuid)
         sensor = GpuSensor(self._nvml, handle, uuid)
@@ -254,8 +254,8 @@ class NvmlDriver:
 def gpus_in_use(driver: NvmlDriver, bus_id: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that this rank uses. Raises MissingCapabilityError. Local.
 
-    A rank that computes on a GPU uses the GPU at ``bus_id``. If ``bus_id`` is None, the rank computes on the CPU, but
-    still occupies the GPUs in CUDA_VISIBLE_DEVICES, because no other job can use them.
+    A rank that computes on a GPU uses the GPU at ``bus_id``. A CPU rank (``bus_id`` None) occupies all GPUs in
+    CUDA_VISIBLE_DEVICES, because no other job can use them.
     """
     if bus_id is not None:
         return (driver.at(bus_id),)

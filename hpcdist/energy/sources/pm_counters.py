@@ -4,8 +4,8 @@
     startup       changes when the blade's controller starts, and resets its counters
     generation    changes with the power cap
 
-A counter file holds a number, its unit and, on later machines, the time: "81147367 J 1700061210920464 us". Source: HPE,
-"User Access to Compute Node Power Data".
+A file has a number, its unit and, on later machines, the time: "81147367 J 1700061210920464 us". Source: HPE, "User
+Access to Compute Node Power Data".
 """
 
 import time
@@ -119,10 +119,10 @@ class PmCounter:
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return a list of the readable Cray energy counters in ``directory``, and a dict of errors. Local.
+    """Return the readable Cray energy counters in ``directory``, and the errors. Local.
 
-    The node's total comes first, and the dict is empty. If the total is unreadable, the list is empty, and the dict is
-    {"node": reason}.
+    If the total of the node is readable, its counter comes first, and the errors are {}. Otherwise there are no
+    counters, and the errors are {"node": reason}.
     """
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}

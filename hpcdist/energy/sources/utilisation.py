@@ -1,7 +1,7 @@
 """Utilisation of a node during a job (processors, memory, GPUs, network), and the energy model by TDP.
 
 Unknown values are NaN. Slingshot traffic that bypasses the kernel's network interfaces is not counted. The energy model
-is linear in the utilisation, which does not show what is computed: a busy processor may draw half or all of its TDP.
+is linear in the utilisation, although a busy processor may draw half or all of its TDP.
 """
 
 import math
@@ -176,8 +176,7 @@ _STARTED: Final = 19  # index of the start time in the words of /proc/<pid>/stat
 class RankProcess:
     """Process of a rank on its node. The start time ``started`` detects a later process with the same pid.
 
-    ``space`` is the PID namespace: in another namespace, ``pid`` is another process. ``cpus`` are the processors that
-    the process may run on.
+    ``space``: PID namespace in which ``pid`` is valid. ``cpus``: processors that the process may run on.
     """
 
     pid: int

@@ -1,8 +1,8 @@
 """FlashAttention: attention (Vaswani et al. 2017) in tiles of queries and keys (Dao, arXiv:2307.08691).
 
-Backward recomputes the probabilities of each tile, so memory is linear in the context. Sums over keys use tiles of
-`LONG` keys in a fixed order, so a sample's result has the same bits in every batch. Errors: at most 3e-6 (1 + largest
-element) in float32, 1e-13 in float64; gradients four times as much.
+Backward recomputes the probabilities of each tile, so memory is linear in the context. A sample's result has the same
+bits in every batch. Errors: at most 3e-6 (1 + largest element) in float32, 1e-13 in float64; gradients four times as
+much.
 """
 
 import math
@@ -56,9 +56,8 @@ def fused_forward(
 ) -> None:
     """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``heads``: numbers and size of heads. ``kv`` has keys and values, or is None if ``qkv`` has them. ``sums``: float32
-    output of shape (batch * heads, context), for `fused_backward`. ``dropped``: dropout mask. ``documents``: bounds of
-    packed documents, or None.
+    ``heads``: numbers and size of heads. ``kv``: keys and values, or None if ``qkv`` has them. ``sums``: float32 output
+    of shape (batch * heads, context). ``dropped``: dropout mask. ``documents``: bounds of packed documents.
     """
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -153,11 +152,11 @@ class LocalAttention:
     ) -> Array:
         """Return attention of shape (batch, context, width) for contiguous ``qkv``. Raises UsageError if invalid.
 
-        Args:
-            qkv: Queries, keys and values, of shape (batch, context, 3 width). With ``kv``: queries, (..., width).
-            kv: Keys and values, of shape (batch, context, 2 kv width). Consecutive query heads share a key head.
-            part: (index of the first local query head, number of query heads of the layer), if heads are sharded.
-            y: Output array, or None to allocate one. If y is passed, `backward` needs the keyword ``dots``.
+        ``qkv``: queries, keys and values, of shape (batch, context, 3 width). Keywords:
+        - ``kv``: keys and values, of shape (batch, context, 2 kv width); ``qkv`` then has queries only. Consecutive
+          query heads share a key head.
+        - ``part``: (first local query head, number of query heads of the layer), if heads are sharded.
+        - ``y``: output array. If it is passed, `backward` needs the keyword ``dots``.
         """
         assert causal or not window, "a sliding window needs causal attention"
         heads = heads_of(qkv, kv, head_size)
@@ -186,8 +185,8 @@ class LocalAttention:
     ) -> Array | tuple[Array, Array]:
         """Return the gradient of qkv, or of (queries, kv) if the forward had kv, for the contiguous output gradient dy.
 
-        dy has the shape (batch, context, width). The keyword ``dots`` is the sum of dy * y over the columns of each
-        head, of shape (batch * heads, context). It is required if the caller passed the output array y to `forward`.
+        dy has the shape (batch, context, width). If `forward` got the keyword ``y``, pass the keyword ``dots``: the
+        result of `dots_of`.
         """
         if dots is None:
             dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
@@ -229,9 +228,9 @@ def begin_backward(
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
     """Return (heads, inputs, gradients, visibility, dropout mask) for an attention backward pass.
 
-    Heads: numbers and size of heads. Inputs: the saved (qkv, kv, softmax sums). Gradients: uninitialised arrays for qkv
-    and kv, in scratch memory unless the keyword ``keep`` is True. Visibility: (causal, window). kv and its gradient are
-    None if qkv has the keys and values.
+    Inputs: the saved (qkv, kv, softmax sums). Gradients: uninitialised arrays for qkv and kv. kv and its gradient are
+    None if qkv has the keys and values. Visibility: (causal, window). If the keyword ``keep`` is False, the gradients
+    are in scratch memory.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -246,8 +245,8 @@ def mask_of_heads(
 ) -> Mask | None:
     """Return the attention dropout mask of this rank's ``queries`` query heads, or None without dropout.
 
-    ``context`` is the number of tokens per sample. ``part`` is (index of the first local head, number of heads of the
-    layer), or None if this rank has all heads of the layer.
+    ``context``: tokens per sample. ``part``: (first local head, number of heads of the layer), or None if this rank has
+    all heads.
     """
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
@@ -267,7 +266,8 @@ class _Memory:
 class KeyRows:
     """Keys and values: views of the array ``kv``, or of ``qkv`` if ``kv`` is None.
 
-    Head 0 of this array is key head ``skipped`` of this rank. ``pieces`` maps the array's rows to token positions.
+    ``skipped``: number of this rank's key heads before the first head of the array. ``pieces``: token positions of its
+    rows.
     """
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
@@ -288,9 +288,9 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 
 
 class TiledForward:
-    """Attention forward pass in tiles: a tile is the scores of a block of queries with a block of keys. Local.
+    """Attention forward pass that computes the scores in tiles of queries and keys. Local.
 
-    ``sums`` receives the maximum and the sum of exponentials per query. ``most`` is the largest number of keys that
+    ``sums`` receives the maximum and the sum of exponentials of each query. ``most``: largest number of keys that
     another rank sends, or 0.
     """
 
@@ -317,11 +317,11 @@ class TiledForward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Add the attention of a block of queries over the visible ``keys`` to the output.
+        """Add the attention of consecutive queries over the visible ``keys`` to the output.
 
-        ``chunk``: samples and heads. ``rows``: first row and end row of the queries, token position of the first row.
-        ``dropped``: dropout mask. The keyword ``span`` is the range of key rows. If the keyword ``causal`` is True,
-        later keys are hidden. If the keyword ``begins`` is True, the output is first set to 0.
+        ``chunk``: samples and heads. ``rows``: (first query, end, token position of the first query). ``dropped``:
+        dropout mask. Keywords: ``span`` is the range of key rows. ``causal`` hides later keys. ``begins`` first sets
+        the output to 0.
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -358,10 +358,10 @@ class TiledForward:
 
 
 class TiledBackward:
-    """Attention backward pass in tiles: a tile is a block of keys with a block of queries. Local.
+    """Attention backward pass that recomputes the scores in tiles of keys and queries. Local.
 
-    ``arrays``: qkv (queries first), the gradient of the output, and an array that receives the gradient of the queries.
-    ``pieces`` maps the rows of these arrays to token positions. ``dots`` is the result of `dots_of`.
+    ``arrays``: qkv (queries first), the output gradient, and an array that receives the query gradient. ``pieces``:
+    token positions of their rows. ``dots``: result of `dots_of`.
     """
 
     def __init__(
@@ -400,11 +400,11 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the gradients of a block of keys and values to ``gradients``, and update the query gradients.
+        """Write the gradients of consecutive keys and values to ``gradients``, and update the query gradients.
 
-        ``chunk``: samples and heads. ``rows``: first row and end row of the keys, token position of the first row.
-        ``dropped``: dropout mask. The keyword ``span`` is the range of query rows. If the keyword ``causal`` is True,
-        later keys are hidden. The keyword ``begins`` must be True in the first call for these queries.
+        ``chunk``: samples and heads. ``rows``: (first key, end, token position of the first key). ``dropped``: dropout
+        mask. Keywords: ``span`` is the range of query rows. ``causal`` hides later keys. ``begins`` must be True in the
+        first call for these queries.
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))

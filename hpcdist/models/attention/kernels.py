@@ -23,14 +23,13 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
     """Overwrite a tile of attention scores s with ``exp(scale (s - top))``, where ``top`` is the maximum of each row.
 
-    s has the shape (pairs, rows, columns). A pair is a head of a sample, a row is a query, and a column is a key.
-    ``tile`` has the position of s and the range of visible keys. Hidden keys become 0 in s. The tiles of a row must
-    come in column order.
+    s has the shape (pairs, rows, columns): a pair is a head of a sample, a row is a query, a column is a key. ``tile``:
+    position of s, and range of visible keys. Hidden keys become 0 in s. Pass the tiles of a row in column order.
 
-    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row in all tiles so
-      far. This call updates both before it overwrites s.
+    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row so far, updated
+      first.
     - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)). The caller must multiply its earlier
-      output rows by this factor. The first tile leaves ``shrink`` unchanged.
+      output rows by it. The first tile leaves it unchanged.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -41,12 +40,11 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
     """Overwrite a tile of scores s with probabilities p, and overwrite d, the gradient of p, with the gradient of s.
 
-    s and d have the shape (pairs, rows, columns). A pair is a head of a sample, a row is a query, a column is a key.
-    ``tile`` is the position of s in the array of all scores. The gradient of s is ``scale p (d - dots)``.
+    s and d have the shape (pairs, rows, columns): a pair is a head of a sample, a row is a query, a column is a key.
+    ``tile``: position of s in all scores. The gradient of s is ``scale p (d - dots)``.
 
-    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row, from
-      `softmax_advance`.
-    - ``dots``, of the same shape: sum of p d over all columns of each row.
+    - ``top``, ``total``: maximum and sum of exponentials of each row, from `softmax_advance`.
+    - ``dots``, of shape (all pairs, all rows): sum of p d over all columns of each row.
     """
     if is_device(s):
         _softmax_gradient_device(s, d, tile, scale, top, total, dots)
@@ -141,8 +139,8 @@ for _softmax_dtype in SAMPLE_DTYPES:
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
     """Compute y <- ``shrink`` * y + ``part`` in place, for some heads and tokens of the attention output y.
 
-    y has the shape (batch, context, heads * head size). The row ``part[p, i]`` and the factor ``shrink[p, i]`` are for
-    token ``first`` + i of head h of sample b, where b * heads + h = ``pair`` + p.
+    y has the shape (batch, context, heads * head size). ``part[p, i]`` and ``shrink[p, i]`` are for token ``first`` + i
+    of head h of sample b, where b * heads + h = ``pair`` + p.
     """
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
@@ -153,9 +151,8 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
     """Divide the attention output y of some heads and tokens by the softmax sums ``total``.
 
-    y has the shape (batch, context, heads * head size), ``total`` (batch * heads, context). Row b * heads + h of
-    ``total`` is for head h of sample b. Use only ``pairs`` rows
-    from ``pair`` on, and ``rows`` tokens from ``first`` on.
+    y has the shape (batch, context, heads * head size). ``total`` has the shape (batch * heads, context). Only
+    ``pairs`` rows of ``total`` from ``pair`` on are used, and ``rows`` tokens from ``first`` on.
     """
     if is_device(y):
         size = y.shape[2] // heads
@@ -179,11 +176,11 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 def accumulate(
     part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
 ) -> None:
-    """Sum ``part`` over each group of query heads, and write the sums to ``target``, or add them if ``add``.
+    """Sum ``part`` over each group of query heads. Write the sums to ``target``, or add them if ``add``.
 
     ``part`` has the shape (pairs * groups, rows, head size): ``groups`` consecutive query heads share a key head.
-    ``target``, of shape (batch, context, columns), has ``heads`` key heads from column ``column`` on. Its key heads are
-    numbered over all samples: the first sum is for number ``pair``. The first row is for token ``first``.
+    ``target`` has the shape (batch, context, columns), with ``heads`` key heads from ``column`` on. The sums are for
+    tokens from ``first`` on and key heads from ``pair`` = sample * heads + head on.
     """
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)

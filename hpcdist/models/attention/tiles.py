@@ -41,11 +41,10 @@ class Heads:
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """View the queries, keys or values in x as a 5-dimensional array.
+        """Return the queries, keys or values in x as a 5-dimensional view.
 
         The axes are samples, key heads, query heads per key head (1 for keys and values), tokens and columns of a head.
-        x has the shape (batch, context, columns). Its columns hold one or more of queries, keys and values. ``part`` is
-        the index of the one to view.
+        x has the shape (batch, context, columns). ``part`` counts the queries, keys and values in the columns from 0.
         """
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
@@ -58,7 +57,7 @@ class Heads:
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
-        """Return the largest number of (sample, query head) pairs in one tile computation on the device of ``like``."""
+        """Return the largest number of (sample, query head) pairs that the device of ``like`` computes together."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
     def chunks(
@@ -66,8 +65,8 @@ class Heads:
     ) -> Iterator["HeadChunk"]:
         """Yield `HeadChunk` objects that cover the key heads [first_head, last_head), by default all, of all samples.
 
-        Unless ``everything`` is True, the size of an object is limited: a tile of its attention scores has about
-        TILE elements. If the keyword ``apart`` is True, each object has only one sample.
+        If ``everything`` is True, the size of an object is not limited. If the keyword ``apart`` is True, each object
+        has only one sample.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -114,14 +113,13 @@ class HeadChunk:
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return the samples and heads of this object in ``view``. The first head in ``view`` is head ``skipped``."""
+        """Return the samples and heads of this object in ``view``, which begins with head number ``skipped``."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return the range [first, end) of this rank's token rows for each document of one packed sample.
+        """Return the range [first, end) of this rank's token rows for each document of this object's only sample.
 
-        This `HeadChunk` must have one sample only. ``pieces`` maps this rank's rows to token positions. If
-        ``documents`` is None, the result is one range with all rows.
+        ``pieces`` has the token positions of the rows. If ``documents`` is None, the result is one range with all rows.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
@@ -155,8 +153,8 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
     shared = kv.shape[2] // (2 * head_size)
     if kv.shape != (batch, context, 2 * shared * head_size) or not shared or columns % (shared * head_size):
         raise UsageError(
-            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}, in heads of size {head_size}; for "
-            f"k key heads give kv (batch, context, 2 k {head_size}), and queries with a multiple of k heads"
+            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}, with heads of size {head_size}; "
+            f"for k key heads, kv needs the shape (batch, context, 2 * k * {head_size}), and queries m * k heads"
         )
     return Heads(batch, context, shared, columns // (shared * head_size), head_size)
 
@@ -172,10 +170,10 @@ def one_piece(rows: int) -> Pieces:
 def blocks(
     pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield blocks (start row, end row, token position of the start row) of an array of tokens, in row order.
+    """Yield ranges of token rows, in row order: (start row, end row, token position of the start row).
 
-    A block has at most ``long`` rows of the range [first, last), and lies within one of the ``pieces``, the ranges of
-    consecutive tokens in the array. Rows with a token position outside ``places`` may be left out.
+    A range has at most ``long`` rows of [first, last), with consecutive token positions. ``pieces`` has the token
+    positions of all rows. Rows with a token position outside ``places`` may be left out.
     """
     for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)
@@ -189,8 +187,8 @@ def blocks(
 def band(distance: int, window: int, *, causal: bool) -> Span:
     """Return the range of columns [low, high) that the first row of a tile of attention scores sees.
 
-    Both ends increase by one with each later row, and may lie outside the tile. Rows are queries, columns are keys. The
+    Rows are queries, columns are keys. Both ends increase by one with each later row, and may lie outside the tile. The
     first query is ``distance`` positions after the first key. The keyword ``causal`` hides keys after the query.
-    ``window`` hides keys that are ``window`` or more positions before the query (0: no window).
+    ``window`` hides keys ``window`` or more positions before the query (0: none).
     """
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

@@ -22,10 +22,10 @@ def _by_warps(name: str, warps: int, *args: Any, real: Any) -> None:
 
 
 def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Array) -> None:
-    """Choose experts for each token. Write their int32 indices to ``chosen``, and their weights to ``gates``. On a GPU.
+    """Choose experts for each token: write int32 indices to ``chosen``, and weights to ``gates``. On a GPU.
 
-    The scores are the sigmoids of the router ``logits`` if ``sigmoid``, else their softmax. ``bias``, one float64
-    number per expert, is added to the scores for the choice only.
+    Scores are the sigmoids of the router ``logits`` if ``sigmoid``, else their softmax. ``bias``, one float64 per
+    expert, is added to the scores only to choose.
     """
     tokens, experts = logits.shape
     _by_warps("choose", tokens, logits, bias, chosen, gates, tokens, experts, chosen.shape[1], int(sigmoid),
@@ -39,11 +39,11 @@ def count(chosen: Array, runs: Array, counts: Array) -> None:
 
 
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
-    """Write to ``places`` the row of each token's copy for each of its experts. Copies are sorted by expert. On a GPU.
+    """Write the row of each token's copy for each chosen expert to ``places``. Copies are sorted by expert. On a GPU.
 
-    ``places[t, j]`` is the row of the copy of token t for the expert ``chosen[t, j]``. ``runs[s, r]`` is a range
-    [first, end) of tokens of sample s. ``table[s, r, e]`` is a pair for this range: the first row of expert e, and the
-    largest number of rows. Further tokens of the range get no copy for expert e, and ``places`` keeps its value.
+    - ``places[t, j]``: row of token t's copy for expert ``chosen[t, j]``. It stays unchanged if the expert is full.
+    - ``runs[s, r]``: a range [first, end) of tokens of sample s.
+    - ``table[s, r, e]``: first row and largest number of rows of expert e for this token range.
     """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],
@@ -55,8 +55,7 @@ def choose_backward(
 ) -> None:
     """Overwrite the router ``logits`` with their gradient, and add to the statistics ``figures``. On a GPU.
 
-    Same as `hpcdist.models.experts.router.gradient_of_logits`, which explains the arguments. Scores are sigmoids if
-    ``sigmoid`` is True, else a softmax.
+    For the arguments see `hpcdist.models.experts.router.gradient_of_logits`. ``sigmoid``: as for `choose`.
     """
     (tokens, experts), (samples, pieces, _) = logits.shape, runs.shape
     if not tokens:
@@ -91,10 +90,10 @@ def _collect(rows: Array, places: Array, gates: Array, y: Array, *, gated: bool)
 
 
 def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates: Array) -> None:
-    """Overwrite the expert outputs ``rows`` with their gradient, for the output gradient dy. On a GPU.
+    """Overwrite the expert outputs ``rows`` with their gradient. ``dy``: gradient of the layer's output. On a GPU.
 
-    ``places[t, j]`` is the row for choice j of token t, or -1 if the choice was dropped. ``dgates`` receives the
-    gradient of ``gates``, 0 for dropped choices.
+    ``places[t, j]``: index in ``rows`` for choice j of token t, or -1 if the choice was dropped. ``dgates`` receives
+    the gradient of ``gates``, 0 for dropped choices.
     """
     _by_warps("collect_backward", places.size, dy, places, gates, rows, dgates, places.size, places.shape[1],
               rows.shape[1], real=rows.dtype)  # fmt: skip
@@ -103,8 +102,8 @@ def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates
 def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, back: bool) -> None:
     """Copy groups of consecutive rows from ``source`` to ``target`` on a GPU.
 
-    Each row of ``blocks``, of shape (n, 3), describes a group: first source row, first target row, number of rows (at
-    most ``longest``). If the keyword ``back`` is True, the target row comes before the source row.
+    ``blocks``, of shape (n, 3): first source row, first target row, number of rows (at most ``longest``) of each group.
+    With the keyword ``back`` True, the target row comes first.
     """
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),

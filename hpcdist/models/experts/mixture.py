@@ -1,8 +1,7 @@
 """Mixture of experts: tokens sorted by expert, and one matrix product per expert over its rows.
 
-Forward copies each of N tokens to the rows of its k experts (k N rows without drops), applies each expert to its rows,
-and sums the k rows of each token, weighted by their gates. On a GPU, the host waits once per forward pass, to read the
-number of rows of each expert.
+The forward pass copies each token to a row of each of its k experts, and applies each expert to its rows. It then sums
+each token's k results, weighted by their gates. On a GPU, the host waits once for the number of rows per expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ class ExpertTensors(NamedTuple):
 
 
 class ExpertGradients(NamedTuple):
-    """Gradient arrays of experts, as pairs (array, add): True to add a gradient to the array, False to overwrite it."""
+    """Gradient arrays of experts: pairs (array, True to add gradients to the array or False to overwrite it)."""
 
     weights: Sequence[tuple[Array, bool]]
     biases: Sequence[tuple[Array, bool]] | None
@@ -60,8 +59,8 @@ class StayingRows:
         """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
 
         The rows of expert e begin at ``starts[e]``. The returned function returns the received rows sorted by expert,
-        and an array with the first row of each local expert. In the backward pass, ``rows`` are gradients, and the
-        keyword ``back`` must be True.
+        and an array with the first row of each local expert. Set the keyword ``back`` to True if ``rows`` are
+        gradients.
         """
         if not back:
             saved.keep("experts.received", rows)
@@ -75,8 +74,8 @@ class StayingRows:
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return the arrays to which the caller must write the weight and bias gradients of this rank's experts.
 
-        ``prefix`` is `UP` for the first linear layer of the experts, `DOWN` for the last. In the backward pass, call
-        this for both layers before `send_out`.
+        ``prefix``: first (`UP`) or last (`DOWN`) linear layer of the experts. Call this for both layers before the
+        backward `send_out`.
         """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
@@ -88,23 +87,23 @@ class StayingRows:
     def result_buffer(
         self, name: str, shape: tuple[int, int], dtype: Any, saved: Saved, *, back: bool = False
     ) -> Array:
-        """Return memory, named ``name`` in ``saved``, for the experts' results, to be passed to `bring_back`.
+        """Return an uninitialised array for the results that the caller computes and passes to `bring_back`.
 
-        Set the keyword ``back`` to True if the results are gradients.
+        ``name``: name of the array in ``saved``. Set the keyword ``back`` to True if the results are gradients.
         """
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
         """Send the experts' results ``rows`` back to the ranks of their tokens.
 
-        Return the results for this rank's tokens, in the order in which the tokens were sent. ``name`` is the unique
-        name of the returned array in ``saved``. Set the keyword ``back`` to True if the results are gradients.
+        Return the results for this rank's tokens, in the order in which the tokens were sent. ``name``: unique name for
+        this array in ``saved``. Set the keyword ``back`` to True if the results are gradients.
         """
         return rows
 
 
 class WholeExperts:
-    """Exchange between tensor ranks for unsharded experts: nothing is sent. Base class for sharded experts. Local."""
+    """Exchange between tensor ranks for unsharded experts: sends nothing. Base class for sharded experts. Local."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
@@ -138,18 +137,17 @@ class WholeSamples:
     """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class. Local."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and the ranges of its tokens on this rank, here all.
+        """Return the number of tokens of a whole sample, and the ranges of its tokens on this rank.
 
         ``tokens`` is the number of a sample's tokens on this rank.
         """
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Count the choices of each expert in all earlier tokens and in whole samples. Return both arrays.
+        """Return two counts of the choices of each expert: before each range of local tokens, and in whole samples.
 
-        ``counts``, of shape (samples, ranges, experts), has the choices by the tokens in each range of local tokens.
-        The first result, of the same shape, counts all tokens of the sample before the range, on any rank. The second
-        result, of shape (samples, experts), counts all tokens of the sample.
+        ``counts`` has the choices in each range of local tokens. It and the first result have the shape (samples,
+        ranges, experts), the second result (samples, experts). Both results include the tokens of other ranks.
         """
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -163,15 +161,14 @@ UNCUT: Final = WholeSamples()
 class LocalExperts:
     """Router and experts of all transformer blocks. Implements `hpcdist.models.stage.ExpertsOperation`.
 
-    A block has E experts of inner width f, for tokens of width h. Before sharding over ranks, ``router.weight`` has the
-    shape (E, h), ``experts.up.weight`` (E, f, h), or (E, 2, f, h) for gates and values, and ``experts.down.weight``
-    (E, h, f). Biases are optional.
+    Weights before sharding, for E experts of inner width f, and tokens of width h: ``router.weight`` (E, h),
+    ``experts.up.weight`` (E, f, h), or (E, 2, f, h) for gates and values, ``experts.down.weight`` (E, h, f).
 
     - ``predictions(tokens)``: number of targets of a sample with ``tokens`` tokens.
     - ``state``: biases and statistics of the router.
     - ``travel``: sends token rows to experts on other ranks and back.
-    - ``borders``: exchanges input and output between tensor ranks, if tensor parallelism shards each expert.
-    - ``samples``: positions of this rank's tokens in their samples, if context parallelism shards the samples.
+    - ``borders``: exchanges input and output between tensor ranks.
+    - ``samples``: positions of this rank's tokens in their samples.
     """
 
     config: ModelConfig
@@ -258,11 +255,7 @@ class LocalExperts:
         return travel.bring_back(drows, "experts.drows", saved, back=True)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
-        """Choose k experts per token. Return (tokens as a matrix, places, gates, starts).
-
-        ``places`` has the row of each choice among the token rows sorted by expert, or -1 for a dropped choice. The
-        rows of expert e begin at ``starts[e]``.
-        """
+        """Choose k experts per token. Return (tokens as a matrix, places, gates, starts); see `router.place`."""
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
         namespace(x).matmul(tokens, parameters["router.weight"].T, out=logits)
@@ -327,8 +320,7 @@ def with_experts(operations: Operations, config: ModelConfig, predictions: Calla
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
     """Return the row ranges [first, end) of tokens that are not padding, as an array of shape (samples, ranges, 2).
 
-    There are ``tokens`` rows per sample. ``sizes[s]`` is the full length of sample s without padding. ``pieces``
-    lists the ranges of a sample's rows: first row, end row, position of the first token in the sample.
+    ``pieces``: (first row, end row, position in the sample) of each range. ``sizes``: tokens of each whole sample.
     """
     start, end, place = np.array(pieces).T
     first = tokens * np.arange(len(sizes))[:, None] + start

@@ -34,8 +34,7 @@ class RouterState:
     """Load-balancing biases and statistics of the routers of all layers. Local.
 
     ``seen``, of shape (layers, experts + EXTRA), has sums over all tokens since the last `take`: choices of each expert
-    before drops, dropped choices, entropy of the scores in nats, and both losses (balance, z) without their
-    coefficients.
+    before drops, dropped choices, entropy in nats, balance loss and z loss. The losses are without coefficients.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -74,8 +73,8 @@ class RouterState:
     def take(self) -> np.ndarray:
         """Return the router statistics since the last call, one row per layer, and reset them to 0.
 
-        The first columns have the number of tokens that chose each expert. The last four have the number of dropped
-        choices, and sums over tokens of entropy, balance loss and z loss.
+        Columns: number of tokens that chose each expert, dropped choices, and sums over tokens of entropy, balance loss
+        and z loss.
         """
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
@@ -84,7 +83,7 @@ class RouterState:
         return taken
 
     def balance(self, loads: np.ndarray) -> None:
-        """Update the router biases. ``loads[l, e]``: choices of expert e of layer l in the global batch of a step."""
+        """Update the router biases after a step in which ``loads[l, e]`` tokens chose expert e of layer l."""
         if self.rate:
             self.bias += self.rate * np.sign(loads.sum(axis=1, keepdims=True) - self.experts * loads)
             self._bias_there = None
@@ -111,7 +110,7 @@ def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -
     """Choose k of E experts for each token, from the router ``logits`` of shape (tokens, E).
 
     Write the int32 indices of the experts to ``chosen``, and their weights to ``gates``, both of shape (tokens, k).
-    ``kind`` is the score function: "softmax" or "sigmoid". ``bias`` is added to the scores for the choice only.
+    ``kind``: score function, "softmax" or "sigmoid". ``bias`` affects only the choice.
     """
     (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
@@ -119,8 +118,8 @@ def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -
 def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
     """Return the number of choices of each expert in each token range: int32 of shape (samples, ranges, experts).
 
-    ``chosen``, of shape (tokens, k), has the experts of each token. ``runs``, of shape (samples, ranges, 2), int64 on
-    the same device, lists ranges [first, end) of tokens that are not padding. On a GPU the host waits.
+    ``chosen``, of shape (tokens, k): the experts of each token. ``runs``, of shape (samples, ranges, 2), int64 on the
+    same device: ranges [first, end) of tokens that are not padding.
     """
     counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
     (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
@@ -130,16 +129,16 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
 def place(
     chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
 ) -> np.ndarray:
-    """Give each choice (a token's selection of an expert) a row in an array of token rows sorted by expert, or drop it.
+    """Assign each choice (an expert of a token) a row in an array sorted by expert, or drop the choice.
 
     Return ``starts``: expert e's rows begin at ``starts[e]``, in token order. ``starts[-1]`` is the number of rows.
 
     - ``chosen``, of shape (tokens, k): the experts of each token.
-    - ``runs``, of shape (samples, ranges, 2): the ranges [first, end) of each sample's tokens that are not padding.
-    - ``counts``, of shape (samples, ranges, experts): the result of `count` for ``runs``.
-    - ``before``, of the same shape: number of choices of each expert by the sample's tokens before the range.
-    - ``rooms``, per sample: number of choices that each expert accepts. Later choices are dropped.
-    - ``places``, of shape (tokens, k): receives the row of each choice, -1 for a dropped choice.
+    - ``runs``, of shape (samples, ranges, 2): ranges [first, end) of tokens that are not padding.
+    - ``counts``, of shape (samples, ranges, experts): the result of `count`.
+    - ``before``, of the same shape: choices of each expert by earlier tokens of the sample.
+    - ``rooms``, of shape (samples,): number of choices that each expert accepts. Later choices are dropped.
+    - ``places``, of shape (tokens, k): output, the row of each choice, or -1 if dropped.
     """
     kept = np.clip(rooms[:, None, None] - before, 0, counts).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(0, 1)))])
@@ -170,7 +169,7 @@ def gradient_of_logits(
     - ``dgates``: the gradient of ``gates``.
     - ``kind``: the score function, "softmax" or "sigmoid".
     - ``runs``, of shape (samples, ranges, 2): ranges [first, end) of tokens. Padding, outside them, gets gradient 0.
-    - ``table``, of shape (samples, experts + 2): each expert's share of the choices, then the coefficients of the
+    - ``table``, of shape (samples, experts + 2): each expert's fraction of the choices, then the coefficients of the
       balance loss and the z loss.
     - ``figures``, of shape (3,): sums of entropy, balance loss and z loss.
     """

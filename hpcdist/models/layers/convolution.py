@@ -1,7 +1,6 @@
 """Convolution of pictures (channels last), by matrix products over unfolded neighbourhoods (im2col).
 
-As many samples are unfolded at a time as fit in a cache. Backward unfolds again, to save memory. Symbols: n samples,
-h x w input pixels, p x q output pixels, c channels.
+Backward unfolds again, to save memory. Symbols: n samples, h x w input pixels, p x q output pixels, c channels.
 """
 
 from collections.abc import Iterator
@@ -28,8 +27,8 @@ def output_side(side: int, stride: int) -> int:
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
     """Return the convolution, of shape (n, p, q, outputs), of n pictures: contiguous x of shape (n, h, w, inputs).
 
-    x must not change until the backward pass. The weight ``PREFIX.weight`` has the shape (outputs, SIZE, SIZE, inputs).
-    The window is centred on every pixel whose coordinates are multiples of ``stride``.
+    x must not change until the backward pass. ``PREFIX.weight`` has the shape (outputs, SIZE, SIZE, inputs). It is
+    centred on every pixel whose coordinates are multiples of ``stride``.
     """
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape
@@ -156,7 +155,7 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (window pixel index, output slices, input slices): outputs read their window pixel from these inputs."""
+    """Yield (kernel index, output slices, input slices): the inputs that this weight multiplies for these outputs."""
     for i in range(SIZE):
         for j in range(SIZE):
             outputs, inputs = [slice(None)], [slice(None)]

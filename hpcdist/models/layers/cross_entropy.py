@@ -1,8 +1,7 @@
 """Softmax cross entropy: loss in float64, gradient in place of the logits.
 
-Forward and backward each take one pass over the logits. With e = the machine epsilon of the dtype, the error of a
-gradient is at most ``32 e scale``; the error of a loss is at most ``8 e`` per token, plus ``8 e`` times the range of
-the logits.
+Forward and backward each take one pass over the logits. With machine epsilon e of the dtype, the error of a gradient is
+at most ``32 e scale``. The error of a loss is at most ``8 e`` per token, plus ``8 e`` times the range of the logits.
 """
 
 from typing import Any

@@ -113,8 +113,8 @@ def norm_backward(
 ) -> None:
     """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds``.
 
-    ``statistics`` was written by `norm` or `rms`. Each of ``sums`` is a pair (array, True to add to the array): for the
-    gradient of the scale and, after `norm`, of the bias.
+    ``statistics`` was written by `norm` or `rms`. Further arguments are pairs (array, True to add to the array), for
+    the gradients of the scale and, after `norm`, of the bias.
     """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1

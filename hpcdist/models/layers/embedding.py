@@ -120,7 +120,7 @@ class LocalRotary:
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Rotate heads of packed documents in x in place, by the rotary angle of each token's document position. Return x.
+    """Rotate heads in x in place, by rotary angles that start at 0 in each packed document. Return x.
 
     x is contiguous, of shape (batch, tokens, columns). Its first ``rotated`` columns change. ``sign`` -1 rotates back.
     """

@@ -1,7 +1,7 @@
 """Vector code for compiled loops: the exponential function, the maximum of a row, and compiler flags.
 
 exp(x) = 2^n exp(r) with x = n ln 2 + r and |r| <= ln 2 / 2. exp(r) is a polynomial: Cephes (Moshier) in float32, Taylor
-of degree 13 in float64. Relative errors are at most 1e-7 and 3e-16. Subnormal results become 0. NaN is preserved.
+of degree 13 in float64. Relative errors are at most 1e-7 and 3e-16. Subnormal results become 0.
 """
 
 from typing import Any, Final

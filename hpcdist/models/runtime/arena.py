@@ -82,7 +82,7 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Remove a block worth enlarging to ``nbytes`` bytes from the free blocks. Return its index, or None."""
+        """Remove the largest block that may grow to ``nbytes`` from the free blocks. Return its index, or None."""
         for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
             size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:
@@ -150,7 +150,7 @@ class Arena:
         return _shaped(block, shape, dtype)
 
     def forget(self, key: tuple[int, int], released: "ArenaSaved") -> None:
-        """Remove the object of ``key`` = (layer, micro-batch) from the arena, if this object is ``released``."""
+        """Remove the object of ``key`` = (layer, micro-batch) from the arena, if it is the object ``released``."""
         if self._live.get(key) is released:
             del self._live[key]
 
@@ -231,7 +231,7 @@ class ArenaSaved:
         return SavedState(dict(self._values), tuple(self._taken), tuple(self._held), dict(self.deferred), self.draw)
 
     def restore(self, state: SavedState) -> None:
-        """Restore the stored names and references of a snapshot, but no array contents. Call `Arena.repeat` first."""
+        """Restore the arrays and objects of the snapshot ``state``, without contents. Call `Arena.repeat` first."""
         self._values, self._taken, self._held = dict(state.values), list(state.taken), list(state.held)
         self.deferred, self.draw = dict(state.deferred), state.draw
 

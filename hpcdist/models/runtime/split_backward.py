@@ -1,10 +1,8 @@
 """Activation recomputation, and a split backward: first the input gradients, later the weight gradients.
 
 Recomputation (Chen et al., arXiv:1604.06174): a stage keeps only its input and output, and repeats its forward in
-backward. Zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass.
-
-The weight gradients of linears, and the whole backward of embeddings and of the first layer of an mlp, are deferred.
-Both passes take 1.02 to 1.04 times the joint backward (hidden 256 and 128).
+backward. Zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass of a split backward.
+That pass has the weight gradients of linears, and the whole backward of embeddings and of the first layer of an mlp.
 """
 
 import copy
@@ -31,8 +29,7 @@ from hpcdist.models.stage import (
 def with_recomputation(model: Model) -> Model:
     """Return a copy of ``model`` whose stages recompute their activations in the backward pass. Local.
 
-    These stages do not recompute: the first stage, which stores only its output; the last stage, whose backward pass
-    follows at once; and stages with skip connections.
+    The first stage, the last stage and stages with skip connections do not recompute.
     """
     recomputing = copy.copy(model)
     last, joined = len(model.stages) - 1, {unit for pair in model.skips for unit in pair}
@@ -110,12 +107,11 @@ def release_first_pass(saved: Saved) -> None:
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
     """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 
-    Write the gradients, or add them to earlier gradients of this step. ``operations`` were passed to
-    `split_operations`. ``saved`` has arrays of the backward pass, which the caller may release afterwards. The
-    arrays in ``parameters`` may already be freed.
+    Writes the gradients, or adds them to earlier gradients of this step. ``operations``: the argument of
+    `split_operations`. ``saved``: arrays of the backward pass, which the caller may release afterwards. The arrays in
+    ``parameters`` may already be freed.
 
     If two stages share a tensor, call this for the later stage first, and for both stages before the next micro-batch.
-    Any other order changes the rounding of the gradient.
     """
     for prefix, name in saved.deferred.items():
         dy = saved[f"{prefix}.dy"]
@@ -178,7 +174,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Wrapper of attention ``inner`` that keeps the input gradient in memory, for a later `weight_gradients`."""
+    """Wrapper of attention ``inner`` that keeps the gradient of ``qkv`` for a later `weight_gradients`."""
 
     inner: AttentionOperation
 

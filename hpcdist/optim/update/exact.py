@@ -1,7 +1,7 @@
 """Exact sums of squares: bitwise equal for any order and any partition over ranks.
 
-Each square, rounded to float64, is added in units of 2^-1074 to 64-bit digits of 32 bits each: a superaccumulator (R.
-Neal, arXiv:1505.05571). Accumulators of several ranks can be added.
+A sum is held in 64-bit digits of 32 bits each, in multiples of 2^-1074: a superaccumulator (R. Neal, arXiv:1505.05571).
+Squares are first rounded to float64.
 """
 
 import math

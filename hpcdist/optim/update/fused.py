@@ -1,8 +1,8 @@
 """Fused updates of the elementwise optimizers in one pass over memory: unscale, clip, decay, moments, step.
 
 Buffers are as in `hpcdist.optim.update.kernels`. If GPU buffers span tensors, ``decay`` is the `TensorOptions` of all
-tensors, whose factors multiply ``rate``. ``scale`` includes clipping and loss scale. ``gradient`` is undefined
-afterwards. Results are bitwise equal to a direction followed by a descent.
+tensors, with factors of ``rate``. ``scale`` includes clipping and loss scale. ``gradient`` is undefined afterwards.
+Results have the same bits as separate passes.
 """
 
 from hpcdist.arrays.backend import Array
@@ -25,10 +25,10 @@ def adam(
     count: int,
     working: Array | None = None,
 ) -> None:
-    """Run an Adam step: update the moments m and v with g = ``scale * gradient``, and update the weights w.
+    """Run an Adam step on the weights w, with moments m and v, and g = scale * gradient.
 
-    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m^ / (sqrt(v^) + epsilon) + decay w). m^
-    and v^ are bias-corrected for ``count`` applied updates, unless ``count`` is 0.
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m^ / (sqrt(v^) + epsilon) + decay w)
+    m^ and v^ are bias-corrected for the keyword ``count`` of applied updates, unless it is 0.
     """
     scalars = (scale, *kernels.moment_factors(betas, count), epsilon)
     if isinstance(decay, TensorOptions):

@@ -34,7 +34,7 @@ THREADS: Final = 256  # per block
 class TensorOptions(NamedTuple):
     """Optimizer settings of all tensors of a model, as arguments of a GPU kernel.
 
-    A kernel processes a range of the flat parameter vector that begins at index ``start``.
+    ``start``: index in the flat parameter vector of the first element that the kernel processes.
     """
 
     bounds: Array  # (tensors, 2), int64: start and end of each tensor, ascending
@@ -52,11 +52,11 @@ def launch_adam_direction(
     tensors: TensorOptions,
     *scalars: float,
 ) -> None:
-    """Update Adam's moments m and v on a GPU. Write the update direction, without the learning rate, to ``step``.
+    """Update Adam's m and v on a GPU. Write the update direction, without the learning rate, to ``step``.
 
-    ``step`` may be the gradient array. For each tensor, the squares of ``weights`` and ``step`` are added to
-    ``partial``, an array from `partial_sums`. ``tensors`` has the weight decays. Further positional arguments are the
-    factor of ``gradient``, beta1, 1 - beta1, beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
+    ``step`` may be the gradient array. Each tensor's squares of ``weights`` and ``step`` are added to ``partial`` (see
+    `partial_sums`). ``tensors`` has the weight decays. Further arguments: the factor of ``gradient``, beta1, 1 - beta1,
+    beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -74,8 +74,8 @@ def launch_scaled_direction(
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
     """Return a zeroed GPU array of shape (rows, 2), for partial sums of squares of weights and of their updates.
 
-    The sums are for ``tensors`` tensors in a flat vector of ``size`` elements. A tensor has one row for each block of
-    `TILE` elements that it overlaps. So a split of the vector at block boundaries does not change a tensor's sum.
+    The flat vector has ``size`` elements and ``tensors`` tensors. If it is split at multiples of `TILE` elements, the
+    sums of each tensor have the same bits.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
@@ -101,8 +101,8 @@ def launch_update(
 ) -> None:
     """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
-    Write the rounded weights to ``working``, if given. ``tensors`` has each tensor's weight decay and rate factor.
-    ``slots`` are arrays of optimizer state. Scalars follow ``tensors``. Scale multiplies the gradient. Kernels:
+    ``working``, if given, gets the rounded weights. ``tensors``: each tensor's weight decay and rate factor. ``slots``:
+    arrays of optimizer state. The scalars follow. Scale multiplies the gradient. Kernels:
 
     "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
     "momentum": slot velocity; scalars scale, momentum, a, b, rate, for the step a * gradient + b * velocity.
@@ -169,10 +169,10 @@ def adam_direction(
     decay: float,
     count: int,
 ) -> None:
-    """Update Adam's moments with g = ``scale * gradient``, and overwrite the gradient with the direction u.
+    """Update Adam's m and v with ``gradient`` times the keyword ``scale``. Write the update direction to ``gradient``.
 
-    u = m^ / (sqrt(v^) + epsilon) + decay w. m^ and v^ are m and v of `hpcdist.optim.update.fused.adam`. They are
-    bias-corrected if the keyword ``count``, the number of applied updates, is positive.
+    The direction is m^ / (sqrt(v^) + epsilon) + decay * weights. m^ and v^ are m and v, bias-corrected if the keyword
+    ``count``, the number of applied updates, is positive.
     """
     scalars = (scale, *moment_factors(betas, count), epsilon, decay)
     run = _adam_ufuncs if is_device(weights) else _adam_loop
@@ -227,9 +227,10 @@ def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, cor
 def momentum_direction(
     weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    """Update the velocity with g = scale * gradient + decay * weights. Overwrite ``gradient`` with the step.
+    """Update ``velocity``, and overwrite ``gradient`` with the momentum step.
 
-    velocity = momentum * velocity + g. The step is the velocity or, if ``nesterov``, g + momentum * velocity.
+    g = scale * gradient + decay * weights;  velocity = momentum * velocity + g. The step is the velocity or, with the
+    keyword ``nesterov``, g + momentum * velocity.
     """
     g_share, v_share = shares_of_step(momentum, nesterov)
     run = _momentum_ufuncs if is_device(weights) else _momentum_loop
@@ -297,7 +298,7 @@ def _velocity_loop(weights, gradient, velocity, rate, momentum, decay):  # type:
 
 
 def sum_of_squares(values: Array) -> Any:
-    """Return the float64 sum of squares: a float, or for GPU ``values`` a 0-dimensional array, without a wait."""
+    """Return the float64 sum of squares: a float, or for GPU ``values`` a 0-dimensional GPU array."""
     if is_device(values):
         return launch_sum_of_squares(values)
     sums = np.zeros(LANES)
@@ -311,8 +312,8 @@ def sum_of_squares(values: Array) -> Any:
 def add_squares(values: Any, sums: Any, phase: Any) -> None:
     """Add the square of element i of host ``values`` to ``sums[(phase + i) % LANES]``, in float64.
 
-    ``values`` are float32 or float64. A tensor can be passed in blocks, with ``phase`` = (index of the block's first
-    element) modulo LANES. This gives the same bits as passing it as a whole.
+    ``values`` are float32 or float64. Several calls for one tensor give the same bits as a single call, if ``phase`` is
+    the index of the first element modulo LANES.
     """
     # First complete the row of lanes that the previous block left. Then element k of each row goes to lane k, without a
     # modulus. The last row may be shorter.

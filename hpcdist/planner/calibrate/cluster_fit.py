@@ -1,7 +1,6 @@
 """Assemble a calibrated cluster from measurements of device, links and collectives.
 
-Device values are measured with all ranks of a node at work. Values that are not measured (storage, failures, power,
-prices) come from a base cluster, and are marked as assumptions.
+Values that are not measured (storage, failures, power, prices) come from a base cluster, and are marked as assumptions.
 """
 
 import math
@@ -149,10 +148,9 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Return the fits of all measured operations, the link levels of the cluster, and remarks on these levels.
+    """Return the fits of all operations, the properties of the links, and remarks on the links.
 
-    Links are fitted to measured point-to-point messages, or copied from ``base`` if messages were not measured.
-    The function appends one line of text per fit to the list ``lines``.
+    Without measured messages, the links of ``base`` are used. Appends a line of text per fit to ``lines``.
     """
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []

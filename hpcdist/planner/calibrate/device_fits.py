@@ -1,11 +1,12 @@
-"""Fit a device: the efficiency curve of matrix products, and the shares of memory bandwidth and attention.
+"""Fit a device: the efficiency curve of matrix products, and the usable fractions of memory bandwidth and FLOP rate.
 
-The attention share is the median of (attention FLOPs / peak FLOP/s) / (measured time). Elementwise operations take
+The fraction for attention is the median of (attention FLOPs / peak FLOP/s) / (measured time). Elementwise operations
+take
 
     seconds = kernels * kernel_s + bytes / (memory bandwidth * memory_share)
 
-with half as many more bytes in backward, and the kernels of both gradients. Both constants minimise the Huber loss of
-relative differences.
+Backward has 1.5 times the bytes, and the kernels of both gradients. Both constants minimise the Huber loss of relative
+differences.
 """
 
 import math
@@ -75,9 +76,9 @@ def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
     """Fit the efficiency curve of a device to measured matrix products of one dtype.
 
-    The efficiency of a product is its rate, as a fraction of the rate of the fastest product. The logarithm of the
-    efficiency is piecewise linear in the logarithm of `MeasuredProduct.size`. The fit minimises the Huber loss. Every
-    third product, in order of size, is left out to measure the error. Raises UsageError below `LEAST_SIZES` sizes.
+    The efficiency of a product is its FLOP rate divided by the highest FLOP rate. Its logarithm is piecewise linear in
+    the logarithm of `MeasuredProduct.size`. The fit minimises the Huber loss. Every third product, in order of size, is
+    left out to measure the error. Raises UsageError for fewer than `LEAST_SIZES` different sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)

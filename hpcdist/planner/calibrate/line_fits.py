@@ -64,9 +64,9 @@ class FittedPieces:
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
     """Fit a piecewise linear function of the size in bytes to the message times ``seconds``.
 
-    ``nbytes``: size of each message. If a size has several times, their median is used. Every second size is left out
-    of the fit, to measure its error. The largest size and the sizes in ``always`` are never left out. Raises UsageError
-    for fewer than `LEAST_SIZES` sizes, or for invalid times.
+    ``nbytes``: size of each message. The fit uses the median time of each size. Every second size is left out, to
+    measure the error of the fit, but never the largest size or a size in ``always``. Raises UsageError for fewer than
+    `LEAST_SIZES` sizes, or for invalid times.
     """
     sizes, times = _medians(nbytes, seconds)
     fitted = _fitted(np.isin(sizes, always))
@@ -149,8 +149,8 @@ def _criterion(loss: float, points: int, lines: int) -> float:
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
     """Return the line with the least Huber loss of relative errors of ``times`` at ``sizes``, and this loss. Local.
 
-    Uses iterative reweighting (P. J. Huber, "Robust estimation of a location parameter", Ann. Math. Stat. 35 (1964)
-    73-101). Both constants of the line are at least 0.
+    Uses iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Both constants of the line are at least
+    0.
     """
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)

@@ -1,7 +1,7 @@
 """Cluster description: devices, link levels, storage, power, failures and prices, with units and consistency checks.
 
 Values are in base units: bytes, seconds, FLOP/s, watts. TOML files have units such as "80 GiB", "400 Gbit/s" or "5 us".
-Missing and ambiguous units are refused: GB is 10^9 bytes and GiB 2^30, bits are written out, and case matters.
+Missing and ambiguous units are refused. Case matters: GB is 10^9 bytes, and GiB is 2^30 bytes.
 """
 
 import math
@@ -73,8 +73,7 @@ _BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # ambiguous: bit
 def parse(text: str, dimension: str) -> float:
     """Parse a quantity such as "80 GiB" into the base unit: bytes, B/s, FLOP/s, s, s/B, W or g/kWh.
 
-    ``dimension`` is a key of `UNITS`. Raises ConfigurationError if the number is missing, infinite or negative, or if
-    the unit is missing or wrong.
+    ``dimension`` is a key of `UNITS`. Raises ConfigurationError for an invalid number or unit.
     """
     units = UNITS[dimension]
     example = f"expected {_NAMES[dimension]} such as {EXAMPLES[dimension]}"
@@ -157,8 +156,8 @@ OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 class EfficiencyCurve:
     """Fraction of the peak FLOP rate that matrix products reach, by the size of the product.
 
-    The size of a product of shapes (m, k) and (k, n) is the harmonic mean of m, k and n. Between the listed
-    sizes the fraction is linear in log(size).
+    The size for shapes (m, k) and (k, n) is the harmonic mean of m, k and n. The fraction is linear in log(size)
+    between the listed sizes.
     """
 
     sizes: Annotated[tuple[float, ...], QuantityField("sizes", "number", 1, 1e6)]
@@ -169,10 +168,11 @@ class EfficiencyCurve:
 class Device:
     """Computing device: a GPU, a die of a GPU, or a CPU core.
 
-    ``peak_flops``: peak FLOP/s by data type. ``matmul``: efficiency curve of matrix products by data type.
-    ``memory_share``: fraction of the memory bandwidth that elementwise kernels reach. ``attention_share``: fraction of
-    the peak FLOP/s that fused attention reaches. ``kernel_s``: time between two kernels. ``best_mfu``: highest
-    published MFU on such devices, 0 if unknown. Plans for a cluster without calibration never predict a higher MFU.
+    - ``peak_flops``, ``matmul``: peak FLOP/s, and efficiency curve of matrix products, by data type.
+    - ``memory_share``: fraction of the memory bandwidth that elementwise kernels reach.
+    - ``attention_share``: fraction of the peak FLOP/s that fused attention reaches.
+    - ``kernel_s``: time between two kernels.
+    - ``best_mfu``: highest published MFU on such devices, 0 if unknown.
     """
 
     name: str
@@ -199,7 +199,7 @@ class LinkLevel:
     """Level of the network: links that join groups of ``devices`` consecutive devices (0: one group of all devices).
 
     Two devices communicate over the fastest level that joins them. ``bytes_per_s``: rate of a device in one direction
-    while all devices send. ``alone_bytes_per_s``: rate of a device that sends alone (0: the same as ``bytes_per_s``).
+    while all devices send. ``alone_bytes_per_s``: rate of a device that sends alone (0: the same).
     """
 
     name: str
@@ -214,8 +214,8 @@ class MeasuredFit:
     """Fitted time of an operation: latency_s[i] + bytes * s_per_byte[i], where i is the index of a size range.
 
     Range i ends at ``until_bytes[i]``; the first range starts at ``from_bytes``. ``error``: largest relative error at
-    sizes left out of the fit. ``level``: name of the slowest `LinkLevel` between the ranks. ``library``: "mpi", "nccl",
-    or "" for any library.
+    sizes that were not fitted. ``level``: slowest `LinkLevel` between the ranks. ``library``: "mpi", "nccl", or ""
+    (any).
     """
 
     operation: str  # one of `OPERATIONS`
@@ -289,7 +289,7 @@ class Cluster:
 
     @property
     def most_mfu(self) -> float:
-        """Limit of the MFU in plans: the best MFU published for this device type. 0: no limit, as after calibration."""
+        """Highest MFU that plans may predict, or 0 for no limit. A calibrated cluster has no limit."""
         return 0.0 if self.calibrated else self.device.best_mfu
 
     @property
@@ -309,7 +309,7 @@ def validate(cluster: Cluster) -> None:
         if node > all_nodes:
             raise ConfigurationError(
                 f"storage.node_{operation} of {rough(node, 'bandwidth')} is more than storage.{operation} of "
-                f"{rough(all_nodes, 'bandwidth')}, which all nodes share"
+                f"{rough(all_nodes, 'bandwidth')}, the total of all nodes; correct one of them"
             )
     _check_site(cluster.site)
     for place, fit in enumerate(cluster.fits):
@@ -321,7 +321,7 @@ def _check_device(device: Device) -> None:
         raise ConfigurationError("device.flops is empty; expected a peak for at least one data type, e.g. bfloat16")
     for kind, peak in device.peak_flops.items():
         if kind not in device.matmul:
-            raise ConfigurationError(f"device.matmul.{kind} is missing: device.flops has a peak for {kind}")
+            raise ConfigurationError(f"device.matmul.{kind} is missing: add a curve, or remove device.flops.{kind}")
         fed = device.memory_bytes_per_s / ITEM_BYTES[kind]
         if peak < fed:
             raise ConfigurationError(
@@ -339,7 +339,7 @@ def _check_device(device: Device) -> None:
     if device.memory_bytes_per_s < device.memory_bytes / 1000:
         raise ConfigurationError(
             f"device.memory_bandwidth of {rough(device.memory_bytes_per_s, 'bandwidth')} is not plausible: reading the "
-            f"memory of {rough(device.memory_bytes, 'bytes')} once would take more than 1000 s"
+            f"memory of {rough(device.memory_bytes, 'bytes')} once would take more than 1000 s; check the units"
         )
     if device.reserved_bytes >= device.memory_bytes:
         raise ConfigurationError(
@@ -347,7 +347,9 @@ def _check_device(device: Device) -> None:
             f"{rough(device.memory_bytes, 'bytes')}"
         )
     if device.idle_w > device.peak_w:
-        raise ConfigurationError(f"device.idle of {device.idle_w:g} W is more than device.peak of {device.peak_w:g} W")
+        raise ConfigurationError(
+            f"device.idle of {device.idle_w:g} W is more than device.peak of {device.peak_w:g} W; correct one of them"
+        )
 
 
 def _check_curve(curve: EfficiencyCurve, place: str) -> None:
@@ -368,7 +370,8 @@ def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
             )
         if outer.devices and (outer.devices <= inner.devices or outer.devices % inner.devices):
             raise ConfigurationError(
-                f"{both} do not nest: each level must hold at least two complete groups of the level before"
+                f"{both} do not nest: each level must hold at least two complete groups of the level before; "
+                "correct devices of one level"
             )
         if outer.bytes_per_s > inner.bytes_per_s:
             raise ConfigurationError(
@@ -401,7 +404,7 @@ def _check_boxes(cluster: Cluster) -> None:
     for level in cluster.levels:
         if level.devices and level.devices % box and box % level.devices:
             raise ConfigurationError(
-                f"level {level.name!r} of {level.devices} devices and nodes of {box} do not nest: a level must hold "
+                f"level {level.name!r} joins {level.devices} devices, but a node has {box}: a level must hold "
                 "whole nodes, or divide a node; correct devices of the level, or node.devices"
             )
 

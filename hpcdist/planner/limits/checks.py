@@ -302,7 +302,7 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield the problems of ``layout`` except lack of memory; only its invalid values if it has any. Local."""
+    """Yield the problems of ``layout``, except lack of memory. Invalid values hide all other problems. Local."""
     wrong = (*too_large(description, layout.devices, global_batch), *value_problems(layout, global_batch))
     if wrong:
         yield from wrong

@@ -89,9 +89,9 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the sizes of an attention over all context ranks, and the name of its context-parallel method.
+    """Return the `AttentionShare` of the model unit ``unit``, and the name of its context-parallel method.
 
-    ``unit``: model unit with the attention, such as a block. ``samples``: samples per micro-batch.
+    ``unit`` must have attention, such as a transformer block. ``samples``: samples per micro-batch.
     """
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
@@ -202,7 +202,7 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
-    """Return the most bytes of tokens that a model unit of a rank sends to its experts per micro-batch.
+    """Return the bytes that a model unit sends to its experts per micro-batch: the maximum over a rank's units.
 
     ``present``: indices in ``description`` of the model units of this rank.
     """
@@ -240,8 +240,8 @@ def scratch_of(
     """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
 
     ``present``: indices of the device's model units. Temporary arrays of the same name share memory. The keyword
-    ``accumulates``: True if gradients of several micro-batches are summed. A weight gradient is then computed in a
-    temporary array, before it is added to the sum. Float32 copies of 16-bit parameters and gradients are not included.
+    ``accumulates``: True if gradients of several micro-batches are summed, which needs a temporary weight gradient.
+    Float32 copies of 16-bit parameters and gradients are not included.
     """
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch

@@ -38,11 +38,11 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the numbers of live micro-batches on pipeline rank ``rank`` when its memory use may peak. Local.
+    """Return the numbers of live micro-batches on pipeline rank ``rank`` when its memory use can be highest. Local.
 
-    The result has a tuple per such moment, with a `LiveMicroBatches` per model chunk. ``microbatches``: number per
-    step. ``chunks``: chunks per rank. The keyword ``recompute``: chunks recompute their activations. Raises
-    ConfigurationError if the schedule is read from a file or does not support these arguments.
+    The result has a tuple per such time, with a `LiveMicroBatches` per model chunk. ``microbatches``: number per step.
+    ``chunks``: number per rank. The keyword ``recompute``: activations are recomputed. Raises ConfigurationError if the
+    schedule is read from a file or does not support these arguments.
     """
     if schedule == FILE:
         raise ConfigurationError(
@@ -100,16 +100,15 @@ def _executed(
 class PipelinePart(NamedTuple):
     """Model units (such as blocks) and numbers of parameters of pipeline rank ``rank``.
 
-    Model units are given by their index in the model description. Dense parameters are all parameters outside experts.
+    A unit is an index in the model description. Dense parameters are all parameters outside experts.
 
     ``whole``: dense parameters that are replicated over the tensor axis.
     ``cut``: dense parameters that the tensor axis shards, before sharding.
     ``experts``: expert parameters, before sharding.
     ``copied``: tied parameters of this rank that another rank also has.
-    ``longest``: dense parameters of the unit with the most parameters (dense and expert together).
-    ``longest_experts``: expert parameters of the same unit.
-    ``longest_dense``: dense parameters of the unit with the most dense parameters.
-    ``chunks``: per chunk, (first unit, ((unit, number of identical units in the chunk), ...)).
+    ``longest``, ``longest_experts``: dense and expert parameters of the unit with the most parameters.
+    ``longest_dense``: largest number of dense parameters in a unit.
+    ``chunks``: per model chunk, (first unit, ((unit, number of identical units in the chunk), ...)).
     ``present``: all units of the rank.
     ``borders``: units whose inputs this rank sends or receives as pipeline messages.
     """
@@ -131,8 +130,8 @@ class PipelinePart(NamedTuple):
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
     """Return the `PipelinePart` of each pipeline rank that can have the highest memory use. Local.
 
-    Of several ranks with the same layers, the first or the last needs the most memory. The others are left out.
-    ``cut``: layout fields that determine the split of the model into pipeline stages.
+    Of several ranks with the same layers, only the first and the last are included. ``cut``: layout fields that
+    determine the pipeline stages.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, cut)):
@@ -145,8 +144,7 @@ def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, .
 def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
     """Return the model units (such as blocks) and the parameter counts of pipeline rank ``rank``. Local.
 
-    ``cut`` holds the layout fields that determine the split into pipeline stages. Raises ConfigurationError if the
-    model has too few units for this split.
+    ``cut``: layout fields that determine the pipeline stages. Raises ConfigurationError if the model has too few units.
     """
     grouped = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]
@@ -204,7 +202,7 @@ class StepMemory(NamedTuple):
     """Memory of a pipeline rank that does not depend on the micro-batch size, in bytes.
 
     ``messages``: buffers of collectives over the data axis. ``scratch``: temporary copies of the parameters and
-    gradients of the largest layer or block. ``parameters``, ``gradients`` and ``optimizer`` are the model states.
+    gradients of the largest layer or block.
     """
 
     parameters: float
@@ -253,7 +251,7 @@ def memory(
 def by_rank(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> tuple[dict[str, float], ...]:
-    """Return the memory terms of each pipeline rank, without reserved memory. Local. Raises the errors of `memory`."""
+    """Return each pipeline rank's bytes by purpose, such as "activations". Local. Raises the errors of `memory`."""
     many, cut, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
     terms = []
     for rank in range(layout.pipeline):
@@ -329,9 +327,9 @@ def _passing(
 
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
-    """Return the bytes of a device's temporary arrays, and the further bytes if gradients are accumulated.
+    """Return the bytes of a device's temporary arrays, and the additional bytes to accumulate gradients.
 
-    ``present``: indices of the device's model units.
+    ``present``: indices of the device's layers or blocks.
     """
     if layout.implementation == "hpcdist" or description.shape is None:
         once = scratch_of(description, layout, present, accumulates=False)

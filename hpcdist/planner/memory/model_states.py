@@ -9,8 +9,8 @@ over d data ranks. The optimizer has a float32 master and two moments. Bytes per
     float32     float32     8           16     8 +  8/d     4 + 12/d     16/d       all implementations
 
 Experts have fewer replicas, so their d is smaller. Compression residuals count as optimizer state and are not sharded:
-4 bytes per parameter, 8 with 16-bit parameters, 4 + 4/d with onebit. A worker of a parameter server has parameters and
-gradients. A server has, for its part, optimizer state, parameters and a gradient sum.
+4 bytes per parameter, 8 with 16-bit parameters, 4 + 4/d with onebit. Workers of parameter servers have parameters and
+gradients. A server has optimizer state, parameters and a gradient sum for the parameters that it owns.
 """
 
 import math
@@ -36,7 +36,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Sharded model states, in bytes per parameter of the device's pipeline stage. ``rule``: their sum as a formula."""
+    """Sharded model states, in bytes per parameter of the device's pipeline stage. ``rule``: formula of their sum."""
 
     parameter: float
     gradient: float
@@ -129,11 +129,10 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of temporary parameter and gradient copies while a model unit is computed.
+    """Return the bytes of temporary parameter and gradient copies for a model unit of ``longest`` parameters.
 
-    ``longest``: number of parameters of the unit. ZeRO-3 gathers its parameters. ZeRO-2 and ZeRO-3 sum its gradients.
-    If hpcdist computes in float32 with 16-bit parameters, it needs float32 copies of both
-    (`hpcdist.strategies.core.mixed_precision`).
+    ZeRO-3 gathers the unit's parameters. ZeRO-2 and ZeRO-3 sum its gradients. If hpcdist computes in float32 with
+    16-bit parameters, it needs float32 copies of both.
     """
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     if layout.data * layout.context > 1:
@@ -146,8 +145,8 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
     """Return the bytes of a device's buffers for collectives over the data axis in hpcdist.
 
-    ``parameters``: number of parameters on the device. ``longest``: parameters of the largest model unit, before tensor
-    parallelism shards it. ``bucket_bytes``: gradient bytes per allreduce.
+    ``parameters``: number of parameters on the device. ``longest``: parameters of the largest model unit on all tensor
+    ranks. ``bucket_bytes``: gradient bytes per allreduce.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor

@@ -14,7 +14,7 @@ class ProductShape(NamedTuple):
     """Matrix product per sample: an input of shape (rows, inner) times a weight of shape (inner, columns).
 
     ``cut``: dimension of the weight that the tensor axis shards: "columns", "inner" or "". ``experts``: number of
-    copies of the weight. Each row is multiplied by ``share * experts`` of the copies.
+    copies of the weight. ``share``: fraction of the copies that multiply each row.
     """
 
     rows: int
@@ -29,7 +29,7 @@ class AttentionShape(NamedTuple):
     """Attention of ``heads`` heads of size ``size`` over ``context`` tokens.
 
     ``pairs``: visible query-key pairs per head and sample. ``window``: sliding window in tokens, 0: unlimited.
-    ``within``: for packed samples, the number of query-key pairs inside documents if the causal mask is ignored.
+    ``within``: query-key pairs within documents, without a causal mask; 0 if samples are not packed.
     """
 
     heads: int
@@ -50,13 +50,12 @@ class AttentionShape(NamedTuple):
 class ModelUnit:
     """Group of ``count`` identical consecutive layers: an embedding, transformer blocks, a head, or layers of an mlp.
 
-    All values but ``count`` are for one layer of the group.
-
+    All values but ``count`` are for one layer.
     ``cut_parameters``: number of the ``parameters`` that the tensor axis shards.
     ``expert_parameters``: number of the ``parameters`` that the expert axis shards.
     ``moved``: elements that elementwise operations read and write in forward, per sample.
     ``moved_cut``: number of the ``moved`` elements that the tensor axis shards even without sequence parallelism.
-    ``counted``: FLOPs and array sizes of a layer in hpcdist's implementation, or None if they are unknown.
+    ``counted``: FLOPs and array sizes of a layer in hpcdist, or None if unknown.
     """
 
     name: str
@@ -81,9 +80,9 @@ class ModelUnit:
 class TransformerShape:
     """Sizes of a transformer, with the names of `hpcdist.models.config.ModelConfig`.
 
-    ``gated``: the feed-forward has three matrices (SwiGLU). ``experts``: number of experts (feed-forwards) per block.
-    ``experts_per_token``: number of experts that process each token. ``shared_experts``: width of an additional
-    feed-forward for all tokens, as a multiple of the width of an expert.
+    ``gated``: the feed-forward has three matrices (SwiGLU). ``experts``: feed-forwards per block.
+    ``experts_per_token``: experts that process each token. ``shared_experts``: width of a feed-forward for all tokens,
+    as a multiple of an expert's width.
     """
 
     layers: int

@@ -280,8 +280,8 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
     """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
 
-    - Full recomputation in hpcdist with several pipeline ranks: all units. With the schedules 1f1b and interleaved, the
-      last chunk recomputes nothing.
+    - Full recomputation in hpcdist on several pipeline ranks: all units. With 1f1b and interleaved, the last chunk
+      recomputes nothing.
     - Other full recomputation: all units, except the first and the last unit of the model.
     - Selective recomputation: units with attention. In hpcdist, no units.
     Raises ConfigurationError for fewer units than chunks.

@@ -75,10 +75,10 @@ def of_config(
 ) -> ModelDescription:
     """Return the description of the model that the recipe section ``config`` selects.
 
-    Further keywords give the size of a sample. A transformer needs the keyword ``context`` (tokens). An mlp needs
-    ``features`` and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. The keyword
-    ``documents``: statistics of the documents in packed samples. Features and images are assumed to be stored as
-    float32. Raises ConfigurationError for a missing size, or for a model that user code creates.
+    Keywords give the size of a sample. A transformer needs the keyword ``context`` (tokens). An mlp needs ``features``
+    and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. The keyword ``documents``:
+    statistics of the documents in packed samples. Raises ConfigurationError for a missing size, or a model that user
+    code creates.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(

@@ -1,7 +1,7 @@
 """Search the best layouts of a training on a cluster: for time, energy, cost, or energy times delay.
 
-`branch_and_bound` finds the finalists. They are timed again by the schedule simulator, and explained: why each beats
-the next (`why_better`), and its limits (`bottlenecks`). If nothing fits, `nothing_fits` suggests changes.
+The schedule simulator times the finalists of the search again. `why_better` and `bottlenecks` explain the results. If
+nothing fits, `nothing_fits` suggests changes.
 """
 
 import gc
@@ -55,11 +55,12 @@ class RefusalCount:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Result of a search. ``found`` has the best layouts, best first.
+    """Result of a search. The attribute ``found`` has the best layouts, best first.
 
-    ``layouts``: number of layouts in the search. ``estimated``: number of layouts whose step time was estimated.
-    ``left_out``: number of layouts skipped because they cannot be better than the last layout of ``found``.
-    ``nothing``: if no layout fits into memory, messages on the missing memory and on changes that would help.
+    - ``layouts``: number of layouts in the search.
+    - ``estimated``: number of layouts whose step time was estimated.
+    - ``left_out``: number of layouts skipped because they cannot be better than the last layout of ``found``.
+    - ``nothing``: if no layout fits, messages on the missing memory and on changes that would help.
     """
 
     objective: str
@@ -131,7 +132,7 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
 
 
 def passes(layout: ParallelLayout, global_batch: int) -> int:
-    """Return the number of forward and backward passes of model chunks in one step. Local."""
+    """Return the number of forward and backward passes of all (virtual) pipeline stages in one step. Local."""
     return 2 * layout.pipeline * layout.chunks * layout.microbatches(global_batch)
 
 

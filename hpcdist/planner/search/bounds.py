@@ -1,8 +1,8 @@
 """Objective of an estimate, and lower bounds on it for families of layouts.
 
 **Family bound.** A step takes at least T = (seconds of all units per micro-batch) x (micro-batches) / (stages), as if
-all stages were equally busy. If one of p ranks recomputes nothing, it has at most X of S seconds, and saves at most X /
-2 of the A seconds of recomputation. So p X >= S + A - X / 2.
+all stages were equally busy. Let the slowest of p ranks take X seconds, and all ranks S seconds plus A seconds of
+recomputation. If one rank recomputes nothing, it saves at most X / 2 of A. So p X >= S + A - X / 2.
 
 Bounds for a single schedule: `schedule_bound` and `order_bound`.
 """
@@ -59,10 +59,10 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 
 
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
-    """Return the objective value and a tie-break, to sort layouts.
+    """Return (objective value, tie-break), by which layouts are sorted.
 
-    The tie-break of the objective "time" is the maximum possible step time (`PlanEstimate.step_range_s`), or the
-    modelled step time if the maximum is unknown. Other objectives have no tie-break: the value is returned twice.
+    For the objective "time", the tie-break is the maximum step time (`PlanEstimate.step_range_s`), or the modelled step
+    time if that is unknown. For other objectives, it is the value.
     """
     objective_value = value(estimate, objective)
     if objective != "time":
@@ -85,8 +85,8 @@ def order_bound(
 ) -> float:
     """Return a lower bound of the objective value of the layout ``order``. Local.
 
-    ``flow``: times of the layout's micro-batches. The bound leaves out gradient exchange, optimizer update and
-    reading of samples. So it holds for each data-axis strategy and compression.
+    ``flow``: times of the layout's micro-batches. The bound excludes gradient exchange, optimizer update and reading of
+    samples, so it holds for each data-axis strategy and compression.
     """
     least_s = sum(flow.terms.values())
     if objective == "time":
@@ -97,15 +97,13 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """Times per micro-batch of the whole model.
-
-    They are equal for layouts that differ only in schedule, chunks, data-axis strategy and compression.
+    """Times per micro-batch of the whole model, for all schedules, chunks, data-axis strategies and compressions.
 
     ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. Recomputation is included,
     unless ranks recompute while they wait for the gradient.
-    ``each_s``: lower bound of the time per micro-batch on the slowest pipeline rank, with recomputation.
+    ``each_s``: lower bound of the time on the slowest pipeline rank, with recomputation.
     ``full``: number of micro-batches per replica. A smaller last micro-batch counts as a fraction.
-    ``computing``: fraction of a micro-batch's time that is computation. The rest is collectives.
+    ``computing``: fraction of the time that is computation and not collectives.
     """
 
     seconds: PlannedSeconds
@@ -151,7 +149,7 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective value of the layout ``family``, if no pipeline rank is ever idle. Local.
+    """Return a lower bound of the objective value of the layout ``family``, without pipeline idle time. Local.
 
     ``of_all``: result of `family_totals` for this layout.
     """
@@ -163,18 +161,16 @@ def schedule_bound(
 ) -> float:
     """Return a lower bound of the objective value of the layout ``order``, including pipeline idle time. Local.
 
-    ``of_all``: result of `family_totals` for this layout. ``hop_s``: time of a message between neighbouring pipeline
-    ranks.
+    ``of_all``: result of `family_totals` for this layout. ``hop_s``: seconds of a message to the next pipeline rank.
 
-    Derivation, with p ranks, v chunks per rank, m micro-batches, and X = seconds per micro-batch of the slowest rank:
+    Derivation, with p ranks, v chunks per rank, m micro-batches, X = seconds per micro-batch of the slowest rank, and Y
+    = mean seconds of the other ranks:
 
-    - A step takes m X plus the idle time of the slowest rank.
-    - `closed_form` computes the idle time from Y, the mean seconds of the other p - 1 ranks.
-    - X and Y are unknown, but their sum over all p ranks is known: S = X + (p - 1) Y.
-    - Let I be the idle time for Y = S / (p - 1). I is too large by at most E.
+    - S = X + (p - 1) Y is known, but not X and Y. A lower bound replaces X.
+    - `closed_form` computes the idle time of the slowest rank from Y. Let I be the idle time for Y = S / (p - 1).
+    - I is too large by at most E. So m micro-batches take at least m X + I - E.
     - E = X / v. If backward is split into input and weight gradients, E = X.
     - Recomputation before a gradient arrives adds X / (2 v) to E for 1F1B, and X / v for the interleaved schedule.
-    - So m micro-batches take at least m X + I - E. A lower bound replaces X.
     """
     ranks = order.pipeline
     if ranks == 1:

@@ -1,8 +1,8 @@
 """Branch and bound over the space of layouts, best first, with a memory filter.
 
-A heap orders nodes by a lower bound (`hpcdist.planner.search.bounds`). A popped family is split into its orders, an
-order into its strategies. The search ends if the smallest bound is not better than the last result. Memory does not
-decrease with the size of equal micro-batches in complete groups, so few layouts need a memory estimate.
+A heap orders nodes by a lower bound (`hpcdist.planner.search.bounds`). The search ends if the smallest bound is not
+better than the last result. Memory does not decrease with the size of equal micro-batches in complete groups, so few
+layouts need a memory estimate.
 """
 
 import heapq
@@ -55,7 +55,7 @@ class MemoryFilter:
         """Return the ``strategies`` with which the layout ``order`` fits into memory.
 
         A strategy is a pair (data-axis strategy, compression). ``sizes``: all micro-batch sizes in the search, in
-        ascending order. If the smallest size does not fit, larger sizes are not estimated.
+        ascending order.
         """
         stem: tuple[object, ...] = _STEM(order)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
@@ -112,9 +112,9 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 class SearchNode(NamedTuple):
     """Node of the search tree: a set of layouts that differ from ``layout`` in a few settings.
 
-    In an upper node, the settings are schedule, chunks, data-axis strategy and compression. In a lower node, they are
-    data-axis strategy and compression: the pairs in ``strategies``. The attribute ``known`` has the micro-batch times
-    of the layouts, or None if they are not yet computed.
+    In an upper node, schedule, chunks, data-axis strategy and compression differ. In a lower node, only the pairs
+    (data-axis strategy, compression) in ``strategies`` differ. ``known``: micro-batch times of the layouts, or None if
+    not yet computed.
     """
 
     bound: Bound
@@ -132,11 +132,11 @@ class Refusals:
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def grid(self, problem: LayoutProblem) -> None:
-        """Count one more combination of parallel degrees that the rule of ``problem`` rejects."""
+        """Count a combination of parallel degrees that is rejected because of ``problem``."""
         self._count(self.grids, problem, 1)
 
     def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` more layouts that the rule of ``problem`` rejects."""
+        """Count ``many`` layouts that are rejected because of ``problem``."""
         self._count(self.layouts, problem, many)
 
     @staticmethod

@@ -27,12 +27,12 @@ PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipeline
 class SearchSpec:
     """Settings of a search: the objective, the values to try, and the results to return.
 
-    ``objective``: quantity per step to minimise. ``memory_bytes``: memory limit of a device. 0 means the device memory
-    minus the fraction ``headroom``. ``fewer``: layouts may leave devices unused, if the number of used devices divides
-    the number of all devices. ``runnable``: only layouts that hpcdist can run. ``first``: number of results.
-    ``simulate``: time the best layouts by the schedule simulator. ``distinct``: return only the best layout for each
-    combination of parallel degrees. Empty ``tensors``, ``pipelines``, ``contexts``, ``chunks`` or ``microbatches`` mean
-    all possible numbers.
+    ``objective``: quantity per step to minimise. ``runnable``: only layouts that hpcdist can run.
+    ``memory_bytes``: memory limit of a device. 0: the device memory minus the fraction ``headroom``.
+    ``fewer``: also try numbers of devices that divide the number of all devices.
+    ``first``: number of results. ``distinct``: only the best layout for each combination of parallel degrees.
+    ``simulate``: time the best layouts by the schedule simulator.
+    Empty ``tensors``, ``pipelines``, ``contexts``, ``chunks`` or ``microbatches``: try all possible numbers.
     """
 
     objective: str = "time"
@@ -132,9 +132,8 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
     """Return the micro-batch sizes to try with the parallel degrees of the layout ``grid``, in ascending order. Local.
 
-    The result is ``spec.microbatches``, if set. Otherwise, it has the smallest size for each possible number of
-    micro-batches. With a pipeline, and always for Megatron-LM, only sizes that divide the batch into equal
-    micro-batches are tried.
+    The result is ``spec.microbatches``, if set. Otherwise, it has one size for each possible number of micro-batches.
+    With a pipeline or Megatron-LM, each size divides the batch into equal micro-batches.
     """
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))

@@ -3,9 +3,9 @@
 A product of (m, k) and (k, n) takes 2 m k n FLOPs in forward and for each gradient. A product is never faster than its
 memory traffic.
 
-Tiled attention (arXiv:2307.08691), as in hpcdist, takes 4 h P FLOPs in forward for P pairs of tokens, and 10 h P in
-backward, at `Device.attention_share` of the peak. Attention with scores in memory (arXiv:2205.05198, section 4.1) takes
-two small products per head over all s^2 pairs, four in backward, plus the traffic of a s^2 scores.
+Tiled attention (arXiv:2307.08691), as in hpcdist, takes 4 h P FLOPs in forward for width h and P pairs of tokens, and
+10 h P in backward, at `Device.attention_share` of the peak. Attention with scores in memory (arXiv:2205.05198, section
+4.1) takes two products per head over all s^2 pairs, four in backward, plus the traffic of a s^2 scores for a heads.
 
 Elementwise operations take the time of their memory traffic; backward moves three elements per two in forward. Each
 kernel adds `Device.kernel_s`.
@@ -39,10 +39,10 @@ _KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # cached results by id
 class UnitSeconds(NamedTuple):
     """Times in seconds of one model unit for a micro-batch on one device.
 
-    ``forward_s``: forward. ``input_s`` and ``weight_s``: gradients of inputs and of weights. ``again_s``: recomputation
-    before backward. ``add_s``: gradient accumulation, in addition to ``weight_s``. ``cover_s``: time in backward that
-    can overlap messages of the tensor axis. ``attention_s``: pair of the times of attention in forward and in backward,
-    which the fields above include.
+    ``forward_s``: forward. ``input_s`` and ``weight_s``: gradients of inputs and of weights.
+    ``again_s``: recomputation before backward. ``add_s``: gradient accumulation, not included in ``weight_s``.
+    ``cover_s``: time in backward that can overlap messages of the tensor axis.
+    ``attention_s``: times of attention in (forward, backward), included in the fields above.
     """
 
     forward_s: float
@@ -223,7 +223,7 @@ class _Unit:
         return forward, MOVED_BACK * forward
 
     def _add(self) -> float:
-        """Return the seconds per micro-batch to add its weight gradients to the accumulated gradients."""
+        """Return the seconds to add a micro-batch's weight gradients to the accumulated gradients."""
         each = main_bytes(self.layout) / self.moves
         separate, waits = local_parameters(self.unit, self.layout), 0.0
         if self.layout.implementation == "megatron" and self.layout.gradient_fusion:

@@ -12,8 +12,8 @@ micro-batches. A device sends
 
 ZeRO: arXiv:1910.02054, section 7. At a dedicated server, bytes queue at its link, and all gradients pass its memory.
 
-Gradients overlap backward: at most the share ``overlap``, excluding the unit computed last, and no longer than backward
-takes. Gathers of ZeRO-3 overlap both passes. Other gathers and the parameters of servers are exposed.
+Gradients overlap backward: at most the fraction ``overlap``, without the unit computed last, and at most the backward
+time. Gathers of ZeRO-3 overlap both passes. Other gathers and the parameters of servers are exposed.
 """
 
 import math
@@ -53,7 +53,8 @@ class BucketChoice(NamedTuple):
 class BucketedGradients(NamedTuple):
     """Gradients of a device to send in buckets.
 
-    ``backward_s``: time that messages may overlap. ``spare_bytes``: memory for buckets larger than the default.
+    ``backward_s``: computation time that messages may overlap. ``spare_bytes``: memory for buckets larger than the
+    default.
     """
 
     parameters: float
@@ -148,16 +149,16 @@ def exchange(
     matrices: Matrices = (),
     spare_bytes: float = math.inf,
 ) -> ExchangeCost:
-    """Return the cost of exchanging a device's gradients and parameters with its data-parallel replicas in a step.
+    """Return the cost per step of exchanging a device's gradients and parameters with its data-parallel replicas.
 
-    ``parameters``: number of parameters on the device. ``backward_s`` and the keyword ``forward_s``: times of one
-    micro-batch. ``microbatches``: micro-batches per step. Other keywords:
+    ``parameters``: number of parameters on the device. ``backward_s``: backward time of a micro-batch.
+    ``microbatches``: micro-batches per step. Raises UsageError for an unknown strategy. Keywords:
+    - ``forward_s``: forward time of a micro-batch.
     - ``units``: number of model units on the device.
-    - ``expert_parameters``: number of the ``parameters`` in experts. Only ranks with the same experts exchange them.
+    - ``expert_parameters``: number of the ``parameters`` in experts.
     - ``ends``: parameters of the first and of the last unit, which zero3 gathers less often.
-    - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. () assumes square weights.
-    - ``spare_bytes``: memory that may be used to enlarge allreduce buckets.
-    Raises UsageError for an unknown strategy.
+    - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. (): square weights.
+    - ``spare_bytes``: memory for larger allreduce buckets.
     """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")

@@ -84,8 +84,7 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 def row_buffers(nbytes: float, route: RowRoute) -> float:
     """Return the bytes of a device's buffers for sending tokens to experts of other ranks. Local.
 
-    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`. The result is 0 if the route is "pairs",
-    direct messages between two ranks.
+    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`. The route "pairs" needs no buffers.
     """
     if route.way == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients

@@ -1,7 +1,7 @@
-"""Gradients on the wire: data types, compressed payloads, and the time of compressed sums.
+"""Gradients in messages: data types, sizes of compressed gradients, and the time of compressed sums.
 
-Megatron-LM sums in the type of its main gradients. hpcdist sends 16-bit gradients unchanged to servers and ZeRO owners,
-who sum them in float32. Its allreduce sends float32 sums.
+Megatron-LM sums in the type of its main gradients. hpcdist sends 16-bit gradients to servers and ZeRO owners, who sum
+them in float32. Its allreduce sends float32 sums.
 
 **Payloads** in bytes, for n values and p ranks:
 
@@ -53,13 +53,11 @@ Matrices = tuple[tuple[int, int, int], ...]  # (rows, columns, count)
 
 
 class Payload(NamedTuple):
-    """Compressed payload of the gradients of one device.
+    """Compressed gradients of one device, and the method ``way`` that sums them over the ranks.
 
-    ``way`` is the method that sums payloads over the ranks:
-
-    "owned": each rank decodes and sums the payloads of its shard; ranks then gather the encoded sums.
-    "gathered": each rank gathers, decodes and sums the payloads of all ranks.
-    "summed": an allreduce sums the payloads, and each rank decodes the sum.
+    "owned": each rank decodes and sums the gradients of its shard; ranks then gather the encoded sums.
+    "gathered": each rank gathers, decodes and sums the gradients of all ranks.
+    "summed": an allreduce sums the encoded gradients, and each rank decodes the sum.
     """
 
     nbytes: float
@@ -78,11 +76,10 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return the size and coding cost (`Payload`) of ``values`` compressed gradient elements, or None for "none".
+    """Return size and coding cost of ``values`` compressed gradient elements, or None for compression "none".
 
-    ``ranks``: number of ranks that sum these gradients. ``units``: number of layers with these gradients.
-    ``matrices``: (rows, columns, number of matrices) for each weight shape, used by powersgd. Raises UsageError for an
-    unknown compression.
+    ``ranks`` ranks sum the gradients of ``units`` layers. ``matrices`` has (rows, columns, number of matrices) for each
+    weight shape, for powersgd only. Raises UsageError for an unknown compression.
     """
     if compression == "none":
         return None
@@ -121,7 +118,7 @@ _FLOAT32: Final = 4
 
 
 class CompressedGradients(NamedTuple):
-    """Gradients that a device compresses. ``values``: number of elements. ``units``: number of layers."""
+    """Gradients that a device compresses: number of elements, number of layers, and shapes of the matrices."""
 
     values: float
     units: int
@@ -138,11 +135,8 @@ def compressed_sum(
 ) -> MessageCost:
     """Return the cost of summing compressed gradients over ``axis``, including the time to encode and decode.
 
-    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of buckets, all of the same size.
-
-    If nodes have several of the ranks, the result is the cost of the faster method: compressed messages everywhere, or
-    only between nodes. In the second method, the ranks of a node first reduce-scatter float32 values. Then ranks on
-    different nodes sum their shards with compressed messages. PowerSGD always uses the first method.
+    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of buckets, all of the same size. If nodes have
+    several of the ranks, sums inside a node are compressed only if this is faster.
     """
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, messages)

@@ -40,13 +40,13 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 class LinkTier(NamedTuple):
     """Link level that a group of devices uses, such as the links between nodes.
 
-    The links of a level join boxes of devices: the links between nodes join nodes.
+    The links of a level join sets of devices, such as nodes.
 
     ``outer``: index of the level in the cluster, 0 for the fastest level.
-    ``fan``: number of boxes that contain members of the group.
-    ``lanes``: number of members of the group in each of these boxes.
+    ``fan``: number of sets that contain members of the group.
+    ``lanes``: number of members of the group in each of these sets.
     ``crowded``: seconds in which a device sends one byte, if all devices of the job send.
-    ``single``: seconds in which a device sends one byte, if only one group member per box sends.
+    ``single``: seconds in which a device sends one byte, if only one group member per set sends.
     """
 
     outer: int
@@ -61,8 +61,8 @@ class LinkTier(NamedTuple):
 class GroupSpan:
     """Group of ``size`` devices, ``stride`` apart, with the link levels ``tiers`` that connect the devices.
 
-    ``tiers``: fastest level first; empty for one device. ``channels``: True if several rings or trees run in parallel,
-    as in NCCL. ``flags``: warnings about the group.
+    ``tiers``: fastest level first; empty for one device. ``channels``: several rings or trees run in parallel, as in
+    NCCL. ``flags``: warnings.
     """
 
     size: int
@@ -95,9 +95,9 @@ class GroupSpan:
 def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
     """Return the size, the stride and the link levels of the group of devices on ``axis``, one of `AXES`.
 
-    "all": all computing devices. "replicas": devices with the same parameters (on the data and context axes).
-    "expert_replicas": devices with the same experts, assumed to have equally spaced ranks. Raises UsageError for an
-    unknown axis, or if no link level joins all devices.
+    "all": all computing devices. "replicas": devices with the same parameters, on the data and context axes.
+    "expert_replicas": devices with the same experts. Raises UsageError for an unknown axis, or if no link level joins
+    all devices.
     """
     inner = layout.tensor * layout.context
     total = inner * layout.data * layout.pipeline
@@ -126,10 +126,9 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
     """Return the group of ``size`` devices, ``stride`` apart, with the link levels that connect the devices.
 
-    ``total``: number of devices of the job. ``levels``: link levels of the cluster, fastest first. ``channels``: True
-    if several rings or trees run in parallel, as in NCCL. The group is assumed to have equally many members on each
-    node, and similarly at other levels. If this is wrong, the result has a warning in ``flags``. Raises UsageError if
-    no level joins all members of the group.
+    ``total``: number of devices of the job. ``levels``: link levels of the cluster, fastest first. ``channels``:
+    several rings or trees run in parallel, as in NCCL. If nodes have unequal numbers of members, ``flags`` has a
+    warning. Raises UsageError if no level joins all members of the group.
     """
     tiers: list[LinkTier] = []
     flags: list[str] = []
@@ -149,8 +148,8 @@ def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], cha
         box_below = box
     if below < size:
         raise UsageError(
-            f"{total} devices, but the link levels of the cluster join only {levels[-1].devices if levels else 1}; "
-            "set devices = 0 (all) at the outermost level"
+            f"the job has {total} devices, but the link levels of the cluster join only "
+            f"{levels[-1].devices if levels else 1}; set devices = 0 (all devices) at the cluster's last link level"
         )
     return _span(size, stride, tuple(tiers), channels, tuple(flags))
 
@@ -163,8 +162,8 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
     """Return the number of group members among ``box`` consecutive devices, such as the devices of a node.
 
-    The group has ``size`` devices, ``stride`` apart. The result divides ``size``. It is a multiple of ``below``, the
-    number of group members per socket of the node, or 1 without sockets.
+    The group has ``size`` devices, ``stride`` apart. ``below``: number of group members per socket of the node, or 1.
+    The result divides ``size`` and is a multiple of ``below``.
     """
     # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
     room = max(1, box // stride)
@@ -328,9 +327,8 @@ def collective(
     """Return the cost of ``operation`` on a buffer of ``nbytes`` bytes over the device group ``span``.
 
     ``nbytes`` is the size of the whole buffer: the input of reduce_scatter, the output of all_gather, all data of a
-    device in all_to_all. ``algorithm`` "auto" means the measured cost, or else the fastest formula. If ``operation``
-    does not have ``algorithm``, the result is the cost of its fastest algorithm, with a warning in ``flags``. Raises
-    UsageError for unknown names.
+    device in all_to_all. ``algorithm`` "auto" means the measured cost, or else the fastest formula. An ``algorithm``
+    without this operation is replaced by the fastest, with a warning in ``flags``. Raises UsageError for unknown names.
     """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST

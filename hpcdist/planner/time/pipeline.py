@@ -56,10 +56,9 @@ class PlannedSeconds(NamedTuple):
 
 
 class PipelineTime(NamedTuple):
-    """Time of a step on the slowest pipeline rank, in seconds: computation, message transfers, and other idle time.
+    """Seconds of a step on the slowest pipeline rank: computation, message transfers, and other idle time.
 
-    ``bubble``: fraction of this rank's time without computation, from the start of its first forward to the end of its
-    last backward.
+    ``bubble``: fraction of time without computation, from this rank's first forward to its last backward.
     """
 
     busy_s: float
@@ -88,11 +87,12 @@ def closed_time(
 ) -> PipelineTime:
     """Return the step time of a pipeline by a closed formula.
 
-    ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. The keyword
-    ``chunks``: chunks per rank. The keyword ``message_s``: time of a message between neighbouring ranks. The keyword
-    ``blocking``: True if a rank does not compute during message transfers. The keyword ``steps_overlap``: True if a
-    rank starts the next step without waiting for other ranks. The keyword ``ahead_s``: recomputation seconds per
-    micro-batch of the slowest rank, if it recomputes while it waits for the gradient.
+    ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. Keywords:
+
+    - ``chunks``: model chunks per rank. ``message_s``: seconds of a message between neighbouring ranks.
+    - ``blocking``: a rank does not compute during message transfers.
+    - ``steps_overlap``: a rank starts the next step without waiting for other ranks.
+    - ``ahead_s``: seconds per micro-batch of recomputation before the gradient arrives.
     """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
@@ -154,11 +154,10 @@ def simulated_timeline(
     message_s: float = 0.0,
     recompute: bool = False,
 ) -> "StepTimeline":
-    """Simulate the forward and backward passes of a step and return the timeline. Local.
+    """Return the simulated timeline of the forward and backward passes of a step. Local.
 
     ``chunks``: times of a micro-batch in each chunk, in model order. The keyword ``message_s``: seconds in which a
-    message occupies its link. If the keyword ``recompute`` is true, each chunk is recomputed before its gradient
-    arrives, in the time of a forward pass.
+    message occupies its link. The keyword ``recompute``: recompute each chunk before its gradient arrives.
     """
     from hpcdist.strategies.schedule.simulate import timeline
     from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
@@ -187,11 +186,11 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 
 
 class StageTime(NamedTuple):
-    """Times of a micro-batch on a pipeline rank, or in one of its chunks.
+    """Times of a micro-batch on a pipeline rank, or in one of its model chunks.
 
-    ``load``: computation and collectives of the micro-batch. ``sent``: waits for these collectives, by axis.
-    ``seconds``: forward and backward times, including these waits. ``ahead_s``: seconds of recomputation before the
-    gradient arrives, not included in ``seconds``.
+    ``load``: computation and collectives. ``sent``: waits for the collectives, by axis. ``seconds``: forward and
+    backward times, including these waits. ``ahead_s``: seconds of recomputation before the gradient arrives, not in
+    ``seconds``.
     """
 
     load: StageLoad
@@ -212,10 +211,9 @@ def stage_of(
     microbatches: int,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> StageTime:
-    """Return the `StageTime` of a pipeline rank: its forward and backward times per micro-batch. Local.
+    """Return the forward and backward times of a pipeline rank per micro-batch, as a `StageTime`. Local.
 
-    ``load``: the rank's work, from `loads` or `chunk_loads`. ``microbatches``: number per step. ``costs``: optional
-    cache of collective costs, keyed by (axis, operation, bytes).
+    ``load``: work of the rank. ``microbatches``: number per step. ``costs``: optional cache of collective costs.
     """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
@@ -231,7 +229,7 @@ def stage_of(
 def ranks_of(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[tuple[StageTime, int]]:
-    """Return pairs (times of a rank, number of pipeline ranks with these times), one per distinct value. Local."""
+    """Return the distinct `StageTime` values of the pipeline ranks, each with its number of ranks. Local."""
     costs: dict[tuple[str, str, float], MessageCost] = {}
     return [
         (stage_of(load, layout, cluster, microbatches, costs), often)
@@ -285,9 +283,8 @@ def closed_pipe(
 ) -> PipelineTime:
     """Return the step time of the pipeline of ``layout`` by a closed formula. Local.
 
-    ``m``: number of micro-batches per step. ``ranks``: pairs (times of a rank, number of pipeline ranks with these
-    times). ``slowest``: times of the slowest rank, the same object as in ``ranks``. ``hop_s``: seconds of a message
-    between neighbouring ranks.
+    ``m``: micro-batches per step. ``ranks``: result of `ranks_of`. ``slowest``: times of the slowest rank, the same
+    object as in ``ranks``. ``hop_s``: seconds of a message between neighbouring ranks.
     """
     others = slowest.seconds
     if layout.pipeline > 1:
@@ -304,8 +301,8 @@ def closed_form(
 ) -> PipelineTime:
     """Return the step time of a pipeline with the schedule of ``layout``, by `closed_time`. Local.
 
-    ``slowest``: micro-batch times on the slowest rank. ``others``: mean times on the other ranks. ``m``: number of
-    micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks. ``ahead_s``: see `closed_time`.
+    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks. For the other arguments
+    see `closed_time`.
     """
     return closed_time(
         layout.schedule,
@@ -326,8 +323,8 @@ def simulated_pipe(
 ) -> PipelineTime:
     """Return the step time of a pipeline, from simulations of its schedule with and without messages. Local.
 
-    The result separates computation, message transfers and other idle time. ``m``: micro-batches per step.
-    ``slowest``: times of the slowest rank. ``hop_s``: seconds of a message between neighbouring ranks.
+    ``m``: micro-batches per step. ``slowest``: times of the slowest rank. ``hop_s``: seconds of a message between
+    neighbouring ranks.
     """
     chunks = chunks_seconds(description, layout, cluster, m)
     # Without messages the simulation gives the idle time of the schedule; the additional time is waiting for messages.

@@ -34,13 +34,13 @@ LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 
 
 class AxisCollective(NamedTuple):
-    """Collective that a rank runs once per micro-batch for one unit of the model.
+    """Collective that a rank runs once per micro-batch for one unit of the model, such as a layer.
 
     ``when``: `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`.
     ``operation``: name of the collective. For an all-to-all of the expert axis: name of the sent data, such as "rows".
     ``nbytes``: size of the whole buffer.
     ``tiles_s``: for ring attention, the seconds of computation that overlap the messages, else None.
-    ``passes``: for ring attention, the number of blocks that a rank receives in total.
+    ``passes``: for ring attention, the number of receives of keys and values on a rank.
     """
 
     when: int
@@ -52,11 +52,12 @@ class AxisCollective(NamedTuple):
 
 
 class StageLoad(NamedTuple):
-    """Computation and collectives of one micro-batch in some layers of a model, and parameters of these layers.
+    """Computation, collectives and parameters of some layers of a model, for one micro-batch.
 
-    ``again_s``: seconds of recomputation. ``add_s``: seconds of gradient accumulation. ``cover_s``: seconds of
-    computation that can overlap collectives. ``calls``: pairs (collective, number of calls). ``uncut``: number of
-    parameters that the tensor axis does not shard. ``units``: number of the layers.
+    ``again_s``, ``add_s``: seconds of recomputation and of gradient accumulation.
+    ``cover_s``: seconds of computation that can overlap collectives.
+    ``calls``: pairs (collective, number of calls).
+    ``uncut``: number of parameters that the tensor axis does not shard. ``units``: number of layers.
     """
 
     forward_s: float
@@ -74,10 +75,10 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Waits of a rank for the collectives of a micro-batch.
+    """Seconds that a rank waits for the collectives of a micro-batch, by axis.
 
-    The seconds in forward, backward (``back_s``) and recomputation (``again_s``) are given by axis. ``nbytes``: bytes
-    sent, by axis. ``hidden_s``: seconds of ring attention messages that overlap computation, so that no rank waits.
+    ``back_s``: in backward. ``again_s``: in recomputation. ``nbytes``: bytes sent, by axis. ``hidden_s``: seconds of
+    ring attention messages that overlap computation.
     """
 
     forward_s: dict[str, float]

@@ -1,4 +1,4 @@
-"""Critical path of a step: micro-batches, pipeline bubble, exposed exchange, update and input.
+"""Time of a step: micro-batches, pipeline bubble, exposed exchange, update and input.
 
 The m micro-batches take m times the time of the slowest pipeline rank. Only the last micro-batch's backward overlaps
 the exchange of gradients. Input is prefetched.
@@ -44,7 +44,7 @@ WIDE_BYTES = 4  # float32: of a master, a moment
 def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert_parameters: float = 0.0) -> float:
     """Return the seconds of the gradient norm and the optimizer update on one device. Local.
 
-    ``parameters``: number before sharding over replicas or servers, of which ``expert_parameters`` belong to experts.
+    ``parameters``: number of parameters before sharding. Of these, ``expert_parameters`` belong to experts.
     """
     numbers = owned(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
@@ -55,9 +55,9 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of parameters that one device updates, or one server of the strategy "parameter_server".
+    """Return the number of parameters that one device, or one parameter server, updates.
 
-    ``parameters``: number of parameters in a model replica on a device. ``replicas``: number of such devices.
+    ``parameters``: number of parameters of one device before sharding over ``replicas`` devices.
     """
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
@@ -83,8 +83,9 @@ TOKEN_BYTES: Final = 4  # largest type of stored tokens
 class MicrobatchFlow(NamedTuple):
     """Times of the micro-batches of a step in seconds, without gradient exchange and optimizer update.
 
-    ``slowest``: times of the slowest pipeline rank. ``fullest``: times of the rank with the most parameters. ``hop``:
-    cost of a message between two ranks. ``terms``: seconds of each phase, such as "forward" and "backward".
+    - ``slowest`` and ``fullest``: times of the slowest pipeline rank, and of the rank with the most parameters.
+    - ``hop``: cost of a message between two ranks.
+    - ``terms``: seconds of each phase, such as "forward" and "backward".
     """
 
     slowest: StageTime
@@ -139,10 +140,9 @@ def timing(
 ) -> TimeEstimate:
     """Return the time of a step, divided into phases such as forward, backward and optimizer update. Local.
 
-    If the keyword ``simulate`` is true, the pipeline schedule is simulated, else computed by a formula. The keyword
-    ``spare_bytes``: memory for larger gradient buckets. The keyword ``flow``: result of `microbatch_flow` for this
-    layout, or for a layout that differs only in strategy or compression. Raises ConfigurationError for an impossible
-    schedule or precision.
+    The keyword ``simulate`` selects a simulation of the pipeline schedule, instead of a formula. The keyword
+    ``spare_bytes`` is the memory for larger gradient buckets. The keyword ``flow`` is a result of `microbatch_flow` to
+    use again. Raises ConfigurationError for an impossible schedule or precision.
     """
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
@@ -179,8 +179,8 @@ def data_exchange(
 ) -> ExchangeCost:
     """Return the cost of exchanging gradients and parameters over the data axis, on one pipeline rank. Local.
 
-    The exchange is assumed to overlap only computation. ``stage``: work and times of the pipeline rank. ``m``: number
-    of micro-batches per step. ``spare_bytes``: memory for larger gradient buckets.
+    ``stage``: work and times of the pipeline rank. ``m``: number of micro-batches per step. ``spare_bytes``: memory for
+    larger gradient buckets.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":

@@ -1,8 +1,7 @@
 """Automatic choice of a compressor: measure at the start of a run whether compression pays.
 
-The largest gradient bucket is summed uncompressed and with each candidate, several times; the fastest time counts. With
-B bytes of a bucket, compression ratio c, and W bytes per second of the slowest link, a candidate wins if it is clearly
-faster:
+The largest gradient bucket is summed several times without and with each compressor; the fastest time counts. With B
+bytes of a bucket, compression ratio c, and W bytes/s of the slowest link, a compressor wins if it is clearly faster:
 
     codec + wire(B / c) < wire(B),        about       codec < (1 - 1/c) B / W
 """
@@ -90,8 +89,7 @@ def decide(
     """Measure the compressors of ``config.candidates``; return the fastest, or "none" if it saves too little time.
 
     Collective over the world; all ranks get the same result. ``seed``: seed of compressors that use random numbers. The
-    keyword ``halved``: True if gradients are reduce-scattered but not all-gathered. The keyword ``budget_s``: seconds
-    after which measuring stops. All data axes measure at the same time, because they share the network.
+    keyword ``halved``: True if gradients are only reduce-scattered. The keyword ``budget_s``: time limit in seconds.
     """
     if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")
@@ -155,7 +153,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Divide compressed sums by the number of ranks, so that the next measured sum does not overflow."""
+        """After a measurement, divide the compressed sums by the number of ranks, so that they do not overflow."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         return 0.0

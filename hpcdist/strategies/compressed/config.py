@@ -44,11 +44,13 @@ RULES: Final = (
 class CompressionConfig:
     """Section ``[compression]``: options of the gradient compressor that ``communication.compression`` names.
 
-    ``error_feedback`` adds the compression error of a gradient to the next gradient. The first ``warmup_steps`` updates
-    are uncompressed (for dgc, the density decreases instead; for onebit, the variance is measured). ``across_nodes``
-    compresses only the traffic between nodes. ``density``: fraction of gradient elements to send. ``rank``: rank of
-    powersgd's factors. ``bits``: bits per element of qsgd. ``candidates``: compressors that "auto" measures.
-    ``parameters``: compression of zero3's parameter gathers; "int8" is qwZ of ZeRO++.
+    - ``error_feedback``: add the compression error of a gradient to the next gradient.
+    - ``warmup_steps``: number of uncompressed updates at the start. For dgc, the density decreases during this time.
+    - ``across_nodes``: compress only the traffic between nodes.
+    - ``density``: fraction of gradient elements to send. ``rank``: rank of powersgd's factors. ``bits``: bits per
+      element of qsgd.
+    - ``candidates``: compressors that "auto" measures.
+    - ``parameters``: compression of zero3's parameter gathers; "int8" is qwZ of ZeRO++.
     """
 
     error_feedback: bool = True

@@ -26,10 +26,10 @@ _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 
 
 class PowerSgdReduction:
-    """PowerSGD: allreduce of gradients that sends matrices as low-rank factors, which it keeps from step to step.
+    """PowerSGD: allreduce of gradients that sends matrices as low-rank factors.
 
-    ``parts``: all parameter ranges whose gradients will be summed; each must consist of whole tensors. ``rank``: rank
-    of the factors, not a rank of ``comm``. ``algorithm``: allreduce algorithm of the factors.
+    ``parts``: all parameter ranges whose gradients will be summed, each of whole tensors. ``rank``: rank of the
+    factors, not of ``comm``. ``algorithm``: allreduce algorithm of the factors.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PowerSgdReduction:
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return the ranges in which elements of ``part`` may have compression residuals: all of ``part``. Local."""
+        """Return [``part``], because each of its elements may have a compression residual. Local."""
         return [part]
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:
@@ -76,7 +76,7 @@ class PowerSgdReduction:
         return rounds
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum the gradients ``values`` of the parameter range ``part``, in place. Collective over the communicator."""
+        """Sum the gradients ``values`` of the range ``part`` over the ranks in place, by PowerSGD. Collective."""
         rounds = self.rounds(part)
         if not rounds:
             return
@@ -132,7 +132,7 @@ class PowerSgdReduction:
             self.matrices[key].query[...] = before
 
     def pieces(self, parts: Iterable[Range]) -> list[Piece]:
-        """Return checkpoint pieces with the PowerSGD warm-start factors of the matrices in ranges ``parts``. Local."""
+        """Return the low-rank factors of the matrices in the ranges ``parts``, to save in a checkpoint. Local."""
         return [
             Piece.whole(QUERY, segment.key, self.matrices[segment.key].query)
             for part in parts

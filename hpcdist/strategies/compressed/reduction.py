@@ -53,8 +53,8 @@ class CodedMessage:
 class GradientCoder:
     """Encoder and decoder of one rank's gradients with the method of ``compressor``. Local.
 
-    ``seed`` and ``rank`` select the random stream. ``feedback`` stores the compression errors, or is None. Before each
-    step, the caller must set ``step`` to a number that is unique in the run.
+    ``seed`` and ``rank`` select the random stream. The attribute ``feedback`` stores the compression errors, or is
+    None. Before each step, set the attribute ``step`` to a number that is unique in the run.
     """
 
     def __init__(self, layout: Layout, compressor: Compressor, seed: int, rank: int) -> None:
@@ -156,7 +156,7 @@ class _Messages:
 
 
 class QuantisedReduction(CompressedReduction):
-    """Compressed reduce-scatter and all-gather: each owner sums its shard in float32, and compresses the sum."""
+    """Compressed reduce-scatter and all-gather: each rank sums its shard in float32, and compresses the sum."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder) -> None:
         self.comm, self.coder, self._messages = comm, coder, _Messages(comm)
@@ -301,7 +301,7 @@ def inter_node(data: Communicator) -> Communicator:
 
 
 class InterNodeReduction(CompressedReduction):
-    """Allreduce that compresses only messages between nodes. ``between_nodes``: allreduce of the sums of nodes."""
+    """Allreduce that compresses only messages between nodes, by the allreduce ``between_nodes``."""
 
     def __init__(self, data: Communicator, between_nodes: CompressedReduction) -> None:
         self._between_nodes = between_nodes

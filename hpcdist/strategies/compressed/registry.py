@@ -65,8 +65,7 @@ _ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of encoded values, whatever 
 class BucketReduction:
     """Compressed sum of gradients over the data axis, one bucket of ``buckets`` at a time.
 
-    ``reduction`` sums a bucket with the encoder ``codes``, which keeps state from step to step. ``comm`` sends the
-    payloads.
+    ``codes`` compresses gradients, with state from step to step. ``reduction`` sums compressed buckets over ``comm``.
     """
 
     comm: Communicator
@@ -101,10 +100,9 @@ def reduction_of(
 ) -> BucketReduction:
     """Return an object that sums gradients with the compressor ``name``, bucket by bucket. Collective over ``data``.
 
-    ``data``: data-parallel communicator. ``layout``: tensors in the flat parameter vector. ``seed``: seed of
-    compressors that use random numbers. ``algorithm``: allreduce algorithm of compressors whose payloads are summed.
-    ``on``: "cpu" or "gpu". Raises ConfigurationError if ``config.across_nodes`` is set and nodes have different numbers
-    of ranks.
+    ``layout``: tensors in the flat parameter vector. ``seed``: for compressors that use random numbers. ``algorithm``:
+    allreduce algorithm of compressors whose payloads are summed. ``on``: "cpu" or "gpu". Raises ConfigurationError if
+    ``config.across_nodes`` is set and nodes have different numbers of ranks.
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction

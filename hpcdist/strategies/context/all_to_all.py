@@ -127,8 +127,7 @@ class AllToAllAttention:
     ) -> tuple[Array, Array]:
         """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
 
-        The send buffer is in scratch memory of ``saved``. The receive buffer is in the optional array ``arrives`` if
-        this array is large enough. Otherwise, it is also in the scratch memory, after at least ``after`` elements.
+        The receive buffer is in ``arrives`` if large enough, else in scratch memory after at least ``after`` elements.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
@@ -140,9 +139,8 @@ class AllToAllAttention:
     ) -> list[Array]:
         """Exchange all heads of the local tokens for the local heads of all tokens. Collective over the axis.
 
-        ``sources``: arrays to send to each rank. Return an array of shape (batch, context, width) for each of
-        ``widths``, valid until the next call. ``arrives``: optional receive memory. It may overlap ``sources``, which
-        are copied first.
+        ``sources[r]``: arrays to send to rank r. Return an array of shape (batch, context, width) for each of
+        ``widths``, valid until the next call. ``arrives``: optional receive memory, which may overlap ``sources``.
         """
         axis, like = self._axis, sources[0][0]
         batch, columns = like.shape[0], sum(widths)
@@ -169,11 +167,10 @@ class AllToAllAttention:
     def _exchange_back(
         self, wholes: list[Array], targets: list[list[Target]], saved: Saved, arrives: Array | None = None
     ) -> None:
-        """Send the local heads of all tokens to the ranks of these tokens. Collective over the axis.
+        """Send the local heads of every token to the rank with this token. Collective over the axis.
 
-        ``wholes``: arrays with the local heads: outputs, or gradients of queries, keys and values. ``targets[i][r]``:
-        for the i-th of these arrays, the array for the heads of rank r, and True to add to it. ``saved``: scratch
-        memory. ``arrives``: optional receive memory. It may overlap ``wholes``, which are copied first.
+        ``targets[i][r]``: array for the heads of ``wholes[i]`` from rank r, and True to add to it. ``arrives``:
+        optional receive memory, which may overlap ``wholes``.
         """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)

@@ -23,8 +23,8 @@ class ContextAxis:
     """The ranks of ``comm``, which divide the ``context`` tokens of each sample. Methods are local unless marked.
 
     ``method``: "ring" or "all_to_all". The keyword ``window``: sliding window of the model in tokens, or 0. The keyword
-    ``spans`` records the seconds that the ring waits for messages. The attribute ``watch`` finds the first non-finite
-    value that this rank computed and did not receive.
+    ``spans`` records waits of the ring for messages. The attribute ``watch`` searches for the first non-finite value
+    that this rank itself computed.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class ContextAxis:
         self._spent_s = 0.0
 
     def messages(self, window: int) -> tuple[Messages, Messages]:
-        """Return this rank's messages of one attention, as a pair of operation lists (forward, backward).
+        """Return the communication steps of this rank in one attention, as a pair (forward, backward).
 
-        ``window``: sliding window of the attention in tokens, or 0. Raises ScheduleError if the lists of all ranks are
-        not consistent.
+        ``window``: sliding window of the attention in tokens, or 0. Raises ScheduleError if the ranks' steps do not
+        match.
         """
         if window not in self._messages:
             lists = zip(*(self._of_rank(rank, window) for rank in range(self.size)), strict=True)
@@ -79,8 +79,8 @@ class ContextAxis:
         if isinstance(samples, ArrayGroup) or samples.ndim < 2 or samples.shape[1] != self.context:
             received = "several arrays" if isinstance(samples, ArrayGroup) else f"a batch of shape {samples.shape}"
             raise DataError(
-                f"parallel.context = {self.size} cuts samples of {self.context} tokens (data.context), but this rank "
-                f"got {received}; give (samples, tokens) inputs and targets, or set data.context"
+                f"parallel.context = {self.size} cuts samples of {self.context} tokens (data.context), but the input "
+                f"is {received}; pass inputs and targets of shape (samples, {self.context}), or set data.context"
             )
         return self.rows(samples, 1)
 
@@ -92,7 +92,7 @@ class ContextAxis:
         return rows
 
     def wait(self, request: Request, like: Array, name: str) -> None:
-        """Wait for the MPI ``request`` on buffer ``like``. Record waits on host buffers as spans called ``name``."""
+        """Wait for the MPI ``request`` on the buffer ``like``. On the host, record the wait under ``name``."""
         if is_device(like):  # the wait includes the computation before it
             request.wait()
         elif not request.test():
@@ -128,11 +128,11 @@ class ContextAxis:
 
 
 class Ring:
-    """Ring of ranks that passes each rank's block of keys and values to all ranks whose queries see the block.
+    """Ring of ranks that passes each rank's keys and values to all ranks whose queries see them.
 
-    The block of a rank has shape (batch, tokens of the rank, ``columns``), with the batch size and dtype of the array
-    ``like``. ``saved`` provides scratch memory for received blocks. Several rings may share it: ``most`` is the largest
-    ``columns`` of these rings. ``window``: sliding window in tokens, or 0.
+    Keys and values of a rank have shape (batch, tokens of the rank, ``columns``), with the batch size and dtype of
+    ``like``. ``saved`` provides scratch memory. ``most``: largest ``columns`` of all rings that share this memory.
+    ``window``: sliding window in tokens, or 0.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:
@@ -140,7 +140,10 @@ class Ring:
         self._messages = cast(tuple[tuple[RingOperation, ...], ...], axis.messages(window))
 
     def block(self, memory: str, source: int) -> Array:
-        """Return a scratch buffer, shaped as the block of rank ``source``. ``memory``: name in `operations.MEMORY`."""
+        """Return a scratch buffer of the shape of rank ``source``'s keys and values.
+
+        ``memory``: name in `operations.MEMORY`.
+        """
         batch, most = self._like.shape[0], self._axis.most_tokens
         flat = self._saved.scratch(f"context.{memory}", (batch * most * self._most,), self._like.dtype)
         shape = batch, tokens(self._axis.pieces[source]), self._columns
@@ -149,13 +152,13 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Pass blocks of keys and values around the ring; yield each block that local queries see. Collective.
+        """Yield the keys and values of each rank that local queries see, passed around the ring. Collective.
 
-        Each item is (rank, block, gradients, poll). The block has the keys and values of ``rank``. The first block is
-        ``local_block``, of this rank. The call ``poll()`` advances the messages in flight. If the keyword ``back`` is
-        true, ``gradients`` is an array that the caller must overwrite with the gradients of the block. For the first
-        block, and in the forward pass, ``gradients`` is None. At the end, the scratch buffer named `operations.HOME`
-        has the sum of the other ranks' gradients of ``local_block``.
+        Each item is (rank, block, gradients, poll). ``block`` has the keys and values of ``rank``. The first block is
+        ``local_block``, of this rank. The call ``poll()`` advances the messages in flight. ``gradients`` is None in the
+        first item, and in the forward pass. In the backward pass (the keyword ``back`` is True), the caller must write
+        the gradients of the block to it. At the end, the scratch buffer `operations.HOME` has the sum of the other
+        ranks' gradients of ``local_block``.
         """
         axis, blocks = self._axis, {"keys0": local_block}
         in_flight: dict[str, tuple[Request, RingOperation]] = {}  # by memory

@@ -14,11 +14,10 @@ PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads, to 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShare:
-    """Sizes of one attention layer that ``ranks`` context ranks compute together.
+    """Sizes of one attention layer that ``ranks`` context ranks compute together, as totals over these ranks.
 
-    All sizes are totals over these ranks. There are ``samples`` samples of ``tokens`` tokens, ``heads`` query heads and
-    ``shared`` key heads. A head has ``size`` elements of ``itemsize`` bytes per token. ``window``: sliding window in
-    tokens, or 0.
+    There are ``samples`` samples of ``tokens`` tokens, ``heads`` query heads and ``shared`` key heads. A head has
+    ``size`` elements of ``itemsize`` bytes per token. ``window``: sliding window in tokens, or 0.
     """
 
     ranks: int
@@ -37,7 +36,7 @@ class AttentionShare:
 
     @property
     def exchanged_columns(self) -> int:
-        """Number of query, key and value elements per token that a rank has after tokens are exchanged for heads."""
+        """Number of query, key and value elements per token on a rank that has all tokens of some heads."""
         return (self.heads // self.ranks + 2 * max(1, self.shared // self.ranks)) * self.size
 
 
@@ -71,8 +70,8 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean bytes that a rank sends in each all-to-all, as a pair of tuples (forward, backward).
 
-    ``share``: sizes of the attention. The forward all-to-alls exchange inputs, then output. The backward all-to-alls
-    exchange one number per token and head, then output gradients, then input gradients.
+    ``share``: sizes of the attention. Forward: inputs, then output. Backward: one number per token and head, then
+    output gradients, then input gradients.
     """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
@@ -93,9 +92,8 @@ def ring_passes(share: AttentionShare) -> int:
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
     """Return the communication time of one ring attention that computation does not hide, in seconds.
 
-    ``tile_s``: computing time for one key block. ``pass_s``: transfer time of one key block or of its gradients. A rank
-    computes with a key block while the next key block arrives. In the backward pass (the keyword ``back`` is true),
-    ranks also pass on the gradients of key blocks.
+    ``tile_s``: time to compute with one rank's keys, during which the next rank's keys arrive. ``pass_s``: transfer
+    time of one rank's keys, or of their gradients. The keyword ``back``: backward pass, which also transfers gradients.
     """
     if ranks == 1:
         return 0.0
@@ -110,7 +108,7 @@ def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> f
 def counts_bytes(ranks: int, samples: int, experts: int) -> int:
     """Return the bytes of the int32 token counts that a router gathers from ``ranks`` context ranks.
 
-    Each rank has one count per sample, per expert and per token range of the sample (two ranges).
+    A rank has two token ranges of each sample, and counts the tokens of each expert in each range.
     """
     return 4 * 2 * ranks * samples * experts
 
@@ -126,9 +124,9 @@ def kept_elements(share: AttentionShare, method: str) -> int:
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
-    """Return the number of extra scratch elements that attention needs because of the context axis, by buffer name.
+    """Return the extra scratch memory of attention on a context axis: buffer name -> number of elements.
 
-    ``share``: total numbers of ranks, tokens and heads (`AttentionShare`). ``method``: "ring" or "all_to_all".
+    ``share``: total numbers of ranks, tokens and heads. ``method``: "ring" or "all_to_all".
     """
     local_tokens = share.samples * share.most_tokens
     if method == "ring":

@@ -94,7 +94,7 @@ class PieceDropout(LocalDropout):
 
 
 class PieceSamples(WholeSamples):
-    """Layout of samples whose tokens are divided over the context ranks. Routers of tokens to experts use it."""
+    """Layout of samples whose tokens are divided over the context ranks."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
@@ -104,11 +104,11 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each expert's token counts before each local token range, and in each whole sample. Collective.
+        """Return each expert's number of tokens before each local token range, and in each sample. Collective.
 
-        ``counts``, of shape (samples, local ranges, experts): token counts in this rank's token ranges of each sample.
-        Return two arrays. The first, of the shape of ``counts``, covers all earlier tokens of the sample, on any rank.
-        The second, of shape (samples, experts), covers all tokens of the sample.
+        ``counts``: token counts in this rank's token ranges, of shape (samples, local ranges, experts). The first
+        result has the same shape, and counts the earlier tokens of the sample on all ranks. The second result, of shape
+        (samples, experts), counts all tokens of the sample.
         """
         if not len(counts):
             return super().join(counts)
@@ -129,8 +129,8 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
     """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local.
 
-    If ``axis`` is None, return ``model`` itself. Passes of the copy are collective over the axis, and take the results
-    of `ContextAxis.cut` as inputs. A PyTorch module must use `hpcdist.adapters.torch.attention`. Raises
+    If ``axis`` is None, return ``model`` itself. Passes of the copy are collective over the axis. Their inputs are
+    results of `ContextAxis.cut`. A PyTorch module must use `hpcdist.adapters.torch.attention`. Raises
     ConfigurationError for unsupported models.
     """
     if axis is None:
@@ -144,8 +144,8 @@ def cut_context(model: Model, axis: ContextAxis | None) -> Model:
         return local_model
     if not isinstance(model.stages[0], TokenEmbedding):
         raise ConfigurationError(
-            f"parallel.context = {axis.size}: this model's stages cannot divide samples over ranks; only transformers "
-            "and modules of PyTorch can; set parallel.context = 1"
+            f"parallel.context = {axis.size} divides each sample over ranks, which only transformers and PyTorch "
+            "modules support; set parallel.context = 1"
         )
     local_model.stages = tuple(stage.with_tokens(axis.tokens) for stage in model.stages)  # type: ignore[attr-defined]
     experts = model.operations.experts

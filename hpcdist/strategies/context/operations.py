@@ -49,7 +49,7 @@ class RingOperation:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """All-to-all between tokens and heads: tokens per sample that a rank sends to and receives from each rank."""
+    """Numbers of tokens per sample that this rank sends to and receives from each rank to exchange heads."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
@@ -58,9 +58,9 @@ class HeadExchange:
 def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
     """Return the operations (such as sends) of ``rank`` in one ring attention, in the order of execution.
 
-    ``visited[r]``: ranks that use the key block of rank r, in ring order, starting with r. A rank sends a key block
-    to the next rank while it computes with the block. The keyword ``back``: True for a backward pass. The gradients of
-    a key block then follow the block round the ring, and return to rank r.
+    ``visited[r]``: ranks that use the keys of rank r, in ring order, starting with r. A rank sends keys to the next
+    rank while it computes with the keys. In a backward pass (the keyword ``back``), the gradients of the keys follow
+    the keys round the ring, and return to rank r.
     """
     steps: list[RingOperation] = []
     count = len(visited)
@@ -104,9 +104,8 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
     """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
 
-    ``placed``: token ranges of a sample on each rank. In forward, the first all-to-all exchanges tokens for heads, and
-    the second heads for tokens. If the keyword ``back`` is true, the attention is a backward pass: tokens are exchanged
-    for heads twice, then heads for tokens.
+    ``placed``: token ranges of a sample on each rank. First, each rank receives all tokens of some heads: by one
+    all-to-all, or two in a backward pass (the keyword ``back``). The last all-to-all returns the results.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

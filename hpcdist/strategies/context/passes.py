@@ -15,10 +15,10 @@ assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a dropout mask begin at 
 
 @dataclass(frozen=True)
 class Visit:
-    """Key block (keys and values) of rank ``source`` that arrives at another rank in ring attention.
+    """Keys and values of rank ``source`` that another rank receives in ring attention.
 
-    The receiving rank's query rows before ``from_row`` do not see the block. All later rows see the same tokens of the
-    block: those in the token ranges ``keys``. A sliding window may hide further tokens.
+    The receiver's queries before row ``from_row`` see none of these keys. The other queries see the token ranges
+    ``keys``, except tokens that a sliding window hides.
     """
 
     source: int
@@ -27,9 +27,9 @@ class Visit:
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return an early and a late piece of a sample of ``context`` tokens for each of ``ranks`` ranks.
+    """Return an early and a late token range of a sample for each of ``ranks`` ranks. ``context``: tokens per sample.
 
-    Piece sizes differ by up to `PIECE_TOKENS` tokens. The late pieces of the last ranks may be empty.
+    Range sizes differ by up to `PIECE_TOKENS` tokens. The late ranges of the last ranks may be empty.
     """
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
@@ -48,10 +48,10 @@ def tokens(rank_pieces: Pieces) -> int:
 
 
 def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return a `Visit` for each other rank's key block, in the order in which the blocks arrive at ``rank``.
+    """Return a `Visit` for each other rank's keys and values, in the order of their arrival at ``rank``.
 
-    ``placed``: an early and a late token range of a sample for each rank. A rank's key block has the keys and values of
-    both ranges. If the keyword ``causal`` is true, queries see only earlier tokens.
+    ``placed``: each rank's token ranges, from `pieces`. If the keyword ``causal`` is true, queries see only earlier
+    tokens.
     """
     ranks, visited = len(placed), []
     for step in range(1, ranks):
@@ -68,10 +68,10 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 
 @lru_cache(maxsize=256)
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the path of each rank's keys and values: the ranks that use them, in ring order, from the rank itself on.
+    """Return the path of each rank's keys and values: this rank, then the ranks that use them, in ring order.
 
-    ``placed``: token ranges of a sample on each rank. ``window``: sliding window in tokens, or 0. Ranks that cannot see
-    the keys because of the window are not on the path.
+    ``placed``: each rank's token ranges, from `pieces`. ``window``: sliding window in tokens, or 0. Ranks on which no
+    query sees the keys are left out.
     """
     ranks = len(placed)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
@@ -85,7 +85,7 @@ def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...],
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return the largest number of earlier token ranges of a sample that any token range sees through ``window``."""
+    """Return the largest distance, in token ranges, from a token range to an earlier one inside its ``window``."""
     every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
     starts = [first for start, end, first in every if end > start]
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))

@@ -20,12 +20,12 @@ def prove_messages(
 ) -> None:
     """Prove that the operations of all ranks of a context axis execute one attention correctly.
 
-    Proven: the messages match and cannot deadlock; no memory is used while its message is in flight; each rank uses
-    exactly once every key block that visits it; the complete gradients of each key block return to its owner.
+    Proven: messages match without deadlock; no memory is used while its message is in flight; each rank uses each key
+    block that visits it exactly once; complete gradients return to the owner of the keys.
 
-    ``lists``: operations of each rank. The keyword ``back``: True for a backward pass. ``ranks``: world rank of each
-    rank of the axis, for error messages. ``visited[i]``: axis ranks that use the key block of axis rank i, starting
-    with i. Raises ScheduleError, which names the rank and the operation.
+    ``lists``: operations of each rank. ``ranks``: their world ranks, for error messages. ``visited[i]``: axis ranks
+    that use the keys of axis rank i, starting with i. The keyword ``back``: True for a backward pass. Raises
+    ScheduleError.
     """
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
@@ -49,14 +49,14 @@ def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[in
                 sent, expected = source.sends[ranks.index(receiver)], target.receives[ranks.index(sender)]
                 if sent != expected:
                     raise ScheduleError(
-                        f"head exchange {number}: rank {sender} sends {sent} tokens to rank {receiver}, but the "
-                        f"receiver expects {expected}"
+                        f"rank {sender} sends {sent} tokens to rank {receiver}, which expects {expected}, in exchange "
+                        f"{number} of attention heads; give both ranks the same recipe and version"
                     )
         if None in row:
             missing = ranks[row.index(None)]
             raise ScheduleError(
                 f"rank {missing} makes {number} exchanges of attention heads, but other ranks of its context axis make "
-                "more; every rank needs the same number"
+                "more; give every rank the same recipe and version"
             )
 
 
@@ -103,8 +103,8 @@ class _RingRun:
         if back and others and home != (rank, others):
             raise ScheduleError(
                 f"rank {self._names[rank]}: the gradients of the local attention keys must return from every rank that "
-                f"used these keys: expected (owner, contributors) = {(rank, others)} as ranks of the context axis, "
-                f"but the buffer {HOME} holds {home}"
+                f"used the keys: expected (owner, other ranks) = {(rank, others)} on the context axis in the buffer "
+                f"{HOME}, got {home}"
             )
 
     def _step(self, rank: int, op: RingOperation) -> bool:

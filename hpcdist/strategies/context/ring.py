@@ -1,8 +1,7 @@
 """Ring attention: exact attention of the local queries over the keys of every rank of the context axis.
 
-The local block comes first, so that every row has seen a key; then the blocks of the previous ranks, each while the
-next block travels. The softmax continues over the blocks, and backward recomputes the probabilities. Gradients of a
-block follow it round the ring, and return to the owner in the last pass.
+Keys and values travel round the ring of ranks. Backward recomputes the probabilities. The gradients of keys and values
+travel with them, and return to the owner in the last pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -151,7 +150,7 @@ class _Travelling:
         return KeyGradients(self._of(block), block, block, self._part.start)
 
     def add_home(self, target: Array) -> None:
-        """Add the gradients of local keys and values from other ranks to ``target``. Call it after `rounds`. Local."""
+        """Add other ranks' gradients of the local keys and values to ``target``. Call it after `rounds`. Local."""
         home, width = self._ring.block(HOME, self._rank), self._part.size * self._heads.size
         for at, columns in enumerate(self._columns(target)):
             target[..., columns] += home[..., at * width : (at + 1) * width]

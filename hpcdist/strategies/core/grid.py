@@ -38,10 +38,10 @@ class ProcessGrid:
         servers: int = 0,
         expert: int = 1,
     ) -> "ProcessGrid":
-        """Return the grid for ``world`` ranks, of which ``servers`` ranks do not compute.
+        """Return the grid for ``world`` ranks. The keyword ``servers`` is the number of ranks that do not compute.
 
-        If ``data`` is 0, it is computed from the other degrees. Raises ConfigurationError if the product of the degrees
-        is not the number of computing ranks, or if ``expert`` does not divide the number of replicas.
+        If the keyword ``data`` is 0, it is computed from the other degrees. Raises ConfigurationError if the product of
+        the degrees is not the number of computing ranks. The keyword ``expert`` must divide the number of replicas.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context

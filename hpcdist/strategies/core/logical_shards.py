@@ -1,12 +1,10 @@
 """Logical shards of a step: every sum has the same bits on any number of ranks.
 
-Each shard is one micro-batch of equal size, so matrix products have the same shape everywhere. Gradients and losses are
-summed in the order of `hpcdist.collectives.algorithms.fixed_tree`.
+Each shard is one micro-batch of equal size. Gradients and losses are summed in the order of
+`hpcdist.collectives.algorithms.fixed_tree`. Other BLAS libraries, thread counts or processors give other bits.
 
-The cost: smaller matrix products, one more pass over the gradients per shard, and exact squares for norms
-(`hpcdist.optim.update.exact`), which take 3 times as long as rounded ones in float32, 12 times in float64.
-
-Other BLAS libraries, thread counts or processors give other bits.
+The cost: smaller matrix products, one more pass over the gradients per shard, and exact squares for norms. These take 3
+times as long as rounded squares in float32, 12 times in float64.
 """
 
 import hashlib
@@ -58,11 +56,10 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 
 
 class LogicalShards:
-    """Division of the global batch of each step into ``count`` logical shards.
+    """Division of the global batch of each step into ``count`` logical shards. Collective over the world.
 
-    The attribute ``own`` is the range of shards that this rank computes; it is empty on a server. Construction is
-    collective over the world. It raises ConfigurationError on all ranks if the same test computations give different
-    bits on different ranks.
+    The attribute ``own`` is the range of shards that this rank computes; it is empty on a server. Raises
+    ConfigurationError on all ranks if equal computations give different bits on different ranks.
     """
 
     def __init__(self, context: RankContext, count: int) -> None:
@@ -78,8 +75,8 @@ class LogicalShards:
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
         """Add the ``gradients`` of this rank's micro-batch number ``microbatch`` to the summation ``tree``. Local.
 
-        Micro-batch i is logical shard i of this rank. Micro-batches without a shard are ignored. If the keyword
-        ``copy`` is False, ``gradients`` must not change until the tree is reduced.
+        Micro-batch i is logical shard i of this rank; further micro-batches are ignored. If the keyword ``copy`` is
+        False, ``gradients`` must not change until the tree is reduced.
         """
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
@@ -87,10 +84,10 @@ class LogicalShards:
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return the sum of all ranks' ``losses``, and the elementwise sum of all ranks' arrays ``values``.
+        """Return the sum of all ranks' ``losses``, and the elementwise sum of all ranks' arrays ``values``. Collective.
 
-        ``losses``: one loss per logical shard of this rank. The sum of losses has the same bits on any number of ranks.
-        ``agree``: function that sums an array over ranks. Collective over these ranks.
+        ``losses``: one loss per logical shard of this rank. Their sum has the same bits on any number of ranks.
+        ``agree``: function that sums an array over the ranks.
         """
         shard_losses = np.zeros(self.count)
         # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.

@@ -101,8 +101,7 @@ class DynamicLossScale(FixedLossScale):
     """Loss scale that doubles after ``interval`` steps without overflow and is halved by consecutive overflows.
 
     From the ``hysteresis``-th consecutive overflow on, each overflow halves the scale, but not below ``least``.
-    ``grown`` counts the steps since the last overflow or change of scale. ``stuck`` counts the consecutive overflows at
-    scale ``least``.
+    ``grown``: steps since the last overflow or change of scale. ``stuck``: consecutive overflows at scale ``least``.
     """
 
     scale: float = INITIAL_SCALE
@@ -248,7 +247,7 @@ class MixedPrecisionViews(ParameterViews):
         self._held.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Do nothing: the float32 copies do not depend on the address of the 16-bit parameters."""
+        """Do nothing: moved 16-bit parameters do not affect the float32 copies."""
 
     def _parameters_at(self, layer: int) -> FlatStore:
         return self._copied_parameters if layer in self._copies.layers else self._wide_parameters.at(layer)

@@ -27,7 +27,7 @@ class ParameterViews:
         self.written: set[str] = set()  # tensors that have a gradient in the current step
 
     def begin(self) -> None:
-        """Clear the state of the previous operation list, before a new list starts."""
+        """Clear the state of the previous step or evaluation."""
         self.written.clear()
         self._complete.clear()
         if self._exchange.traits.alternates:
@@ -59,7 +59,7 @@ class ParameterViews:
             self._complete.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero the gradients of this rank's copies of tied tensors for which no micro-batch has computed a gradient."""
+        """Zero this rank's gradients of copied tied tensors that no micro-batch has written."""
         for key in self._copies.keys - self.written:
             self._copies.gradients.view(key)[...] = 0
 
@@ -83,9 +83,8 @@ class ParameterViews:
 class TransientLayers:
     """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision).
 
-    Layers used by only one stage share blocks of equal size. A layer that several stages use has a separate block.
-    ``units``: indices of the stages that use the pool. ``over``: communicator of the ranks that allocate their pools
-    at the same time, by default the data axis. ``category``: name of the memory in memory reports.
+    ``units``: indices of the stages that use the pool. ``over``: communicator of the ranks that allocate at the same
+    time, by default the data axis. ``category``: name of the memory in memory reports.
     """
 
     def __init__(

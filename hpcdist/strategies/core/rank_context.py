@@ -37,12 +37,12 @@ class RankContext:
     ``pipeline``: communicator of the ranks that divide the stages of one replica.
     ``tensor``: communicator of the ranks that hold shards of the same tensors.
     ``context``: `ContextAxis` of the ranks that divide the tokens of a sample, or None if samples are not divided.
-    ``batch``: communicator of the ranks of ``data`` that have different samples; None if all of them do.
+    ``batch``: communicator of the ranks of ``data`` with different samples, or None for all ranks of ``data``.
     ``experts``: communicator of the ranks that divide the experts of this rank's stages.
     ``on``: device of the arrays, "cpu" or "gpu".
     ``computes``: False on a dedicated server.
     ``working``: 16-bit dtype of stored and sent parameters and gradients, or None without mixed precision.
-    ``portion``: "expert" if the strategy handles only expert tensors, "dense" for all other tensors, "" for all.
+    ``portion``: tensors that the strategy handles: "expert", "dense" (not expert), or "" for all.
     ``every_microbatch``: True if gradients are exchanged after each micro-batch.
     """
 
@@ -74,7 +74,7 @@ class RankContext:
 
     @property
     def speaks(self) -> bool:
-        """True if this rank counts the samples for all tensor and context ranks that have the same samples."""
+        """True if this rank is the first of the tensor and context ranks that process the same samples."""
         return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
@@ -119,7 +119,7 @@ class RankContext:
 
     @property
     def parts(self) -> tuple[Range, ...]:
-        """Ranges of this rank's stages in the flat parameter vector: one per group of consecutive stages."""
+        """Ranges of this rank's stages in the flat parameter vector, with adjacent ranges joined."""
         joined: list[Range] = []
         for part in self.ranges.values():
             if joined and joined[-1].stop == part.start:
@@ -146,8 +146,8 @@ class RankContext:
     def agree_algorithm(self) -> str:
         """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
 
-        The result is "native" or "node_shared" if the recipe uses this algorithm for small messages. However,
-        "node_shared" requires that all ranks are data-parallel. In all other cases, the result is "recursive_doubling".
+        "native" or "node_shared" if the recipe uses it for small messages, else "recursive_doubling". If not all ranks
+        are data-parallel, "node_shared" is not used.
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
@@ -158,8 +158,8 @@ class RankContext:
     ) -> FlatStore:
         """Return a store of zeros for the ranges ``parts`` of the flat parameter vector. Local.
 
-        ``category``: name of the memory in memory reports. ``parts``: ranges; None means all stages of this rank.
-        ``allocate``: function (elements, dtype) that provides the memory; None means private memory of this rank.
+        ``category``: name in memory reports. ``parts``: by default, all stages of this rank. ``allocate``: function
+        (elements, dtype) that provides the memory, by default private memory.
         """
         return FlatStore(
             self.layout,
@@ -172,10 +172,9 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return a function that allocates memory shared by the ranks of a node, or None for private memory. Local.
+        """Return an allocator of memory shared by a node's ranks, or None if allreduces do not use such memory. Local.
 
-        The result is None if the allreduce algorithm uses no shared memory. ``category``: name of the memory in memory
-        reports. The returned function is collective over the communicator ``over`` or, if None, over all replicas.
+        ``category``: name in memory reports. The allocator is collective over ``over``, by default over all replicas.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:

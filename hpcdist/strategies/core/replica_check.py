@@ -44,14 +44,14 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
     if _agree(comm, _digest(backend.to_host(store.array)), algorithm):
         return
     _name_the_first(comm, store, list(store.tensors()), step)
-    raise DivergenceError(f"step {step}: replicas differ in the padding between tensors, which must stay unchanged")
+    raise DivergenceError(f"step {step}: replicas differ in the padding between tensors; restart from a checkpoint")
 
 
 def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
     """Raise DivergenceError if tensors that the tensor axis does not shard differ between its ranks. Collective.
 
-    ``comm``: communicator of the tensor axis; all its ranks raise the error. ``store``: `FlatStore` that contains these
-    tensors. It must hold the same range of the flat parameter vector on every rank.
+    ``comm``: communicator of the tensor axis; all its ranks raise the error. ``store``: `FlatStore` with these tensors,
+    for the same range of the flat parameter vector on every rank.
     """
     whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
@@ -63,8 +63,8 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
     """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over the world.
 
-    ``comm``: the world. ``replica``: number of this rank's replica. ``what``: name of the batch in messages. A rank
-    that passes False as the keyword ``looks`` takes part, but its batch is not compared.
+    ``comm``: the world. ``replica``: number of this rank's replica. ``what``: name of the batch in messages. The
+    keyword ``looks`` is False on a rank whose batch is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)
@@ -78,9 +78,9 @@ def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array,
             if len(others):
                 raise DataError(
                     f"{what}: rank(s) {', '.join(map(str, others))} have other {name} than rank {ranks[0]}, but all "
-                    f"of them compute replica {number} and need the same samples; draw samples by training.data_rank "
-                    "of training.data_size and the same seed, not by training.rank of training.world, or give a "
-                    "PyTorch DataLoader batch_sampler=training.sampler(dataset)"
+                    f"of them compute replica {number} and need the same samples; use training.data_rank and "
+                    "training.data_size to draw samples, not training.rank and training.world, or pass "
+                    "batch_sampler=training.sampler(dataset) to the DataLoader"
                 )
 
 

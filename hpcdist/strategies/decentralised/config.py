@@ -35,9 +35,9 @@ class DecentralisedConfig:
     """Section ``[decentralised]``: options of strategies in which each replica makes its own steps.
 
     Strategy gossip: a rank averages its parameters with its neighbours' parameters. ``graph`` names the graph of
-    neighbours. With ``graph = "edges"``, the graph is listed in ``edges``, for example "0-1, 1-2". ``order``: average
-    before ("combine_first") or after the update ("adapt_first"). The consensus distance is measured every
-    ``report_every`` steps; 0 measures it only for a checkpoint.
+    neighbours. "edges" uses the pairs of ranks in ``edges``, such as "0-1, 1-2". ``order``: average before
+    ("combine_first") or after the update ("adapt_first"). ``report_every``: steps between measurements of the consensus
+    distance; 0: only for a checkpoint.
 
     Strategy local_sgd: parameters are averaged over all ranks every ``period`` steps. The optimizer ``moments`` then
     stay local ("keep"), are averaged, or are reset. The averaged change is the gradient of an outer SGD optimizer with

@@ -43,8 +43,8 @@ class Graph:
     """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters.
 
     Steps use the ``rounds`` cyclically. In a complete graph, ``rounds`` is empty: all ranks average with equal weights.
-    ``gap`` is the spectral gap per round, or NaN if it is not computed. For k rounds, it is 1 - r^(1/k). Here r is the
-    second largest absolute eigenvalue of the product of the k mixing matrices.
+    ``gap``: spectral gap per round, or NaN if not computed. It is 1 - r^(1/k) for k rounds and r, the second largest
+    absolute eigenvalue of the product of their mixing matrices.
     """
 
     name: str
@@ -133,8 +133,8 @@ def _of_edges(size: int, edges: Sequence[tuple[int, int]]) -> Graph:
     if len(parts) > 1:
         named = " and ".join(f"{{{', '.join(map(str, part))}}}" for part in parts)
         raise ConfigurationError(
-            f"decentralised.edges: the graph of {size} ranks is not connected: {named} never exchange anything; "
-            "add an edge between them"
+            f"decentralised.edges: the graph of {size} ranks is not connected: {named} never exchange parameters; "
+            "add an edge between these ranks"
         )
     # Metropolis weights: symmetric, and with the remainder on the diagonal doubly stochastic for any degrees.
     rows = tuple(tuple((peer, 1.0 / (1 + max(len(row), len(peers[peer])))) for peer in sorted(row)) for row in peers)
@@ -174,7 +174,7 @@ BLOCK: Final = 1 << 14  # elements of each replica mixed at a time, to stay in t
 
 
 class NeighbourMixing:
-    """Averaging of this rank's ``parameters`` with its neighbours' parameters in ``graph``. Construction is collective.
+    """Averaging of ``parameters`` with the parameters of the neighbours in ``graph``. Construction is collective.
 
     ``ranges``: one message per range is sent to each neighbour. All ranks must call `start` and `wait` for the same
     round. Between both calls, the parameters must not change.
@@ -214,8 +214,7 @@ class NeighbourMixing:
     def combine(self, number: int) -> None:
         """Replace the parameters by the weighted mean of mixing round ``number``. Local; call `wait` first.
 
-        For parameters x this is x + sum_j w_j (x_j - x), over the neighbours j in rank order with weights w_j. If every
-        x_j equals x, no bit of x changes.
+        The mean is x + sum_j w_j (x_j - x), over the neighbours j in rank order. If every x_j equals x, no bit changes.
         """
         sources, _ = self._rounds[number % len(self._rounds)]
         xp = namespace(self._parameters.array)

@@ -6,8 +6,8 @@ with z the parameters after the previous averaging, and v the velocity:
 
     d = z - mean;  v <- outer_momentum v + d;  z <- z - outer_learning_rate (d + outer_momentum v)
 
-With Psi bytes of parameters each of p ranks sends 2 Psi (p-1)/p every H steps, and as much again per averaged moment.
-The outer optimizer keeps Psi, and Psi more for v. Saving a checkpoint also averages, and starts a new period.
+With Psi bytes of parameters, each of p ranks sends 2 Psi (p-1)/p bytes every H steps, more if optimizer states are
+averaged. The outer optimizer keeps Psi bytes, and Psi more for v. Saving a checkpoint also averages.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,7 +26,7 @@ OUTER: Final = "optimizer.outer"  # kind of the outer velocity in a checkpoint
 
 
 class OuterOptimizer:
-    """Outer optimizer of local SGD. Its gradient is a period's change of the mean parameters, negated. Local."""
+    """Outer optimizer of local SGD. Its gradient is the decrease of the mean parameters since the last averaging."""
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum

@@ -30,11 +30,11 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class Replicas(Exchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    The backward pass computes this rank's summand of the mean gradient of all ranks' samples. The update uses
-    ``factor`` times this summand. Subclasses set the attribute ``factor``, and average the replicas.
+    Subclasses average the replicas, and set the attribute ``factor``. It is the ratio of this rank's gradient to its
+    contribution to the mean gradient of all ranks.
 
-    The attribute ``distances`` maps step numbers to consensus distances (relative differences of the replicas from
-    their mean). It is equal on all ranks. `new_consensus_distances` returns and clears it.
+    The attribute ``distances`` maps step numbers to consensus distances: relative differences of the replicas from
+    their mean. It is equal on all ranks. `new_consensus_distances` returns and clears it.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -60,10 +60,10 @@ class Replicas(Exchange):
         raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
-        """Do nothing for the KEEP operation ``op``: this rank's gradients are not averaged over the ranks. Local."""
+        """Ignore the operation ``op``: this rank's gradients are not averaged over the ranks. Local."""
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the mean squared gradient norm: the squared norm / the number of ranks."""
+        """Return the squared norm of this rank's gradient, divided by the number of ranks."""
         self._norm_squared = self.update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
@@ -75,11 +75,11 @@ class Replicas(Exchange):
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Replace ``store`` by its mean over the data axis. Return the squared norms of ``store`` - mean and of mean.
+        """Replace ``store`` by its mean over the data axis. Return two squared norms in an array. Collective.
 
-        The norms, in one array, cover only the elements on this rank. If the keyword ``replace`` is false, ``store`` is
-        unchanged. ``weight``: this rank's weight in the mean. ``total``: sum of all ranks' weights. By default, all
-        ranks have weight 1. Collective; waits for a GPU.
+        The first norm is of ``store`` - mean, the second of the mean. Both cover only this rank's elements. If the
+        keyword ``replace`` is false, ``store`` is unchanged. ``weight``: this rank's weight in the mean. ``total``: sum
+        of all ranks' weights. By default, all ranks have weight 1. Waits for a GPU.
         """
         squares = np.zeros(2)
         for part in self.ranges:

@@ -43,10 +43,9 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Exchange numbers of token rows; return the number of rows that each rank sends for each local expert.
+        """Return the number of token rows that each rank sends for each local expert: (ranks, local experts).
 
-        ``sent``, int64 of shape (ranks, experts per rank): number of rows that this rank sends for each expert of each
-        rank. The result has shape (ranks, local experts).
+        ``sent``, int64 of shape (ranks, experts per rank): number of rows that this rank sends for each expert.
         """
         begin = time.perf_counter()
         received = np.empty_like(sent)
@@ -56,9 +55,10 @@ class ExpertAxis:
         return received
 
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
-        """Send ``sent[r]`` of the ``rows``, in order, to rank r; store ``received[r]`` rows of rank r in ``arrived``.
+        """Send ``rows`` to all ranks, and receive the rows of all ranks in ``arrived``, both in rank order.
 
-        ``rows`` and ``arrived`` have shape (rows, width), are contiguous, and must not overlap.
+        ``sent[r]`` and ``received[r]`` are the numbers of rows to and from rank r. ``rows`` and ``arrived`` have shape
+        (rows, width), are contiguous, and must not overlap.
         """
         was_finite = self.watch.sees_only_finite(rows)
         begin = time.perf_counter()
@@ -70,7 +70,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have published ``memory``. Log the wait as an all-to-all of the array ``like``."""
+        """Wait until all ranks have written their arrays in ``memory``. Log this as an all-to-all of ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -92,10 +92,9 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
 
-    ``chosen``: name of the allreduce algorithm. If the user set it in the recipe (the keyword ``settled`` is true), the
-    result is the all-to-all of the same name, or "pairwise" if no such all-to-all exists. Otherwise, the result is
-    "hierarchical" on several nodes, "node_shared" on the CPUs of one node, and "native" on the GPUs of one node. The
-    keyword ``on``: device, "cpu" or "gpu".
+    ``chosen``: name of the allreduce algorithm. The keyword ``on``: "cpu" or "gpu". If the keyword ``settled`` is True
+    (the user chose the algorithm), the result is the all-to-all of the same name, or else "pairwise". Otherwise, the
+    result is "hierarchical" on several nodes, "node_shared" on one node's CPUs, and "native" on one node's GPUs.
     """
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):

@@ -1,7 +1,7 @@
 """Costs of sending a layer's rows to experts on other ranks and back: bytes sent, copied and kept.
 
-A rank has n bytes of rows (k N rows of width h, for N tokens with k of the E experts each). They travel there and back
-in the forward and in the backward pass over e ranks. For equal loads:
+A rank has n bytes of rows (k N rows of width h, for N tokens with k of the E experts each). They travel to e ranks and
+back in the forward and in the backward pass. For equal loads:
 
                 through memory of the node            by messages
                 (`hpcdist.strategies.expert.shared`)  (`hpcdist.strategies.expert.model.TravellingRows`)
@@ -26,17 +26,15 @@ def counts_bytes(experts: int) -> int:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return a rank's bytes of shared memory for ``nbytes`` of token rows and another ``nbytes`` of expert results."""
+    """Return the bytes of shared memory of a rank that sends ``nbytes`` of token rows to experts."""
     return 2 * part_bytes(nbytes)
 
 
 class NodeTraffic(NamedTuple):
-    """Traffic of one `hpcdist.collectives.algorithms.hierarchical_all_to_all` between several nodes.
+    """Traffic of a rank in one hierarchical all-to-all between several nodes.
 
-    ``between``: bytes that a rank sends to other nodes, as a mean over the ranks.
-    ``inside``: bytes that a rank sends within its node, as a mean over the ranks.
-    ``messages``: number of messages from the busiest rank to other nodes.
-    ``most``: total bytes of these messages.
+    ``between``, ``inside``: bytes sent to other nodes and within the node, as a mean over the ranks.
+    ``messages``, ``most``: number of messages from the busiest rank to other nodes, and their total bytes.
     ``workspace``: bytes of scratch memory on the busiest rank.
     """
 

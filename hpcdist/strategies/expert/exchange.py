@@ -1,8 +1,7 @@
-"""Exchange of a model with divided experts: two exchanges, one for dense tensors and one for experts.
+"""Gradient exchange of a mixture of experts: one exchange for dense tensors and one for experts.
 
 Dense tensors are replicated over all p ranks of data x context, experts over the p/e ranks that hold the same experts.
-So the strategy is built twice (`RankContext.portion`). With Psi bytes of dense tensors and X of experts, a rank sends 2
-Psi (p-1)/p and 2 X/e (p/e - 1)/(p/e) for gradients.
+With Psi bytes of dense tensors and X of experts, a rank sends 2 Psi (p-1)/p and 2 X/e (p/e - 1)/(p/e) for gradients.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,9 +27,8 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Strategy of a mixture of experts: one gradient exchange for dense tensors and one for experts. Collective.
 
-    The function ``make`` builds an `Exchange` from a `RankContext`. It is called twice: for dense tensors and for
-    experts. ``replicas``: communicator of the ranks that hold the same experts as this rank. The method `close` frees
-    ``replicas``.
+    The argument ``make`` builds an `Exchange` from a `RankContext`, once for dense tensors and once for experts. The
+    argument ``replicas`` is the communicator of the ranks with the same experts. The method `close` frees it.
     """
 
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:
@@ -91,8 +89,7 @@ class ExpertExchange(Exchange):
     def plan(self) -> list[Operation]:
         """Return the operations that exchange gradients and update parameters, for dense tensors and experts. Local.
 
-        A single AGREE operation sums the loss and the gradient norm over the ranks, for dense tensors and experts
-        together.
+        A single AGREE operation sums the loss and the gradient norm over the ranks.
         """
         agree = Operation(Kind.AGREE)
         plans = [exchange.plan() for exchange in self.both]

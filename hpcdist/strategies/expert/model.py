@@ -27,8 +27,7 @@ from hpcdist.strategies.expert.shared import SharedRows
 class TravellingRows(StayingRows):
     """Exchange of token rows with the ranks of their experts, by messages. Collective over ``axis``.
 
-    Rows arrive sorted by rank, then expert. They are sorted by expert again, so that each expert multiplies all its
-    rows at once.
+    Received rows are sorted by expert, so that each expert multiplies all its rows at once.
     """
 
     attends = True
@@ -97,8 +96,8 @@ class _Blocks:
 class ExpertStage(WrappedStage):
     """Stage ``inner`` with all its dense tensors, but only the experts ``experts`` that this rank owns.
 
-    Its passes are collective over the ranks that divide the experts. The gradients of an expert are sums over the
-    tokens of all these ranks.
+    Its passes are collective over the ranks that divide the experts. Gradients of an expert are sums over all these
+    ranks' tokens.
     """
 
     def __init__(self, inner: Stage, experts: Range) -> None:

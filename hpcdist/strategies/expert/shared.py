@@ -23,9 +23,9 @@ TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in (
 def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
     """Return the rank that computes each expert. ``loads``: number of token rows of each expert.
 
-    At first, each of the ``ranks`` ranks has an equal number of consecutive experts. Then the busiest rank gives an
-    expert to the idlest rank, or swaps one with it. This is repeated while it lowers the row count of the busier of
-    both ranks by more than ``worth`` rows per moved expert.
+    Each of the ``ranks`` ranks first has equally many consecutive experts. Then the busiest rank repeatedly gives an
+    expert to the idlest rank, or swaps one with it. A move must save the busier of both more than ``worth`` rows per
+    moved expert.
     """
     at: np.ndarray = np.arange(loads.size) * ranks // loads.size
     for _ in range(2 * ranks):
@@ -49,8 +49,8 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
 class Division:
     """Assignment of the token rows of one layer and micro-batch to ranks. Local.
 
-    ``counts``, of shape (ranks, experts): number of rows that each rank has for each expert. ``at[e]``: rank that
-    computes expert e. ``parameters``: tensors of the layer, from which the shapes of an expert's tensors are taken.
+    ``counts``, of shape (ranks, experts): each rank's number of rows for each expert. ``at[e]``: rank that computes
+    expert e. ``parameters``: tensors of the layer, which give the shapes.
     """
 
     def __init__(self, counts: np.ndarray, at: np.ndarray, parameters: Parameters) -> None:
@@ -104,11 +104,10 @@ class SharedRows(StayingRows):
         self.axis, self._memory, self._rank = axis, memory, axis.rank
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Exchange the ranks' token counts per expert; return shared memory for the token rows that this rank sends.
+        """Exchange the ranks' token counts per expert. Return shared memory for the token rows to send.
 
-        The rows for expert e begin at row ``starts[e]``. They have the width and dtype of the array ``like``.
-        ``parameters``: tensors of the layer, used for their shapes. The assignment of experts to ranks is stored in
-        ``saved``.
+        The rows for expert e begin at row ``starts[e]``, with the width and dtype of ``like``. ``parameters``: tensors
+        of the layer. ``saved`` receives the assignment of experts to ranks.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -162,10 +161,10 @@ class SharedRows(StayingRows):
         return arrival
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the weights and biases of the experts that this rank computes, including experts of other ranks.
+        """Return the weights and biases of the experts that this rank computes.
 
-        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: the object that was passed to
-        `send_buffer`. Tensors of another rank's expert are views of shared memory.
+        Tensors of another rank's expert are views of shared memory. ``prefix``: `UP` or `DOWN`, the start of the tensor
+        names. ``saved``: the object passed to `send_buffer`.
         """
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
@@ -181,10 +180,10 @@ class SharedRows(StayingRows):
         return ExpertTensors(each("weight", base.weights), None if base.biases is None else each("bias", base.biases))
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return arrays for the gradients of the experts that this rank computes, including experts of other ranks.
+        """Return arrays for the gradients of the experts that this rank computes.
 
-        ``prefix``: `UP` or `DOWN`, the first part of the tensor names. ``saved``: the object that was passed to
-        `send_buffer`. Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``.
+        Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``. For ``prefix``
+        and ``saved`` see `tensors`.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

@@ -48,16 +48,14 @@ RULES: Final = (
 class ParameterServerConfig:
     """Section ``[parameter_server]``: servers, placement, consistency and transport.
 
-    Placement ``dedicated``: the last ``servers`` ranks only serve (0: one server), the other ranks only compute.
-    ``colocated``: every rank computes, and the first ``servers`` ranks also serve (0: all ranks).
-
-    Consistency ``bsp``: all workers make every step together. ``asp``: a server applies each pushed gradient when it
-    arrives. ``ssp``: like asp, but a worker more than ``staleness`` steps ahead of the slowest worker waits.
-    ``staleness_aware`` divides the learning rate of an update by the staleness of its gradient. ``backup_workers`` (bsp
-    only): each step ignores the gradients of this many slowest workers.
-
-    ``transport``: messages, shared memory within a node, or one-sided communication. Only messages are supported if
-    workers do not make every step together.
+    - Placement ``dedicated``: the last ``servers`` ranks only serve (0: one rank), the other ranks only compute.
+    - Placement ``colocated``: every rank computes, and the first ``servers`` ranks also serve (0: all ranks).
+    - Consistency ``bsp``: all workers make every step together.
+    - Consistency ``asp``: a server applies each pushed gradient when it arrives.
+    - Consistency ``ssp``: like asp, but a worker more than ``staleness`` steps ahead of the slowest worker waits.
+    - ``staleness_aware``: divide the learning rate of an update by the staleness of its gradient.
+    - ``backup_workers`` (bsp only): each step ignores the gradients of this many slowest workers.
+    - ``transport``: messages, or (if all workers step together) shared memory within a node or one-sided communication.
     """
 
     servers: int = 0

@@ -29,8 +29,7 @@ AHEAD: Final = 4  # receive buffers of a server: two are added while two are in 
 class ReceiveQueue:
     """Queue of the messages that a server receives, in a fixed order, into alternating buffers. Local.
 
-    ``order``: (number of elements, sender rank) of each message. The array that `take` returns stays valid during the
-    next call of `take`, but not during the second.
+    ``order``: (number of elements, sender rank) of each message. A result of `take` stays valid for one more `take`.
     """
 
     def __init__(self, comm: Communicator, order: Sequence[tuple[int, int]], dtype: "np.dtype[np.generic]", on: str):

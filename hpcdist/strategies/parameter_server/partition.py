@@ -1,8 +1,8 @@
 """Partition of the parameters over servers, and the roles of the ranks. Pure functions of the layout.
 
-A key is a tensor with its padding, or a part of a tensor. Keys are assigned by size, the largest first, to the server
-with the least load (Graham 1969, LPT). Tensors are divided into shorter keys until the servers' loads differ by at most
-1 %, but asynchronous servers hold ``whole`` tensors.
+A key is a tensor with its padding, or a range of this. The largest keys are assigned first, to the server with the
+least load (Graham 1969, LPT). Tensors are divided until the servers' loads differ by at most 1 %, but asynchronous
+servers hold ``whole`` tensors.
 """
 
 import heapq
@@ -92,8 +92,7 @@ class KeyPartition:
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
         """Return (range, server) for each gradient message, in the order in which backward completes the gradients.
 
-        ``units``: range of each layer in the flat parameter vector. Adjacent ranges with the same layer and server are
-        joined into one message.
+        ``units``: range of each layer in the flat parameter vector. A message has gradients of one layer only.
         """
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):
@@ -108,7 +107,7 @@ def partition_keys(
     """Return the assignment of the flat parameter vector to ``servers`` servers. Every rank gets the same result.
 
     If the keyword ``whole`` is true, no tensor is split. The keyword ``within``: flat ranges of the layers to assign,
-    by default all layers. Raises ConfigurationError if ``layout`` can only be split into fewer ranges than ``servers``.
+    by default all. Raises ConfigurationError if ``layout`` can only be split into fewer ranges than ``servers``.
     """
     if whole:
         return _uncut(layout, servers)

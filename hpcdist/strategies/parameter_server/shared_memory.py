@@ -1,11 +1,7 @@
 """Shared-memory transport of parameter servers: ranks of a node read data where other ranks wrote them.
 
-A server sums the gradients of its node's workers from shared memory. A node has one copy of the parameters, which its
-servers update in place. With Psi bytes of parameters and w workers on one node, the servers read w Psi and send
-nothing.
-
-A server changes parameters after all ranks have agreed on the step. A backward pass writes gradients after the rank has
-pulled.
+Servers sum the gradients of their node's workers from shared memory, and update the node's only copy of the parameters
+in place. With Psi bytes of parameters and w workers on one node, the servers read w Psi and send nothing.
 """
 
 import os

@@ -36,8 +36,8 @@ class ShardTree:
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
         """Write the sum of ``addends`` to ``target``, with additions in a fixed order. Local.
 
-        ``addends`` yields the arrays that the workers pushed, in rank order; ``target`` may be one of them. If the
-        keyword ``lasting`` is true, all arrays stay valid. Otherwise, only the last two arrays yielded are valid.
+        ``addends`` yields the arrays that the workers pushed, in rank order. ``target`` may be one of them. If the
+        keyword ``lasting`` is False, only the last two yielded arrays are valid.
         """
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -73,8 +73,8 @@ class ShardTree:
 class PartialSums:
     """Partial sums of one worker's gradients over its micro-batches (logical shards), to be pushed. Local.
 
-    ``tree``: order in which the gradients of all workers are added. ``index``: number of the worker. ``gradients``:
-    store of the current micro-batch's gradients. ``slot(n)`` allocates a store like ``gradients`` for the n-th sum.
+    ``tree``: order of additions. ``index``: number of the worker. ``gradients``: gradients of the current micro-batch.
+    ``slot(n)``: function that allocates a buffer like ``gradients`` for the n-th sum.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
@@ -87,7 +87,7 @@ class PartialSums:
     def add(self, shard: int, part: Range) -> None:
         """Add the gradients of local micro-batch number ``shard`` in the flat range ``part`` to the partial sums.
 
-        The gradients of the last micro-batch must stay unchanged until they are pushed, because they may not be copied.
+        The gradients of the last micro-batch must stay unchanged until they are pushed.
         """
         if shard >= len(self._steps):
             return
@@ -114,10 +114,7 @@ def slots_of(tree: ShardTree, index: int) -> int:
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
     """Return one stack operation per micro-batch of worker ``index``, and the buffer number of each sum to push.
 
-    The stack has partial sums, one buffer each. An operation is (depth, joins, stays). ``depth``: number of sums on the
-    stack before the operation. ``joins``: number of top sums that the operation replaces by one sum, which includes the
-    micro-batch's gradient. If ``joins`` is 0, the gradient becomes a new sum on top. If ``stays`` is true, this new sum
-    is not copied to a buffer, and its buffer number is None.
+    Operation: (partial sums on the stack before, top sums that it joins, True if a new sum stays uncopied).
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -147,8 +144,8 @@ PARAMETER: Final = 1
 class ServerTopology:
     """Workers and servers of the world, and the parameter ranges that each server owns.
 
-    ``shards``: total number of micro-batches of all workers, to sum their gradients in a fixed order. If it is 0, one
-    gradient per worker is summed. ``comm`` carries only gradients and parameters.
+    ``shards``: number of micro-batches of all workers, to sum gradients in a fixed order. 0: each worker pushes one
+    sum. ``comm`` carries only gradients and parameters.
     """
 
     context: RankContext
@@ -223,17 +220,17 @@ class ServerTopology:
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
         """Return the `PartialSums` over the micro-batches of rank ``worker``, or None if it pushes no partial sums.
 
-        ``gradients``: store of the gradients of the worker's current micro-batch. ``slot(n)`` allocates a store for sum
-        n.
+        ``gradients``: gradients of the worker's current micro-batch. ``slot(n)``: function that allocates the n-th
+        buffer.
         """
         if self.tree is None:
             return None
         return PartialSums(self.tree, self.roles.workers.index(worker), gradients, slot)
 
     def total(self, addends: Sequence[Array], target: Array) -> None:
-        """Write the sum of ``addends``, all workers' pushed arrays of one range, to ``target``, which may be an addend.
+        """Write the sum of ``addends``, the arrays that all workers pushed for one range, to ``target``.
 
-        The addends are in rank order.
+        The addends are in rank order. ``target`` may be one of them.
         """
         if self.tree is None:
             add_in_order(addends, target)
@@ -244,8 +241,7 @@ class ServerTopology:
 class Transport(Protocol):
     """Interface of parameter-server transports. A rank calls the methods in the order of its operation list.
 
-    A rank calls `settle` twice per step: to complete the pushes before the ranks agree on the loss, and to complete the
-    pulls after its last operation.
+    A rank calls `settle` twice per step: after its pushes, and after its last operation.
     """
 
     parameters: FlatStore
@@ -278,7 +274,7 @@ class Transport(Protocol):
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays that a worker pushes for flat range ``part``: ``partials`` or, if None, ``gradients``."""
+    """Return the arrays that a worker pushes for the flat range ``part``: partial sums, if any, or gradients."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

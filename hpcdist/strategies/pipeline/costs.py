@@ -1,7 +1,7 @@
 """Costs of the units of a model: operations, memory and messages in closed form, and measured seconds.
 
-Operations are multiplications and additions of matrix products, 2 per pair, for s tokens a sample, width h, vocabulary
-v and A computed attention scores (section 5.1 of Megatron-LM, arXiv:2104.04473, has A = s^2):
+Operations are multiplications and additions of matrix products, 2 per pair. Let a sample have s tokens, width h,
+vocabulary v and A computed attention scores (section 5.1 of Megatron-LM, arXiv:2104.04473, has A = s^2):
 
     dense(i, o)        per token: forward 2 i o, input gradient 2 i o, weight gradient 2 i o
     gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward
@@ -74,10 +74,9 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return the median over ``comm`` of each model unit's pass times, scaled to a rank of speed 1. Collective.
+    """Return each model unit's median pass times over ``comm``, scaled to a rank of speed 1. Collective.
 
-    ``seconds``: this rank's measured times. ``speed``: this rank's speed relative to other ranks, as in
-    ``parallel.stage_speeds``.
+    ``seconds``: this rank's measured times. ``speed``: this rank's relative speed, as in ``parallel.stage_speeds``.
     """
     rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
@@ -222,7 +221,7 @@ class UnitCost:
     ``input_flop`` and ``weight_flop``: FLOPs for input gradients and weight gradients.
     ``kept_bytes``: activations kept for the backward pass.
     ``held_bytes``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
-    ``scratch``: bytes by buffer name; units of a rank share buffers of equal name.
+    ``scratch``: bytes of each scratch buffer by name. A rank's units share buffers of equal name.
     ``input_bytes`` and ``output_bytes``: sizes of pipeline messages.
     """
 
@@ -241,11 +240,11 @@ class UnitCost:
 class SampleCounts:
     """FLOPs and array sizes of one stage for one sample.
 
-    ``unit``: all other counts of the stage. The FLOPs exclude attention products.
+    ``unit``: parameters, FLOPs without attention, and sizes of kept and scratch arrays.
     ``held``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
     ``products``: forward FLOPs of attention products, masked scores included.
     ``additions``: forward FLOPs of an embedding, which only adds vectors.
-    ``joint``: True if the input-gradient pass of a split backward pass computes all weight gradients too.
+    ``joint``: True if the input-gradient pass also computes all weight gradients.
     ``joint_linear``: forward FLOPs of layers whose weight gradients the input-gradient pass computes; 0 if ``joint``.
     """
 
@@ -308,8 +307,8 @@ def unit_costs(
 def attention_scores(context: int, window: int = 0) -> int:
     """Return the number of attention scores that are computed per sample and head, masked scores included.
 
-    A block of `QUERY_BLOCK` queries is multiplied with every block of keys that one of these queries sees.
-    ``context``: tokens of a sample. ``window``: sliding window in tokens (0: none).
+    Scores are computed in squares of `QUERY_BLOCK` queries and keys, if any score in them is visible. ``context``:
+    tokens of a sample. ``window``: sliding window in tokens (0: none).
     """
     blocks, rest = divmod(context, QUERY_BLOCK)
     before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # visible key blocks before the query block

@@ -48,9 +48,9 @@ class StateBytes:
 
     ``per_parameter``: permanent bytes per parameter.
     ``itemsize``: bytes per element of parameters and gradients.
-    ``gathered``: number of stages with temporary unsharded parameters at the same time.
-    ``reduced``: number of stages with temporary unsharded gradients at the same time.
-    ``widened``: bytes per element of one stage's temporary float32 arrays in mixed precision, or 0.
+    ``gathered``: number of stages whose unsharded parameters are in memory at once.
+    ``reduced``: number of stages whose unsharded gradients are in memory at once.
+    ``widened``: bytes per element of a stage's temporary float32 arrays, or 0.
     """
 
     per_parameter: float
@@ -78,7 +78,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of temporary arrays of a stage with ``parameters`` parameter elements, by type of array."""
+        """Return the bytes of temporary arrays of a stage with ``parameters`` parameters, keyed as in `StateBytes`."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -88,7 +88,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the states in which the rank may need the most memory: the `LiveMicroBatches` of each pipeline chunk.
+    """Return the candidates for the highest memory use: the `LiveMicroBatches` of each pipeline chunk.
 
     ``steps``: the rank's operations, in order. ``chunks``: range of stages of each pipeline chunk on the rank.
     """
@@ -125,8 +125,8 @@ _CHANGES: Final = {
 class StageMemory:
     """Memory model of pipeline ranks. Local.
 
-    ``units``: costs of each model stage. ``live``: the result of `moments` for each rank. ``copies``: bytes for copies
-    of tensors that are tied to other stages, by stage.
+    ``units``: costs of each model stage. ``live``: result of the function `moments` for each rank. ``copies``: maps
+    stages to the bytes of their copies of tied tensors.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class StageMemory:
         self._scratch = [_largest([sizes.get(name, 0) for sizes in shared]) for name in names]
 
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
-        """Return the memory use of ``rank`` in bytes if its chunk i has the model units [starts[i], stops[i]).
+        """Return the memory use of ``rank`` in bytes. Its pipeline chunk i has the stages [starts[i], stops[i]).
 
         Each bound may be an array of candidates; then the result is an array with one value per candidate.
         """
@@ -156,7 +156,7 @@ class StageMemory:
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
         """Return the bytes of ``rank`` by category: "states", "activations", "messages" and "scratch".
 
-        Chunk i of the rank has the model units [starts[i], stops[i]).
+        Arguments as in `on`.
         """
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]

@@ -31,10 +31,10 @@ VISITS: Final = 50  # loads remembered per boundary (chunks so far, units so far
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Result of the search for the partition of model units that minimises the time of the slowest rank.
+    """Partition of a model over pipeline ranks that minimises the time of the slowest rank.
 
-    ``chunks``: model units of each chunk, in model order. ``largest``: time of the slowest rank per micro-batch.
-    ``bound``: lower bound of this time over all partitions.
+    ``chunks``: model units (embedding, layers, head) of each chunk, in model order. ``largest``: the slowest rank's
+    seconds per micro-batch. ``bound``: lower bound of ``largest``.
     """
 
     chunks: tuple[range, ...]
@@ -57,9 +57,9 @@ def search(
 ) -> StagePartition | None:
     """Return the fastest partition of model units into chunks, or None if no partition fits into memory. Local.
 
-    Chunk i runs on ``ranks[i]``. ``seconds`` has each unit's time. ``speeds`` and ``limits`` have each rank's relative
-    speed and memory limit in bytes (0: no limit). ``memory`` computes a rank's memory use; None ignores the limits. The
-    branch and bound search takes at most ``steps`` steps.
+    Chunk i is computed on ``ranks[i]``. ``seconds``: time of each unit. ``speeds``, ``limits``: each rank's relative
+    speed, and memory limit in bytes (0: no limit). ``memory`` computes a rank's memory use; None ignores the limits.
+    ``steps``: maximum number of search steps.
     """
     task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
@@ -128,9 +128,9 @@ class _Task:
         return max(sum(self.seconds) / sum(self.speeds), max(loads))
 
     def _counts(self, unit_s: float) -> tuple[list[float], list[int]]:
-        """Return each rank's seconds of work and each chunk's number of inner units, for the best partition.
+        """Return each rank's seconds and each chunk's number of inner units, if an inner unit takes ``unit_s``.
 
-        Inner units are all model units except the first and last. Each of them takes ``unit_s`` seconds.
+        Inner units are all model units except the first and the last.
         """
         chunks, last = len(self.ranks), len(self.seconds) - 1
         counts = [0 if number in (0, chunks - 1) else 1 for number in range(chunks)]
@@ -152,7 +152,7 @@ class _Task:
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return chunk boundaries that balance the ranks if all units but the first and last take equal time."""
+        """Return chunk boundaries that balance the ranks, if all units except the first and last take equal time."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1
@@ -287,10 +287,10 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the chunks with the smallest memory use on the fullest rank, relative to the rank's limit. Local.
+    """Return the chunks that minimise the largest ratio of a rank's memory use to its limit. Local.
 
-    Chunks are ranges of the ``units`` model units. Chunk i runs on ``ranks[i]``. ``devices`` has the ranks' memory
-    limits; ``memory`` computes a rank's memory use.
+    ``units``: number of model units. Chunk i is a range of units on ``ranks[i]``. ``devices`` has the memory limits;
+    ``memory`` computes a rank's memory use.
     """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))

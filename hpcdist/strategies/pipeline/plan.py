@@ -26,7 +26,7 @@ BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """Model units, compute work and memory of one pipeline rank. Work is for one micro-batch on a rank of speed 1."""
+    """Layers, compute work and memory of one pipeline rank. Work is for one micro-batch on a rank of speed 1."""
 
     units: tuple[range, ...]
     parameters: int
@@ -44,7 +44,7 @@ class PartitionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """Assignment of the model's units to pipeline ranks, with one row of work and memory per rank.
+    """Assignment of the layers (with embedding and head) to pipeline ranks, and the work and memory of each rank.
 
     ``gap`` bounds the possible gain of another partition; 0 means that this partition is proven to be the best.
     """
@@ -57,7 +57,7 @@ class PartitionPlan:
 
     @property
     def stage_units(self) -> tuple[int, ...]:
-        """Number of model units of each chunk, as in ``parallel.stage_units``."""
+        """Number of layers (with embedding and head) of each (virtual) stage, as in ``parallel.stage_units``."""
         return tuple(len(chunk) for chunk in self.placement.chunks)
 
     @property
@@ -98,11 +98,11 @@ def plan(
     earlier_units: Sequence[int] = (),
     documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
-    """Return the partition of the units of ``model`` over the pipeline, for micro-batches of ``samples`` samples.
+    """Return the partition of ``model`` over the pipeline ranks, for micro-batches of ``samples`` samples.
 
     ``states``: bytes per parameter of weights, gradients and optimizer state. The keyword ``seconds``: measured times
-    of each unit. The keyword ``earlier_units``: units per chunk before the run was resumed, to be kept. Raises
-    ConfigurationError if the model has fewer units than chunks, or if a rank exceeds its memory limit.
+    of each layer. The keyword ``earlier_units``: layers per stage before a resume, which are kept. Raises
+    ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
     """
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)

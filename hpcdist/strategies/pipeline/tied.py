@@ -48,8 +48,8 @@ def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
 class TiedCopies:
     """This rank's copies of tensors that several pipeline ranks use.
 
-    The gradient of a copy is sent to the tensor's owner. Before any reduction, the owner adds it to the gradient of the
-    original. After the update, the owner sends the new value. Norms and checkpoints count only the original.
+    The owner of a tensor adds the gradients of all copies to the gradient of the original, before any reduction. After
+    the update, the owner sends the new value. Norms and checkpoints count only the original.
     """
 
     def __init__(self, context: RankContext, ties: list[TiedTensor], exchange: Exchange) -> None:
@@ -83,7 +83,7 @@ class TiedCopies:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Add the gradients of ``op.unit``'s copies to the owner's gradients. Collective over owner and holders."""
+        """Send the gradients of ``op.unit``'s copies to the owner, which adds them. Collective over these ranks."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:

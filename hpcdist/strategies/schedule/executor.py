@@ -29,10 +29,10 @@ __all__ = ["Executor", "MicroBatch", "StepResult"]
 
 
 class Executor:
-    """Runs the operation lists of one rank, for training steps and evaluations.
+    """Executes the operations of one rank (passes, messages, updates), for training steps and evaluations.
 
-    ``clip_norm`` bounds the norm of the mean gradient; 0 disables clipping. ``seed`` is the seed of dropout. ``spans``
-    receives the times of every operation. ``launches`` runs the stages' kernels, directly or as CUDA graphs.
+    ``clip_norm`` bounds the norm of the mean gradient; 0 disables clipping. The keyword ``seed`` is the seed of
+    dropout. The keyword ``spans`` receives the times of every operation.
     """
 
     def __init__(
@@ -96,12 +96,15 @@ class Executor:
         first_sample: int = 0,
         targets: int | None = None,
     ) -> StepResult:
-        """Run one training step and return its result. Collective: every rank runs its own operation list.
+        """Run one training step and return its result. Collective: every rank passes its own ``operations``.
 
-        ``batches`` are this replica's micro-batches. They start at sample ``first_sample`` of the global batch, which
-        has ``samples`` samples. The summed loss is divided by ``targets``, by default the samples times the model's
-        tokens per sample. The result has the sum of ``stop_requests`` over the ranks. Raises NonFiniteError on every
-        rank, before any parameter changes, if loss or gradient is not finite and `loss_scale` does not skip the step.
+        - ``batches``: this replica's micro-batches, which start at sample ``first_sample`` of the global batch.
+        - ``samples``: number of samples of the global batch.
+        - ``targets``: divisor of the summed loss, by default the samples times the model's tokens per sample.
+        - ``stop_requests``: the result has their sum over the ranks.
+
+        Raises NonFiniteError on every rank, before any parameter changes, if loss or gradient is not finite. A
+        loss scale skips steps with a non-finite gradient instead.
         """
         sizes = [len(inputs) for inputs, _ in batches]
         try:
@@ -144,8 +147,8 @@ class Executor:
     def evaluate(self, inputs: Array, targets: Array) -> float:
         """Return the loss of a batch in nats, summed over its targets, or 0 on ranks without the last stage.
 
-        Collective over the pipeline. If parameters are sharded and gathered for use, it is collective over all ranks,
-        and a rank without samples passes an empty batch.
+        Collective over the pipeline. If parameters are sharded, it is collective over all ranks, and a rank without
+        samples passes an empty batch.
         """
         self._begin(self._forward_only, [(inputs, targets)])
         for operation in self._forward_only:
@@ -245,7 +248,7 @@ class Executor:
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _weigh(self, weight: float) -> None:
-        """Set the gradient correction: number of targets / ``weight``, the sum of the targets' loss weights."""
+        """Set the factor for the gradients: number of targets / ``weight``, the sum of their weights in the loss."""
         exchange = self.exchange
         targets = self._targets if exchange.traits.lock_step else sum(self.sizes) * self.model.tokens_per_sample
         if not targets:  # a worker without samples in this step
@@ -260,9 +263,9 @@ class Executor:
         if self.outcome.correction != 1.0 and not exchange.traits.corrects:
             self._stages.neighbours.finish()
             raise UsageError(
-                f"step {self.number}: the weights of the loss sum to {weight:g}, expected {targets:g}: backup workers "
-                "and replicas of a parameter server need equal weights; set wrap's tokens_per_sample to the weight of "
-                "a sample, or use another parallel.strategy"
+                f"step {self.number}: the weights of the loss sum to {weight:g}, expected {targets:g}, because backup "
+                "workers and replicas of a parameter server need equal weights; pass the weight of a sample to wrap as "
+                "tokens_per_sample, or use another parallel.strategy"
             )
 
     def _agree(self, op: Operation) -> None:
@@ -295,7 +298,7 @@ class Executor:
 
     @property
     def own_weight(self) -> float:
-        """Sum of this rank's loss weights of targets in the last step or evaluation; 0 for an unweighted loss."""
+        """Sum of the weights of this rank's targets in the last step or evaluation; 0 for an unweighted loss."""
         return self._stages.weight
 
     def gradients_in(self, part: Range) -> Array | None:

@@ -33,11 +33,10 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Prepare for the operations of a step. Return the draws to use, here ``draws`` unchanged.
+        """Prepare for the operations of a step. Return the values that select each micro-batch's dropout masks.
 
-        ``draws``: values that select each micro-batch's dropout masks. ``sizes``: number of samples of each
-        micro-batch. ``scale``: factor of the loss gradient. The keyword ``steady`` is True in a normal training step,
-        and False in an evaluation or a search for NaN.
+        ``draws``: such values, on the host. ``sizes``: number of samples of each micro-batch. ``scale``: factor of the
+        loss gradient. The keyword ``steady`` is False in an evaluation or a search for NaN.
         """
         return draws
 
@@ -54,9 +53,9 @@ class KernelLaunches:
     ) -> T:
         """Run the compute operation ``op``: call the function ``call`` and return its result.
 
-        The argument of ``call`` is the keyword ``moving``: the arrays whose addresses change from step to step. A
-        subclass may pass copies at fixed addresses instead. All other arrays of the operation have fixed addresses: the
-        activations ``saved``, and the keywords ``still`` (an input), ``parameters`` and ``gradients``.
+        The argument of ``call`` is the keyword ``moving``: arrays whose addresses change between steps, by name. A
+        subclass may pass copies at fixed addresses. The arrays in ``saved`` and in the keywords ``still`` (an input),
+        ``parameters`` and ``gradients`` have fixed addresses.
         """
         return call(moving)
 
@@ -78,7 +77,7 @@ class _Captured:
 class StageGraphs(KernelLaunches):
     """Runner of a rank's forward and backward passes as CUDA graphs, with arrays from ``arena``.
 
-    ``drops``: dropout is used, so kernels need the step number. ``ledger`` records the additional memory of graphs.
+    The keyword ``drops``: True if dropout is used. The keyword ``ledger``: account of the additional memory of graphs.
     """
 
     own_messages = True  # sends complete at varying times, so their memory must not come from the recorded arena

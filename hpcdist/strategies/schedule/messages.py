@@ -24,9 +24,8 @@ Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `
 class StageMessages:
     """Pipeline messages of one rank, identified by micro-batch, connection between model units, and direction.
 
-    Sends never block. Receives are posted in advance, into memory from ``arena``. Sender and receiver derive shapes
-    from the model and the number of samples. Construction is collective over the pipeline. Messages have the compute
-    dtype.
+    Sends never block. Receives are posted in advance, into memory from ``arena``. Messages have the compute dtype.
+    Construction is collective over the pipeline.
     """
 
     def __init__(self, context: RankContext, arena: Arena) -> None:
@@ -51,7 +50,7 @@ class StageMessages:
         for rank, peer_shapes in enumerate(self._comm.allgather_object(local_shapes)):
             if peer_shapes != local_shapes:
                 raise CommunicationError(
-                    f"pipeline rank {rank} has activation messages of shapes {peer_shapes}, but rank "
+                    f"pipeline rank {rank} has activation messages of shapes {peer_shapes} per sample, but rank "
                     f"{self._comm.rank} has {local_shapes}; give every rank the same recipe and the same version"
                 )
 
@@ -76,7 +75,7 @@ class StageMessages:
                 if before.microbatch > op.microbatch:
                     raise ScheduleError(
                         f"pipeline rank {self._comm.rank}: {op} comes after {before}, but only {self._window} "
-                        "consecutive micro-batches have distinct tags; pass micro-batches through a chunk in "
+                        "consecutive micro-batches have distinct message tags; pass micro-batches through a chunk in "
                         f"ascending order, or use at most {self._window} micro-batches"
                     )
                 latest[op.kind, self._tag(op)] = op
@@ -124,10 +123,9 @@ class StageMessages:
         return copy
 
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
-        """Send ``y``, the input of model unit ``op.unit``, to the rank of this unit.
+        """Send ``y``, the input of model unit ``op.unit``, to the rank that computes this unit.
 
-        If the keyword ``copy`` is false, ``y`` itself is sent. Then ``y`` must not change until its gradient is
-        received.
+        If the keyword ``copy`` is false, ``y`` must not change until its gradient is received.
         """
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)

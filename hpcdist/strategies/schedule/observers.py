@@ -30,11 +30,11 @@ def phase_of(kind: Kind) -> str:
 
 
 class PhaseTimer:
-    """Timer of a step's ``operations``, constructed just before the first operation starts. Local.
+    """Timer of the operations of a step, constructed just before the first operation starts. Local.
 
-    Adds the seconds of each phase to the dict ``seconds``, with keys such as "compute_s". Adds the start and end time
-    of each operation of step number ``step`` to ``spans``. If ``array`` is on a GPU, consecutive operations of one
-    phase are timed together, with a GPU synchronisation at the end.
+    The argument ``seconds`` is a dict, to which the timer adds the seconds of each phase, with keys such as
+    "compute_s". The timer adds the start and end times of operations to the argument ``spans``. On a GPU, consecutive
+    operations of one phase are timed together.
     """
 
     def __init__(

@@ -141,10 +141,10 @@ ENDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Entry of an operation list. ``unit`` is an index into the model's stages, or -1 for operations without a unit.
+    """Operation of an operation list. ``unit``: index into the model's stages, or -1 for operations without a unit.
 
-    ``recompute`` marks a FORWARD that runs again because its activations were freed. ``source`` is set only in
-    messages over skip connections: it is the unit in which the skip connection starts.
+    ``recompute``: a FORWARD that runs again because its activations were freed. ``source``: only in messages over skip
+    connections, the unit in which the skip connection starts.
     """
 
     kind: Kind

@@ -49,10 +49,9 @@ class SkipExchange:
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep ``y``, the output of the forward pass ``op``, for skip connections that start at its model unit.
+        """Keep ``y``, the output of the forward pass ``op``, for later units that read it over skip connections.
 
-        If the keyword ``dropped`` is true, the unit's activations, including ``y``, are freed after this pass. Then
-        ``y`` is copied if this rank still needs it. The unit's inputs from skip connections are freed too.
+        With the keyword ``dropped``, the activations of this unit are freed, and ``y`` is copied if still needed.
         """
         if dropped:
             self.end(op)
@@ -73,13 +72,13 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After the backward pass ``op``, copy the gradients of its inputs from skip connections out of ``saved``."""
+        """After the backward pass ``op``, keep copies of the gradients in ``saved`` for skip connections."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """After the backward pass ``op``, free the inputs that its model unit got over skip connections."""
+        """After the backward pass ``op``, free its inputs from skip connections."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
@@ -96,10 +95,7 @@ class SkipExchange:
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Keep ``values``, received by ``op`` over a skip connection, for a model unit on this rank.
-
-        ``values`` is the output of unit ``op.source`` or, with the keyword ``back``, the output's gradient.
-        """
+        """Keep ``values``, received by ``op``: an output or, with the keyword ``back``, the gradient of an output."""
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:
@@ -112,8 +108,8 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 class Stages:
     """Executor of the compute operations and pipeline messages of one rank.
 
-    ``arena``: memory of the activations. ``bound``: views of the parameters and gradients. ``watch``: object that finds
-    non-finite values. ``launches``: object that runs the kernels, directly or as CUDA graphs.
+    ``arena``: memory of the activations. ``bound``: this rank's parameters and gradients. ``watch``: detector of
+    non-finite values. ``launches``: launcher of the kernels, directly or as CUDA graphs.
     """
 
     def __init__(
@@ -150,10 +146,10 @@ class Stages:
         draw: Draw | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Start the operation list ``operations`` with the micro-batches ``batches``, pairs (inputs, targets).
+        """Prepare to execute ``operations`` on the micro-batches ``batches``, pairs (inputs, targets).
 
-        ``draw``: seed, step and index of the first sample, which select the dropout masks; None means evaluation.
-        ``scale``: factor of the loss gradient.
+        ``draw``: seed, step and first sample, which select the dropout masks; None means evaluation. ``scale``: factor
+        of the loss gradient.
         """
         axis = self._context.context
         cut = (lambda whole: whole) if axis is None else axis.cut
@@ -199,7 +195,7 @@ class Stages:
         return self._arena.saved(self._model.stages[op.unit].layer, op.microbatch)
 
     def _arrives(self, unit: int) -> bool:
-        """Return True if the input of ``unit`` is the batch or comes from another rank."""
+        """Return True if the input of model unit ``unit`` is the batch or comes from another rank."""
         return unit in self._firsts and (unit == 0 or self._place.crosses(unit))
 
     def forward(self, op: Operation) -> None:
@@ -295,7 +291,7 @@ class Stages:
         )
 
     def _attend(self, op: Operation) -> None:
-        """Join the expert-parallel collectives of ``op`` without tokens: the micro-batch is empty. Collective."""
+        """Call the expert-parallel collectives of ``op`` for an empty micro-batch. Collective."""
         stage, operations = self._model.stages[op.unit], self._model.operations
         if operations.experts is None or not operations.experts.attends:
             return

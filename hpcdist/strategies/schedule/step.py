@@ -26,9 +26,8 @@ class RecomputeVerdict:
 class StepResult:
     """Result of a training step: mean loss over the global batch, stop requests, and this rank's seconds by phase.
 
-    ``correction``: factor by which this step's gradient was multiplied. ``skipped``: the gradient overflowed at
-    ``loss_scale``, so nothing was updated. ``measured``: the concatenated `StepObserver.counts` of all observers,
-    summed over the world.
+    ``correction``: factor applied to the gradient. ``skipped``: True if the gradient overflowed at ``loss_scale``, so
+    nothing was updated. ``measured``: all `StepObserver.counts`, concatenated and summed over the world.
     """
 
     loss: float = float("nan")
@@ -61,7 +60,7 @@ class RunningStep(Protocol):
 
     @property
     def units(self) -> Mapping[int, Range]:
-        """Range of each unit that this rank computes, in the flat parameter vector."""
+        """Ranges in the flat parameter vector of the model units on this rank, keyed by unit number."""
 
     @property
     def outcome(self) -> StepResult:
@@ -72,7 +71,7 @@ class RunningStep(Protocol):
         """Loss of each micro-batch of this rank, summed over its targets."""
 
     def gradients_in(self, part: Range) -> Array | None:
-        """Return the gradients in ``part``, a flat range within one layer, or None if not on this rank. Local."""
+        """Return the gradients in ``part``, a flat range within one layer, or None if this rank lacks them. Local."""
 
     def compute_again(self) -> None:
         """Compute the current step a second time, so that an observer can compare the results. Collective."""
@@ -85,10 +84,9 @@ class StepObserver:
     """Base class of step observers, which the executor calls during a step. Only `agreed` is collective."""
 
     def around(self, kind: Kind, handler: Handler) -> Handler:
-        """Return a function to run instead of ``handler``, which executes operations of type ``kind``.
+        """Return the function that executes operations of type ``kind``: ``handler`` or a wrapper of ``handler``.
 
-        Called once per type of operation. The default is ``handler`` itself. If there are several observers,
-        ``handler`` is the function that the previous observer returned.
+        Called once per type. With several observers, ``handler`` is the result of the previous observer.
         """
         return handler
 
@@ -99,14 +97,14 @@ class StepObserver:
         """Observe that the backward operation ``op`` of ``step`` has ended. Does nothing by default."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
-        """Called before ``op`` exchanges this rank's gradients in the flat range ``op.part``, which are complete."""
+        """Called before ``op`` exchanges this rank's complete gradients in the flat range ``op.part``."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
         """Return this observer's numbers to sum over the ranks, as a 1-D array of the same length on all ranks."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Called on all ranks before the update, with the loss and gradient norm in ``step.outcome``. Collective."""
+        """Called on all ranks before the update. ``step.outcome`` has the loss and gradient norm. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
         """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""

@@ -1,8 +1,8 @@
-"""The tensor axis: its collectives, and the borders between replicated and parallel parts of a layer.
+"""The tensor axis: its collectives, and the borders between replicated and parallel layers.
 
-A border is a pair of conjugate operators: identity and sum in the forward and the backward pass, or the reverse (f and
-g of arXiv:1909.08053, `Borders`); or all-gather and reduce-scatter (arXiv:2205.05198, `SequenceBorders`). Methods are
-collective unless marked local.
+A border has an operator for the forward and one for the backward pass. `Borders`: identity and sum, or the reverse (f
+and g of arXiv:1909.08053). `SequenceBorders`: all-gather and reduce-scatter (arXiv:2205.05198). Methods are collective
+unless marked local.
 """
 
 import time
@@ -33,9 +33,9 @@ def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return the subranges of ``parts`` that this rank adds to a sum over the tensor axis ``comm``. Local.
+    """Return the ranges that this rank must add to a sum over the tensor axis ``comm``. Local.
 
-    ``parts`` are flat ranges of ``layout``. Only rank 0 adds unsharded tensors, which all ranks hold.
+    The result is within ``parts``, flat ranges of ``layout``. Only rank 0 adds tensors that are not sharded.
     """
     if comm.rank == 0:
         return list(parts)
@@ -74,8 +74,7 @@ def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> 
     """Return the name of the allreduce algorithm for activations. Collective over ``comm``.
 
     The result is "node_shared" if the recipe sets no algorithm (the keyword ``settled`` is false), the keyword ``on``
-    is "cpu" and the ranks can share memory. Otherwise, it is ``chosen``, or "native" if `suited` does not allow
-    ``chosen``.
+    is "cpu", and the ranks can share memory. Otherwise, it is the result of `suited` for ``chosen``.
     """
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
@@ -147,7 +146,7 @@ class Borders:
         self.axis = axis
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return all tokens' activations: ``x`` or, if ``x`` has only this rank's tokens, a gathered scratch array."""
+        """Return the activations of all tokens: ``x``, or a scratch array if the rows of ``x`` must be gathered."""
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
@@ -181,11 +180,12 @@ class Borders:
 
 
 class SequenceBorders(Borders):
-    """Collectives of sequence parallelism: before and after a tensor-parallel part, each rank has some of the tokens.
+    """Collectives of sequence parallelism: each rank has some of the tokens outside of tensor-parallel layers.
 
-    Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. ``context``: tokens
-    per sample, at least one per rank. If context parallelism splits samples of ``whole`` tokens, ``pieces`` are the
-    token ranges that the tensor ranks divide. ``context`` then counts only their tokens.
+    Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. The argument
+    ``context`` is the number of tokens per sample, at least one per rank. With context parallelism, the argument
+    ``whole`` is a sample's full length, and the argument ``pieces`` has the token ranges of these ranks. ``context``
+    then counts only these tokens.
     """
 
     by_rows = True
@@ -197,9 +197,9 @@ class SequenceBorders(Borders):
         assert context >= axis.size
 
     def stretches(self, y: Array) -> Iterator[tuple[slice, int, int]]:
-        """Yield (row slice of ``y``, sample number, token position of the first row) for each run of tokens. Local.
+        """Yield (row slice of ``y``, sample number, token position of the first row) for consecutive tokens. Local.
 
-        ``y`` has this rank's rows. A run has consecutive tokens of one sample.
+        ``y`` has this rank's rows. A slice has tokens of one sample only.
         """
         first, row = self.first_token(y), 0
         while row < y.shape[0]:

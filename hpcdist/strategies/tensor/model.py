@@ -135,8 +135,7 @@ class ParallelExperts(WholeExperts):
     """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over the axis.
 
     All ranks have the same router and output biases, and route the tokens identically. If activations are sharded by
-    tokens, the gradients of these unsharded tensors are summed over the ranks later. To count them once, only rank 0
-    stores them.
+    tokens, only rank 0 stores the gradients of these tensors, because they are summed over the ranks later.
     """
 
     def __init__(self, borders: Borders) -> None:
@@ -180,7 +179,7 @@ class HeadParallelAttention:
         return self._inner.forward(qkv, head_size, saved, **options)
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of `forward`'s ``qkv``. If `forward` got the option ``kv``, return two gradients."""
+        """Return the gradient of ``qkv``, or the gradients of ``qkv`` and ``kv`` if `forward` got the option ``kv``."""
         return self._inner.backward(dy, saved, keep=keep)
 
 
@@ -284,9 +283,9 @@ class CutModel(Model):
 class CutStage(WrappedStage):
     """Stage ``inner`` with only this rank's tensor shards.
 
-    ``classes`` is the range of this rank's logits in the last stage, and None in other stages. Passes are collective
-    over the tensor axis, and return outputs and gradients of this rank's tokens. If activations are sharded by tokens,
-    the gradient of an unsharded tensor is a sum over this rank's tokens only, until `sum_gradients` is called.
+    ``classes``: range of the vocabulary whose logits this rank computes, or None unless this is the last stage. Passes
+    are collective over the tensor axis, and return outputs and gradients of this rank's tokens. If activations are
+    sharded by tokens, gradients of unsharded tensors are complete only after `sum_gradients`.
     """
 
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:

@@ -106,8 +106,8 @@ class VocabularyCrossEntropy:
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
         """Return the loss summed over all tokens on the first rank, and 0 on the other ranks.
 
-        The contiguous ``logits``, of shape (tokens, local classes), are replaced by their exponentials. ``targets`` has
-        the class index in the whole vocabulary for each token.
+        ``logits`` are contiguous, of shape (tokens, local classes), and may be overwritten. ``targets``: class index of
+        each token in the whole vocabulary.
         """
         check_tokens(targets, self.vocabulary, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)
@@ -127,10 +127,9 @@ class VocabularyCrossEntropy:
         return loss
 
     def _forward_device(self, logits: Array, indices: Array, top: Array, sums: Array, saved: Saved) -> Scalar:
-        """Return the loss like `forward`, for logits on a GPU. The logits are not changed.
+        """Return the loss like `forward`, for logits on a GPU, which are not changed.
 
-        ``indices`` are target classes of the whole vocabulary. ``top`` and ``sums`` are scratch buffers of shapes
-        (tokens,) and (2, tokens).
+        ``top``, ``sums``: scratch buffers of shapes (tokens,) and (2, tokens).
         """
         xp, tokens = namespace(logits), logits.shape[0]
         statistics = saved.empty("cross_entropy.statistics", (tokens, 2), sums.dtype)
@@ -148,10 +147,7 @@ class VocabularyCrossEntropy:
         return 0.0 if self.axis.rank else _loss_device(indices, sums)
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Return the gradient (softmax - onehot) * scale of the logits, of shape (tokens, local classes). Local.
-
-        The gradient overwrites the logits.
-        """
+        """Overwrite the logits with their gradient (softmax - onehot) * ``scale``, and return it. Local."""
         logits: Array = saved["cross_entropy.exponentials"]  # on a GPU: the logits
         if is_device(logits):
             local_targets, statistics = saved["cross_entropy.own"], saved["cross_entropy.statistics"]

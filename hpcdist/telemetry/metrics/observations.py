@@ -58,8 +58,8 @@ KINDS: Final = (
 class RunEvent:
     """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
 
-    ``values`` maps keys from `quantities.key` to numbers, and other keys to texts. The value of a counter is its total
-    so far. ``ranks`` has arrays of shape (world,), with NaN for unknown values.
+    ``values``: numbers by quantity (see `quantities.key`), and texts by name. The number for a counter is its total so
+    far. ``ranks``: arrays of shape (world,), with NaN for unknown values.
     """
 
     kind: str
@@ -104,8 +104,8 @@ class Observations:
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
     """Append ``events`` to the open metrics file ``file``. Local.
 
-    ``session`` counts the starts and resumes of the run. The first call of a session deletes the rows of all steps
-    after the step of ``events[0]``.
+    ``session`` counts the starts and resumes of the run. The first call of a session deletes earlier events that have a
+    later step than ``events[0]``.
     """
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
@@ -164,7 +164,7 @@ def read(file: Any) -> Observations:
 
 
 def _due(file: Any, events: Sequence[RunEvent]) -> list[RunEvent]:
-    """Return the ``events`` to store now. Kinds in `THINNED` are stored only at intervals and when the run ends."""
+    """Return the ``events`` to store now. Kinds in `THINNED` are stored less often, and when the run ends."""
     due, attributes = [], file[GROUP].attrs
     last = {kind: int(attributes.get(f"{kind}_ns", 0)) for kind in THINNED}
     ends = any(event.kind == "end" for event in events)

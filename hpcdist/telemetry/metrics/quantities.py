@@ -109,9 +109,9 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 class StepRow:
     """Measurements of one step on all ranks. A value that was not measured is NaN, or missing in ``ranks``.
 
-    ``ranks`` maps names in `PER_RANK` to arrays of shape (world,), in seconds or bytes. ``data_s`` is the wait for the
-    batch. ``exposed_s`` is the wait for overlapped reductions, ``overlapped_s`` their whole duration. ``tokens`` is a
-    sum over ranks.
+    ``ranks`` maps names in `PER_RANK` to arrays of shape (world,), in seconds or bytes. Of these, ``data_s`` is the
+    wait for the batch, and ``exposed_s`` for overlapped reductions, which take ``overlapped_s``. ``tokens``: sum over
+    ranks.
     """
 
     step: int
@@ -126,8 +126,8 @@ class StepRow:
 class DerivedFigures:
     """Calculator of figures, such as the speed, over the last ``window`` steps. Pass steps in order.
 
-    The first step after a start or resume is left out as soon as a second step is passed. Set the keyword ``lock_step``
-    to false if ranks do not wait for each other.
+    Figures exclude the first step after a start if they have a second. Set the keyword ``lock_step`` to false if ranks
+    do not wait for each other.
     """
 
     def __init__(self, window: int = WINDOW, *, lock_step: bool = True) -> None:

@@ -21,8 +21,8 @@ MAX_SMALL_ROWS: Final = 200_000  # number of first rows read from a table withou
 class SampledMetrics:
     """Metrics of a run. Columns with a value per rank are read only for a sample of the steps.
 
-    ``steps`` has the columns with one value per step, for all steps. ``sample`` has all columns, for the steps with
-    the indices ``chosen``. ``tables`` maps the name of each other table in the metrics file to its columns.
+    ``steps``: columns with one value per step, for all steps. ``sample``: all columns, for the steps with the indices
+    ``chosen``. ``tables``: columns of each other table in the metrics file, by table name.
     """
 
     steps: dict[str, np.ndarray]
@@ -33,15 +33,14 @@ class SampledMetrics:
 
     @property
     def complete(self) -> bool:
-        """True if the sample contains all rows."""
+        """True if the sample contains all steps."""
         return len(self.chosen) == len(self.steps["step"])
 
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
     """Read the metrics file ``path`` of a finished or running run. Raises StorageError if it is missing or invalid.
 
-    Columns with a value per rank are read only for evenly spread steps, about ``wide_bytes`` bytes per column: a
-    million steps of a thousand ranks take 40 GB on disk.
+    Columns with a value per rank are read only for evenly spread steps, about ``wide_bytes`` bytes per column.
     """
     return read_settled(path, lambda file: _read(file, wide_bytes))
 

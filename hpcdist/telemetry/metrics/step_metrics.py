@@ -59,13 +59,12 @@ PER_RANK: Final = tuple(column.name for column in STEPS.columns if column.wide)
 class MetricsWriter:
     """Writer of the metrics file ``path`` on rank 0. A context manager: leaving it writes all rows.
 
-    The file is opened only for each write, at most once per `FLUSH_S`, so it is always readable. ``world`` is the
-    number of ranks. If ``resume_step`` is None, a new file is created (StorageError if it exists). Otherwise, the file
-    is continued and the rows of later steps are dropped. ``attributes`` (numbers and strings) become root attributes of
-    the file.
+    The file is open only during writes, so it is always readable. ``world``: number of ranks. If ``resume_step`` is
+    None, a new file is created (StorageError if it exists). Otherwise, the file is continued, and rows of later steps
+    are dropped. The keyword ``attributes`` (numbers and strings): root attributes of the file.
 
-    Methods raise StorageError if the disk is full or fails; rows already written stay readable. If a file to continue
-    or to write to is damaged, it is renamed, and a new file is created.
+    Methods raise StorageError if the disk is full or fails; rows already written stay readable. A damaged file is
+    renamed, and a new file is created.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class MetricsWriter:
         for table in (STEPS, EVALUATIONS):
             unexpected = set(datasets.columns(file, table.name)) - {column.name for column in table.columns}
             if unexpected:  # new rows would lack these columns
-                raise ValueError(f"the row for table {table.name} has unknown columns: {sorted(unexpected)[:3]}")
+                raise ValueError(f"table {table.name} of the file has unknown columns: {sorted(unexpected)[:3]}")
             if resume_step is not None and not is_new:
                 table.drop_from(file, resume_step + 1)  # these steps will be repeated
         _link_to_root(file)
@@ -215,7 +214,7 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call ``append(file, session)`` with the open metrics file and the number of earlier starts of the run."""
+        """Call ``append(file, session)``, with the open metrics file and the number of earlier starts, to write now."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
@@ -223,7 +222,7 @@ class MetricsWriter:
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
-        """Write all waiting rows. The file needs no closing, because it is open only during a write."""
+        """Write all waiting rows to the file."""
         self.flush()
 
 
@@ -284,9 +283,10 @@ def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
 def summarise(metrics: MetricsData) -> dict[str, Any]:
     """Return a dict of figures of a run as JSON values, None if not measured.
 
-    ``train_loss_mean`` is the mean over the last `LAST_LOSSES` steps. Times exclude the first step of each session, and
-    are from the slowest rank. ``bytes_sent_per_step`` is the median over steps of the maximum over ranks.
-    ``slowest_rank`` has the largest median compute time; ``imbalance`` is this time over the median rank's time.
+    - Times are from the slowest rank, without the first step of each session.
+    - ``train_loss_mean``: mean over the last `LAST_LOSSES` steps.
+    - ``bytes_sent_per_step``: median over steps of the maximum over ranks.
+    - ``slowest_rank``: rank with the largest median compute time. ``imbalance``: this time over the median rank's time.
     """
     steps = metrics.steps
     count = len(steps["step"])
@@ -336,7 +336,7 @@ def mean_step_s(metrics: MetricsData) -> float | None:
 
 
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:
-    """Return the bytes moved per step by a rank, by transport, from ``attributes`` of a metrics file, or None."""
+    """Return the bytes that a rank moves per step, from the ``attributes`` of a metrics file, or None if unknown."""
     noted = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}
     by_way = {way: float(nbytes) for way, nbytes in noted.items() if isinstance(nbytes, int | float)}
     return BytesMoved(**by_way) if len(by_way) == len(noted) and all(map(math.isfinite, by_way.values())) else None

@@ -66,10 +66,10 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the recorded operations of a typical step: among the last `LAST_STEPS`, the step of median duration.
+    """Return the recorded operations of the step of median duration among the last `LAST_STEPS` steps.
 
-    Reads at most `MAX_RANKS` evenly spread ranks, including rank 0, the last rank and the rank ``slowest``. Damaged
-    files are skipped. The metrics file ``metrics_path`` has the clock readings of the nodes.
+    Reads at most `MAX_RANKS` ranks, including the first, the last and ``slowest``. Damaged files are skipped. The
+    metrics file ``metrics_path`` has the clock readings of the nodes.
     """
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
@@ -227,7 +227,7 @@ class RunEnergy:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all phases of all starts together."""
+        """Total seconds of the phases, over all starts."""
         return math.fsum(phase.seconds for phase in self.phases)
 
 
@@ -272,7 +272,7 @@ def _phases(rows: Any) -> list[PhaseEnergy]:
 
 
 def total_joules(by_kind: Mapping[str, float | None]) -> float:
-    """Return the total joules: the value of "node" if ``by_kind`` has it, else the sum over all kinds of counters."""
+    """Return the total joules: the value of "node" if it is known, else the sum of the known values."""
     if by_kind.get("node") is not None:
         return float(by_kind["node"] or 0.0)
     return math.fsum(value for value in by_kind.values() if value is not None)
@@ -323,10 +323,9 @@ def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.nd
 def _joined_sessions(
     parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
 ) -> dict[str, EnergyCurve]:
-    """Return the energy over time for each kind of energy counter, joined over all starts (sessions) of the run.
+    """Return the energy over time for each type of energy counter, joined over all starts (sessions).
 
-    ``parts`` maps session and kind to (times, millijoules, node) of each counter; counters of a kind are added.
-    ``begins`` maps (session, node) to the begin time, which is subtracted from the times.
+    ``parts``: (times, millijoules, node) of each counter, by session and type. ``begins``: begin by (session, node).
     """
     lasted = {
         session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)

@@ -59,7 +59,7 @@ class TextSample:
 
 @dataclass(frozen=True)
 class ExternalData:
-    """Data for the page from packages that telemetry does not import. The caller passes it."""
+    """Data for the page that the caller collects: recipe settings, checkpoints, a text sample and costs."""
 
     settings: Sequence[RecipeSetting] = ()
     settings_reason: str = ""
@@ -120,8 +120,7 @@ class PageData:
 def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> PageData:
     """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
 
-    ``external``: data that the caller has collected, such as recipe settings and checkpoints. ``now_ns`` is the current
-    time, by default from the clock.
+    ``external``: data that the caller has collected. ``now_ns``: current time, by default from the clock.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):

@@ -56,10 +56,10 @@ class CounterTotals:
 
 
 class LatestFigures:
-    """Latest value of every figure: a prometheus_client collector, which another thread may read.
+    """Latest value of every metric: a prometheus_client collector, which another thread may read.
 
     Metrics have the labels ``jobid`` (outside of a job, the run's name) and ``run``, and at most one other label. Only
-    the metric `INFO` has labels with the owner of the job, for joins in PromQL.
+    the metric `INFO` has labels with the owner of the job.
     """
 
     def __init__(self, run: RunInfo, totals: CounterTotals) -> None:
@@ -247,8 +247,8 @@ class _Gateway:
         self._failure = self._push()
         if self._failure:
             raise ConfigurationError(
-                f"telemetry.gateway: {self._failure}; start it, correct the address (http_proxy applies, and no_proxy "
-                "excludes hosts), or set telemetry.prometheus = 'off'"
+                f"telemetry.gateway: {self._failure}; start the Pushgateway, correct the address (http_proxy applies, "
+                "and no_proxy excludes hosts), or set telemetry.prometheus = 'off'"
             )
         self._changed = threading.Condition()
         self._due = self._ends = False

@@ -1,7 +1,6 @@
 """Event stream of a run on rank 0, the protocol of its sinks, and the append-only file of sinks.
 
-A failing sink is reported once and retried with the next events: a full disk or an unreachable gateway must not end a
-training.
+A failing sink is reported once and retried with the next events. It does not end the training.
 """
 
 import errno
@@ -20,10 +19,10 @@ _PROBE: Final = b" " * 4096
 
 
 class AppendOnlyFile:
-    """File at ``path`` to which one thread appends whole pieces of data. A new file begins with ``header``.
+    """File to which one thread appends whole records. The argument ``header`` begins a new file.
 
-    The constructor and `append` raise StorageError, with the advice ``cure``, if the file cannot be written. Unwritten
-    pieces are kept, up to `PENDING_BYTES`, and written before the next piece.
+    The constructor and `append` raise StorageError, with the advice ``cure``, if the file cannot be written. Records
+    that could not be written are kept, up to `PENDING_BYTES`. The next `append` writes them.
     """
 
     def __init__(self, path: Path, cure: str, header: bytes = b"") -> None:

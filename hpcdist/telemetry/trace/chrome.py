@@ -54,7 +54,7 @@ class _Row:
 
 
 def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a lane number for each (begin, end) of the sorted ``bars``. Bars of one lane are disjoint or nested."""
+    """Return a display row for each (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
     stacks: list[list[int]] = []
     numbers = []
     for begin, end in bars:
@@ -202,7 +202,7 @@ def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
         ):
             count = _write(out, events(trace.timeline), metadata(trace, about))
     except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
     return count
 
 

@@ -160,7 +160,7 @@ def find_corrections(
 
 
 def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
-    """Return the clock corrections from offsets measured in ``sessions``, or None if a host was not measured."""
+    """Return the clock corrections from the readings in ``sessions``, or None if a host has no readings."""
     for last in reversed(sessions):
         if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
             continue
@@ -188,8 +188,7 @@ class _OffsetBounds:
     def reading(self) -> tuple[int, int, int] | None:
         """Return (time, offset, width) in ns, or None if the offset has no lower or upper bound.
 
-        The offset is the second clock minus the first clock, at ``time`` of the first clock. Its error is at most width
-        / 2.
+        At ``time`` of the first clock, the second clock is ``offset`` ahead, with an error of at most width / 2.
         """
         if not self.least_ns or not self.most_ns:
             return None
@@ -268,10 +267,10 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Result of `causal_order`: number of checked ``pairs`` of calls, and number of pairs in the ``wrong`` order.
+    """Result of `causal_order`: numbers of checked ``pairs`` of calls, and of pairs in the ``wrong`` order.
 
-    ``most_ns`` is the largest time difference of a wrong pair. ``beyond`` is the number of pairs whose difference
-    exceeds the sum of the error bounds of both ranks' clocks, or None if a bound is unknown.
+    ``most_ns``: largest time difference of a wrong pair. ``beyond``: number of pairs whose difference exceeds the error
+    bounds of both clocks, or None if a bound is unknown.
     """
 
     pairs: int

@@ -78,8 +78,8 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
 class CommunicationOverlap:
     """Communication time of one rank: ``hidden_ns`` overlaps with the rank's computation, ``exposed_ns`` does not.
 
-    ``waited_ns`` is the part of ``exposed_ns`` in which the rank waits for late ranks. The hidden time is an upper
-    bound, because a message counts as in flight until the rank tests for it.
+    ``waited_ns``: time in ``exposed_ns`` in which the rank waits for late ranks. ``hidden_ns`` is an upper bound: a
+    message counts as in flight until the rank tests for it.
     """
 
     hidden_ns: int
@@ -94,7 +94,7 @@ class CommunicationOverlap:
 
 
 def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str], Counter[str]]:
-    """Return the ns on ``path`` by rank (-1: transfers between ranks), by phase, and by operation. Local."""
+    """Return the time on ``path`` in ns: by rank (-1: transfers between ranks), by phase, and by operation. Local."""
     of_rank: Counter[int] = Counter()
     of_phase: Counter[str] = Counter()
     of_name: Counter[str] = Counter()
@@ -118,9 +118,9 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
 def longest_waits(
     pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int]
 ) -> list[tuple[TimelinePiece, str]]:
-    """Return the five longest waits of ``ranks``, each with the main activity of the awaited rank meanwhile. Local.
+    """Return the five longest waits of ``ranks``, each with the awaited rank's main operation meanwhile. Local.
 
-    ``pieces``: each rank's timeline in order of time.
+    ``pieces``: each rank's operations in order of time.
     """
     waiting = [piece for rank in ranks for piece in pieces.get(rank, ()) if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))

@@ -1,7 +1,7 @@
 """Matching of sends with receives, and of the calls of a collective, by order and number, without clocks.
 
-A collective has the same number on all members of its communicator. Messages on a path (communicator, sender, receiver,
-tag) are received in the order of sending.
+A collective has the same number on all members of its communicator. Messages with equal communicator, sender, receiver
+and tag are received in the order of sending.
 """
 
 from collections import defaultdict
@@ -139,11 +139,9 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Match sendrecv calls: return pairs (call, matching call of its peer).
+    """Return the pairs (call, matching call of its peer) of sendrecv ``calls`` on one communicator with one tag.
 
-    ``calls`` are all ranks' calls on one communicator with one tag. A rank's n-th call matches its peer's n-th call.
-    ``logs``: the ranks' records, to find out if calls are missing. ``ranks`` maps a communicator to the job ranks of
-    its members.
+    A rank's n-th call matches its peer's n-th call. ``ranks`` maps a communicator to the job ranks of its members.
     """
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):

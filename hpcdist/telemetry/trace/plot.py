@@ -40,7 +40,7 @@ def draw(trace: Trace, file: Path) -> int:
     """Draw the step whose critical path has the median length to ``file``; return its number. Raises UsageError."""
     matplotlib = plotting.check_plot(file)
     if not trace.paths:
-        raise UsageError(f"{trace.run_dir}: the records contain no whole step to draw")
+        raise UsageError(f"{trace.run_dir} has no record of a complete step to draw; choose other steps")
     drawn = sorted(trace.paths, key=lambda path: path.took_ns)[(len(trace.paths) - 1) // 2]
     step_trace = traces.of_step(trace, drawn.step)
     rows = _rows(step_trace, drawn.links)

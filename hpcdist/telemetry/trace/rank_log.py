@@ -28,8 +28,8 @@ _NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_
 class RecordedCall(CommunicatorCall):
     """Recorded communication call on a rank. Times are in ns of one clock.
 
-    ``step`` is the step in which the call began, or `NO_STEP`. If ``is_open`` is true, the call had not ended at the
-    rank's last heartbeat; ``end_ns`` is then the time of that heartbeat.
+    ``step``: step in which the call began, or `NO_STEP`. ``is_open``: the call had not ended at the rank's last
+    heartbeat, at time ``end_ns``.
     """
 
     rank: int
@@ -48,8 +48,8 @@ class RecordedCall(CommunicatorCall):
 class RankLog:
     """Log of one rank. Times are in ns of the monotonic clock of ``host``; ``wall_ns`` is wall clock minus this clock.
 
-    ``host`` is the host's boot id, or its name. ``steps`` has the begin and end of each step. All calls from
-    ``covered_ns`` on are recorded. ``ended``: the rank finished regularly.
+    ``host``: the host's boot id, or its name. ``steps``: begin and end of each step. All calls from ``covered_ns`` on
+    are recorded. ``ended``: the rank finished regularly.
     """
 
     rank: int

@@ -62,8 +62,8 @@ def collect(
 ) -> Trace:
     """Return the trace of ``steps`` and ``ranks`` of the run in ``run_dir``.
 
-    If ``steps`` is None, the last `DEFAULT_STEPS` steps that all ranks recorded are used. If ``ranks`` is None, all
-    ranks are used. At most ``most`` spans and calls in total are used. Raises UsageError and StorageError.
+    ``steps`` None: the last `DEFAULT_STEPS` steps that all ranks recorded. ``ranks`` None: all ranks. ``most``: largest
+    number of spans and calls in total. Raises UsageError and StorageError.
     """
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
@@ -110,7 +110,7 @@ def _of_ranks(logs: RankLogs, ranks: Sequence[int] | None) -> dict[int, RankLog]
     missing = [rank for rank in ranks if rank not in logs.ranks]
     if missing:
         raise UsageError(
-            f"{ranks_text(missing)}: no record found; the run has {ranks_text(sorted(logs.ranks))} of {logs.world}"
+            f"there is no record of {ranks_text(missing)}; choose from {ranks_text(sorted(logs.ranks))} of {logs.world}"
         )
     return {rank: logs.ranks[rank] for rank in sorted(set(ranks))}
 

@@ -18,11 +18,11 @@ NO_SOURCE_LINE: Final = 1 << 62
 
 @dataclass(frozen=True)
 class TimelinePiece:
-    """A time interval of ``rank`` with one activity, ``name``.
+    """A time interval of a rank with one activity, ``name``.
 
-    The activity is an operation, such as "REDUCE", or a communication call in an operation, such as "REDUCE: send". If
-    a call waited for another rank, ``by`` is this other rank, and ``since_ns`` is the time at which it began its call.
-    If a call did not wait, ``by`` is ``rank``. For operations, and calls without a known match, ``by`` is -1.
+    The activity is an operation, such as "REDUCE", or a communication call in it, such as "REDUCE: send". For a call,
+    ``by`` is the rank for which it waited, or this rank if it did not wait. For operations and unmatched calls, ``by``
+    is -1. ``since_ns`` is the time at which the rank ``by`` began its call.
     """
 
     rank: int
@@ -41,10 +41,10 @@ class TimelinePiece:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """Timeline of all ranks in the steps ``steps``, on one clock.
+    """Timeline of all ranks in some steps, on one clock.
 
-    ``lines`` has the log of each rank, with times on this clock. ``matches`` has the messages and collectives.
-    ``bounds_ns`` has the error bound of each rank's times, or None if it is unknown.
+    ``lines``: log of each rank. ``matches``: messages and collectives. ``bounds_ns``: error bound of each rank's times,
+    or None if it is unknown.
     """
 
     lines: Mapping[int, RankLog]
@@ -74,8 +74,8 @@ def build(
 ) -> RunTimeline:
     """Return the timeline of the steps ``steps`` from the ranks' ``logs``, with all times on one clock.
 
-    ``corrections`` are the clock corrections. ``matches`` are the matching calls of different ranks. The keyword
-    ``tail`` includes all records after these steps.
+    ``matches``: messages and collectives of several ranks. ``corrections``: clock corrections. The keyword ``tail``
+    includes all records after these steps.
     """
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
@@ -201,11 +201,7 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Split a rank's timeline pieces ``leaves`` at the begin and end times of its communication ``calls``.
-
-    Nonblocking calls split only communication pieces. ``causes`` maps the id of a call to (rank that the call waited
-    for, time at which this rank began its call).
-    """
+    """Split a rank's timeline ``leaves`` at its communication ``calls``. ``causes`` is from `_causes`."""
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]
     parts: list[TimelinePiece] = []

@@ -105,8 +105,8 @@ def assemble(
 ) -> Trainer:
     """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective.
 
-    ``script_model`` is the model of a script, which replaces the recipe's model; the script then provides the batches.
-    The faults in section ``chaos`` are injected only if ``directory`` is set. They are recorded in this directory.
+    ``script_model`` replaces the recipe's model; the script then provides the batches. Faults of the section ``chaos``
+    are injected only if ``directory`` is set, and recorded there.
     """
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel, precision = session.comm, recipe.parallel, recipe.precision

@@ -59,9 +59,9 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
     schedule = operation_list.read(read, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
     if parallel.recompute and schedule.keeps:
         raise ConfigurationError(
-            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}: the file has "
-            "'placement = folded' or split backward passes (I, W), which need the stored activations; set "
-            "parallel.recompute = false, or use 'placement = looped' and only the passes F and B"
+            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}: passes in "
+            "this file need the stored activations; set parallel.recompute = false, or use 'placement = looped' and "
+            "only the passes F and B"
         )
     return schedule
 
@@ -69,23 +69,24 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
 def check_exchange(
     parallel: ParallelConfig, schedule: ScheduleText | None, context: RankContext, *, accumulates: bool
 ) -> None:
-    """Raise ConfigurationError if gradients would be reduced over ranks before they are complete. Local.
+    """Raise ConfigurationError if the strategy would reduce gradients that are not complete. Local.
 
-    ``schedule`` is None unless it was read from a file. The keyword ``accumulates`` is True if the strategy adds up the
-    gradients of all micro-batches before it reduces them.
+    ``schedule``: schedule read from a file, or None. The keyword ``accumulates``: the strategy adds up the gradients of
+    all micro-batches before it reduces them.
     """
     if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
             f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
-            f"{parallel.strategy!r}: gradients are reduced after each micro-batch, but the last stage adds to the "
-            "gradient of the first stage only once a step; set zero.keep_gradients = true, or choose allreduce or zero1"
+            f"{parallel.strategy!r}: this strategy reduces gradients after each micro-batch, but the gradient of tied "
+            "parameters is complete only at the end of a step; set zero.keep_gradients = true, or choose allreduce or "
+            "zero1"
         )
     splits = SCHEDULES[parallel.order].splits if schedule is None else schedule.splits
     if not accumulates and splits:
         raise ConfigurationError(
-            f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: this schedule "
-            "splits backward passes, so gradients of several micro-batches are in flight at once and cannot be reduced "
-            "one by one; set zero.keep_gradients = true, or choose a schedule that does not split, such as 1f1b"
+            f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: this strategy "
+            "reduces gradients after each micro-batch, but this schedule splits backward passes of several "
+            "micro-batches; set zero.keep_gradients = true, or choose a schedule that does not split, such as 1f1b"
         )
 
 
@@ -104,9 +105,9 @@ def plan_partition(
 ) -> PartitionPlan | None:
     """Return the partition of the model ``whole`` over pipeline ranks, or None if there is only one model chunk.
 
-    For a measured partition, passes of ``local_model`` are timed; the call is then collective over ``comm``, the world.
-    ``schedule`` is a schedule read from a file, or None. ``origin`` is the state to resume from. ``documents`` is the
-    attention work of packed samples. All ranks return the same partition or raise ConfigurationError.
+    ``schedule``: schedule read from a file, or None. ``origin``: state to resume from. ``documents``: query-key pairs
+    per packed sample. All ranks return the same partition or raise ConfigurationError. For a measured partition, passes
+    of ``local_model`` are timed, and the call is collective over ``comm``.
     """
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -149,15 +150,15 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return the partition as {name: value} to store in checkpoints, or {} if times were not measured. Local."""
+    """Return the partition to store in checkpoints, as {name: value}, or {} unless it was measured. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return a `StateBytes`: a rank's memory for each model parameter, its gradient and optimizer state. Local.
+    """Return a rank's memory for parameters, gradients and optimizer state, as a `StateBytes`. Local.
 
-    ``replicas`` is the number of data-parallel replicas. The keyword ``splits`` is True if the schedule computes input
-    gradients and weight gradients in separate passes.
+    ``replicas``: number of data-parallel replicas. The keyword ``splits``: separate passes compute input gradients and
+    weight gradients.
     """
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working

@@ -34,8 +34,8 @@ DEADLINE_SHARE: Final = 0.25  # largest fraction of communication.deadline_s for
 class AlgorithmSelection:
     """Collective algorithm of a run, and the source of this choice.
 
-    ``source`` is "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default". ``seconds`` is the
-    duration of the measurement. ``note`` is a remark on the choice for the log, or "".
+    ``source``: "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default". ``seconds``: duration
+    of the measurement. ``note``: remark for the log, or "".
     """
 
     algorithm: str
@@ -61,8 +61,8 @@ def resolve_algorithm(
 ) -> AlgorithmSelection:
     """Return the algorithm that reduces gradients over the communicator ``data``. Collective over the world.
 
-    ``data`` joins the ranks that hold the same parameters. ``origin`` is the state to resume from, or None. All ranks
-    get the same result. Raises an error if the recipe names an algorithm that this run cannot use.
+    ``data`` joins the ranks that hold the same parameters. ``origin``: state to resume from, or None. All ranks get the
+    same result. Raises an error if this run cannot use the algorithm in the recipe.
     """
     comm, requested = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
@@ -113,8 +113,8 @@ def _refuse_over_nodes(algorithm: str, declared: int, comm: Communicator, data: 
         cause = f", with communication.ranks_per_node = {declared}" if declared else ""
         other = ", or set communication.ranks_per_node = 0 if they are on one" if declared else ""
         raise ConfigurationError(
-            f"communication.algorithm = {algorithm}: {', '.join(inside)} works inside one node only, but ranks that "
-            f"reduce together are on {nodes} nodes{cause}; choose hierarchical, or auto{other}"
+            f"communication.algorithm = {algorithm}: {', '.join(inside)} works only within one node, but ranks with "
+            f"the same parameters are on {nodes} nodes{cause}; choose hierarchical, or auto{other}"
         )
 
 
@@ -174,8 +174,8 @@ def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str)
 def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
     """Return the gradient compression of a run. All ranks get the same result. Collective over the world.
 
-    ``origin`` is the state to resume from, or None. If the recipe's compression is "auto", a resume on the same number
-    of ranks keeps the compression stored in ``origin``.
+    ``origin``: state to resume from, or None. With "auto" in the recipe, a resume on the same number of ranks keeps the
+    compression in ``origin``.
     """
     configured = recipe.communication.compression
     if configured != AUTO:

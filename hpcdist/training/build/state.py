@@ -1,8 +1,8 @@
 """State of a run in checkpoints: scalars, restore, and initial parameters.
 
 Random streams are keyed by (seed, step, ...) and batches by the global sample index, so their state is a few scalars. A
-mixture of experts can start from a dense model: each expert copies the feed-forward of its block, and the router is
-drawn (sparse upcycling, arXiv:2212.05055).
+mixture of experts can start from a dense model: each expert copies the dense feed-forward, and the router is random
+(sparse upcycling, arXiv:2212.05055).
 """
 
 import functools
@@ -65,7 +65,7 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
 
 
 def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, Any]) -> SavePlan:
-    """Return the plan to save a checkpoint after ``steps`` steps; ``more`` are additional scalars to save. Local."""
+    """Return the description of a checkpoint to save after ``steps`` steps. ``more``: additional scalars. Local."""
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(more)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
     return SavePlan(directory, steps, trainer.comm.size, numbers, checkpoint_metadata(trainer), keep)
@@ -95,8 +95,7 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     """Restore a training state from a checkpoint or from the memory of ranks. Return ``trainer``. Collective.
 
     Any number of ranks may have written the state. Arrays are filled in place. Raises DataError if the training data
-    changed. Raises ConfigurationError if the state needs an option, such as delayed
-    communication, that the recipe no longer sets.
+    changed, and ConfigurationError if the state needs an option that the recipe no longer sets.
     """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
@@ -106,7 +105,7 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     if not lacking and "count" not in resumed["optimizer"]:
         lacking = ["number of optimizer updates"]
     if lacking:
-        raise StorageError(f"{origin} has no {', '.join(lacking)}: it was not written by a training of hpcdist")
+        raise StorageError(f"{origin} has no {', '.join(lacking)}, so hpcdist did not write it; choose another one")
     if not trainer.source.made(resumed):
         raise DataError(
             f"{origin} was written by a run on other data than {trainer.source.description}; "
@@ -151,9 +150,9 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
     """Replace the initial parameters of ``trainer`` by the parameters in ``source``, a checkpoint or run directory.
 
-    Router biases are also loaded, but no other state. Return {tensor name: reason why this tensor keeps its initial
-    values}. Raises StorageError for the first tensor that is missing, damaged or of another shape, unless the keyword
-    ``partial`` is true. Collective over the world. All ranks return the same result or raise the same error.
+    Router biases are also loaded. Returns {tensor name: reason why this tensor keeps its initial values}, the same on
+    all ranks. Raises StorageError for a tensor that is missing, damaged or of another shape, unless the keyword
+    ``partial`` is True. Collective over the world.
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
@@ -250,7 +249,7 @@ def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[s
 
 
 def _restore_rounded(comm: Communicator, path: Path, stored_dtypes: list[tuple[Piece, str]]) -> None:
-    """Restore each (array piece, stored dtype) pair from the checkpoint ``path``, with conversion. Collective."""
+    """Restore arrays that the checkpoint ``path`` stores in other dtypes, with conversion. Collective."""
     read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in stored_dtypes]
     restore_together(comm, path, read)
     for (piece, _), stored in zip(stored_dtypes, read, strict=True):

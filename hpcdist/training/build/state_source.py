@@ -49,7 +49,7 @@ class _NoiseScale(msgspec.Struct):
 
 
 class _Scalars(msgspec.Struct):
-    """Types of the scalars in a checkpoint, which `state.scalars` writes. Older hpcdist versions wrote fewer."""
+    """Names and types of the scalars in a checkpoint. Absent scalars get these default values."""
 
     steps: Count = 0
     data: str = ""
@@ -117,7 +117,7 @@ def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
     try:
         msgspec.convert(scalars, _Scalars)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise StorageError(f'{path / manifest.FILE_NAME} is not valid, under its key "scalars": {error}') from error
+        raise StorageError(f'{path / manifest.FILE_NAME}: the value of "scalars" is invalid: {error}') from error
     return scalars
 
 
@@ -126,8 +126,8 @@ def from_intact_source(
 ) -> tuple[Result, StateSource | None]:
     """Call ``take(origin)``. If checkpoint ``origin`` is damaged, call ``take`` with earlier checkpoints. Collective.
 
-    Return the result of the first call that finds no damage, and its argument. Raises StorageError if all checkpoints
-    in ``run_dir`` are damaged: the run must not restart from step 0.
+    Return the first result of ``take`` without damage, and its argument. Raises StorageError if all checkpoints in
+    ``run_dir`` are damaged.
     """
     if not isinstance(origin, CheckpointSource):
         return take(origin), origin

@@ -88,8 +88,8 @@ class Trainer:
     def batches(self, steps: int) -> Prefetcher:
         """Return an iterator that prefetches this replica's batches for all steps up to step number ``steps``. Local.
 
-        The iterator is also a context manager. Between the first and last rank of a pipeline, no samples are read
-        unless they are packed: these ranks get placeholders of the right length.
+        The iterator is also a context manager. Inner ranks of a pipeline get placeholders of the right length, unless
+        samples are packed.
         """
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
@@ -116,8 +116,8 @@ class Trainer:
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
         """Return the mean loss in nats over the targets of all replicas, or NaN without targets. Collective.
 
-        Call `flush` first. Each item of ``rounds`` is a list of at most ``parts`` batches of this rank, on the model's
-        device. All ranks must pass equally many items, because they communicate once per item.
+        Call `flush` first. ``rounds`` yields lists of at most ``parts`` batches of this rank, on the model's device.
+        All ranks must pass equally many lists.
         """
         counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0

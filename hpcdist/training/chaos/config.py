@@ -113,14 +113,14 @@ class ChaosConfig:
 
     Each step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward take
     ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). Forward and backward take at least
-    ``step_s`` seconds in every step. Replicas with more samples than average take proportionally longer.
+    ``step_s`` seconds in every step, and longer on replicas with more samples than average.
 
     Each fault happens once per run directory, even if its step is repeated:
 
     - ``kill``: the rank kills itself in one of the `STEP_PHASES` (``RANK@STEP:PHASE``, default "begin").
     - ``stall``: the rank sleeps (``RANK@STEP:SECONDS``).
-    - ``corrupt``: one bit of a gradient flips before the exchange (``RANK@STEP``), or one bit of a parameter after the
-      update (``RANK@STEP:parameters``).
+    - ``corrupt``: one bit flips in a gradient before the exchange (``RANK@STEP``), or in a parameter after the update
+      (``RANK@STEP:parameters``).
     - ``overflow``: the gradient of the step overflows.
     - ``disk``: in the first save after the step, a write fails (``RANK@STEP:fail``), the disk is full at half of the
       bytes (``:full``), or fsync fails (``:fsync``).
@@ -171,10 +171,9 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError if a fault or slowdown cannot occur on the rank that a setting names.
+        """Raise ConfigurationError if a setting names a rank on which its fault or slowdown cannot occur.
 
-        Either the rank does not exist, or it is a parameter server without the work that the setting would disturb.
-        ``world`` is the number of ranks. The first ``computing`` ranks compute; the others are parameter servers. The
+        ``world``: number of ranks. Only the first ``computing`` ranks compute; the others are parameter servers. The
         keyword ``lock_step`` is True if servers make steps together with the workers.
         """
         for rank in self.slow_ranks:

@@ -41,7 +41,7 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 class SlowdownTimer:
     """Calculator of the sleeps after each of a step's ``count`` operations, to simulate a straggler.
 
-    With the sleeps, the step takes ``factor`` times its compute time, or ``factor * least_s`` if that is longer.
+    With the sleeps, the step takes ``factor`` times its compute time, but at least ``factor * least_s`` seconds.
     """
 
     def __init__(self, count: int, least_s: float, factor: float) -> None:
@@ -63,8 +63,7 @@ class SlowdownTimer:
 class Slowdown(StepObserver):
     """Observer that lets ``rank`` sleep after forward and backward passes, as ``config`` requires.
 
-    ``even_samples`` is the mean number of samples per replica and step. For more samples, the minimum time of these
-    passes is proportionally longer.
+    The minimum step time in ``config`` is for ``even_samples`` samples. It is proportional to the number of samples.
     """
 
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
@@ -106,8 +105,8 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 class FailingFile(Overlay):
     """New file at ``path`` whose writing fails. ``how`` is the kind of failure: "fail", "full", "fsync" or "kill".
 
-    The file calls ``strikes()`` at the point of failure, and fails if the call returns True. For "kill", the call ends
-    the process. Except for "fail", the first half of the data is written before the failure.
+    When a failure is due, the file calls ``strikes()``. If this returns True, the file raises OSError. For "kill", the
+    call ends the process. Except for "fail", the first half of the data is written before the failure.
     """
 
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
@@ -169,7 +168,7 @@ class FaultPlan:
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return the function that creates this rank's file in the checkpoint of ``step`` and injects a due fault."""
+        """Return a function that creates this rank's file in the checkpoint of ``step``. It injects due faults."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -272,8 +271,8 @@ def make_infinite(values: Array) -> None:
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
     """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
 
-    ``writers`` is the value of ``checkpoint.writers``: a rank that writes no file cannot have a fault in a save. If the
-    gradient exchange ``exchange`` keeps no parameters on a rank, this rank cannot have a fault in parameters.
+    ``writers`` is the value of ``checkpoint.writers``: a rank that writes no file cannot have a fault in a save. A rank
+    on which ``exchange`` keeps no parameters cannot have a fault in parameters.
     """
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)

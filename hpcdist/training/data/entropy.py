@@ -18,8 +18,7 @@ MOST_NGRAM_KINDS: Final = 1 << 24
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
     """Return the entropy in nats of a token, given the 0, 1 and 2 tokens before it, as {n-gram name: entropy}.
 
-    A text longer than SAMPLE_TOKENS is sampled in evenly spaced blocks of BLOCK_TOKENS. An entropy is None if the text
-    has too many distinct n-grams to count.
+    A text longer than SAMPLE_TOKENS is sampled evenly. An entropy is None if the text has too many distinct n-grams.
     """
     blocks = _sampled_blocks(tokens)
     chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
@@ -68,8 +67,8 @@ def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts
 def _count(positions: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
     """Add the occurrences of each n-gram of ``order`` tokens (1 to 3) in a text to the array ``counts``.
 
-    Token i of the text has the id ``numbers[positions[i]]``, which is below ``kinds``. The trigram of token ids a, b
-    and c has the index (a * kinds + b) * kinds + c in ``counts``.
+    Token i of the text has the id ``numbers[positions[i]]``, below ``kinds``. The ids of an n-gram are the digits, in
+    base ``kinds``, of its index in ``counts``.
     """
     third, second = kinds * kinds if order == 3 else 0, kinds if order >= 2 else 0
     two_before, before = 0, 0
@@ -85,10 +84,9 @@ _count.sample(lambda: (np.zeros(1, np.int64), np.zeros(1, np.int64), 1, 1, np.ze
 
 
 def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
-    """Return the entropy in nats of the last token of an n-gram, given its context, the tokens before it.
+    """Return the entropy in nats of the last token of n-grams: the sum of -p ln(p / p(context)).
 
-    The entropy is the sum over n-grams of -p ln(p / p(context)). ``counts`` and ``contexts`` have the occurrences of
-    each n-gram and of each context; p is the relative frequency.
+    p is the relative frequency of an n-gram, p(context) of the tokens before its last token.
     """
     total = int(counts.sum())
     return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0

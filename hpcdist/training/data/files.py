@@ -69,7 +69,9 @@ class Hdf5Dataset:
             return self._dataset[index]
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             # A damaged chunk, a filter that is not installed, a row that does not fit into memory.
-            raise StorageError(f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}") from error
+            raise StorageError(
+                f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}; check file and filters"
+            ) from error
 
     def _check_sizes(self) -> None:
         from hpcdist.hdf5 import files
@@ -115,7 +117,7 @@ def npy_tokens(path: Path) -> Sliceable:
     except (DataError, StorageError):
         raise
     except (OSError, ValueError, EOFError, OverflowError, MemoryError) as error:
-        raise DataError(f"data.path = {path} cannot be read as .npy: {error}") from error
+        raise DataError(f"data.path = {path} cannot be read as .npy: {error}; save it again with numpy.save") from error
 
 
 def hdf5_tokens(path: Path) -> Sliceable:
@@ -134,7 +136,7 @@ def holds_tokens(path: Path) -> bool:
         with files.open_read(path) as file:
             return file.get("tokens", getlink=True) is not None
     except StorageError as error:
-        raise DataError(f"cannot open the file of data.path: {error}") from error
+        raise DataError(f"cannot open the file of data.path: {error}; set data.path to an intact HDF5 file") from error
 
 
 def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
@@ -171,7 +173,7 @@ def _datasets(path: Path, names: tuple[str, ...]) -> list[Sliceable]:
     try:
         file = files.open_read(path)
     except StorageError as error:
-        raise DataError(f"cannot open the file of data.path: {error}") from error
+        raise DataError(f"cannot open the file of data.path: {error}; set data.path to an intact HDF5 file") from error
     missing = [name for name in names if file.get(name, getlink=True) is None]
     if missing:
         raise _no_dataset_error(path, file, " and ".join(missing))
@@ -190,7 +192,7 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
     try:
         dataset = files.resolved(file, name)
     except files.FAILURES as error:
-        raise DataError(f"{what}: {name} cannot be opened: {error}") from error
+        raise DataError(f"{what}: dataset {name} cannot be opened: {error}; write it again, or its link") from error
     if dataset is None:
         raise DataError(f"{what}: {name} is a link to a missing file or object; provide the file that the link names")
     if not files.is_dataset(dataset):
@@ -209,7 +211,7 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
     except MissingCapabilityError as error:
         raise MissingCapabilityError(f"an HDF5 filter is missing for data.path: {error}") from error
     except files.FAILURES as error:
-        raise DataError(f"{what}, dataset {name} cannot be read: {error}") from error
+        raise DataError(f"{what}: dataset {name} cannot be read: {error}; copy or write the file again") from error
 
 
 def _check_tokens(tokens: Sliceable, what: str) -> None:
@@ -217,7 +219,7 @@ def _check_tokens(tokens: Sliceable, what: str) -> None:
         names = ", ".join(str(dtype) for dtype in TOKEN_TYPES)
         raise DataError(f"{what} is {tokens.dtype} of shape {tokens.shape}; expected one dimension of {names}")
     if not len(tokens):
-        raise DataError(f"{what} is empty")
+        raise DataError(f"{what} is empty; expected at least one token")
 
 
 def _check_range(tokens: Sliceable, what: str) -> None:
@@ -283,9 +285,9 @@ def kind_of(path: Path) -> str:
         with open(regular.open_regular(path), "rb") as file:
             head = file.read(SNIFFED_BYTES)
     except OSError as error:
-        raise DataError(f"data.path = {path} cannot be read: {error.strerror}") from error
+        raise DataError(f"data.path = {path} cannot be read: {error.strerror}; choose a readable file") from error
     if not head:
-        raise DataError(f"data.path = {path}: the file is empty")
+        raise DataError(f"data.path = {path}: the file is empty; set data.path to a file with data")
     if head.startswith(b"\x89HDF\r\n\x1a\n") or path.suffix.lower() in HDF5_SUFFIXES:
         return "hdf5"
     if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy":
@@ -319,10 +321,12 @@ def bytes_of_file(path: Path) -> FileArray:
     try:
         size = path.stat().st_size
         if size == 0:
-            raise DataError(f"data.path = {path}: the file is empty")
+            raise DataError(f"data.path = {path}: the file is empty; set data.path to a file with data")
         return FileArray(path, np.uint8, 0, (size,))
     except OSError as error:
-        raise DataError(f"data.path = {path} cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"data.path = {path} cannot be read: {error.strerror or error}; set data.path to a readable file"
+        ) from error
 
 
 def _walk(root: Path, excluded: set[str]) -> list[str]:
@@ -332,7 +336,7 @@ def _walk(root: Path, excluded: set[str]) -> list[str]:
     """
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise DataError(f"directory {error.filename} cannot be read: {error.strerror}; make it readable") from error
 
     names = []
     for folder, below, files in os.walk(root, onerror=refuse):
@@ -375,7 +379,7 @@ def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> Non
             try:
                 descriptor = regular.open_regular(path)
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}") from error
+                raise DataError(f"{path} cannot be read: {error.strerror}; make it readable, or remove it") from error
             with open(descriptor, "rb") as text:
                 head = text.read(SNIFFED_BYTES)
                 if reason := not_text(path, head):

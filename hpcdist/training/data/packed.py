@@ -1,8 +1,7 @@
 """Packed samples: whole documents are combined in a sample, to avoid padding.
 
-Documents are packed once at the start, the longest first, each into the fullest sample with enough room ("best fit
-decreasing"; Ding et al., arXiv:2404.10830). The result depends only on data and context. Memory: 28 bytes per document,
-16 per sample.
+Packing by "best fit decreasing" (Ding et al., arXiv:2404.10830), once at the start: the longest document first, each
+into the fullest sample with enough room. Memory: 28 bytes per document, 16 per sample.
 """
 
 from dataclasses import dataclass
@@ -98,9 +97,9 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
 class PackedSamples:
     """Samples of ``context`` tokens, each packed with whole documents and then padding.
 
-    The first document begins at ``tokens[start]``. ``ends`` has the index in ``tokens`` after each document. Keyword
-    ``predicting``: targets are the next tokens, so a document of n tokens takes n - 1 positions. Keyword ``cut``: split
-    documents that are longer than a sample. Without ``cut`` they raise DataError.
+    The first document begins at ``tokens[start]``. ``ends``: end index of each document. With the keyword
+    ``predicting``, targets are the next tokens, so a document of n tokens takes n - 1 positions. With the keyword
+    ``cut``, longer documents are split; otherwise they raise DataError.
     """
 
     shifts = 1

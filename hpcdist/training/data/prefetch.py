@@ -101,8 +101,8 @@ def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: S
 class Prefetcher(ReadAhead[Batch]):
     """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1`` (from 0), read ahead by a thread.
 
-    If ``reads`` is False, nothing is read: batches are placeholders of the right length. ``shares`` is the number of
-    samples of each replica, or None to divide evenly. ``rule`` selects the random order: see `SampleOrder`.
+    If ``reads`` is False, batches are placeholders of the right length. ``shares``: number of samples of each replica,
+    or None to divide evenly. ``rule``: random order, see `SampleOrder`.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class SampleOrder:
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
         """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's random integer.
 
-        `Sampler` derives from this integer the shift of all sample boundaries in this epoch.
+        The integer selects the shift of the sample boundaries in this epoch.
         """
         # Raw words of the generator do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
@@ -147,7 +147,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch``, and ``shift`` for `Samples.take`."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch``, and the shift of their boundaries."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -161,10 +161,10 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Yield batches of at most ``longest`` samples that belong to rank ``part`` of ``parts``, for an evaluation.
+    """Yield the evaluation batches of rank ``part`` of ``parts``, each of at most ``longest`` samples.
 
-    Only ``limit`` evenly spaced ``samples`` are used, or all if ``limit`` is 0. They are divided among the ranks. Every
-    rank gets the same number of batches; the last batches may be empty.
+    The ranks divide ``limit`` evenly spaced ``samples``, or all if ``limit`` is 0. Every rank gets the same number of
+    batches; the last batches may be empty.
     """
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))
@@ -235,7 +235,7 @@ class SampleShares:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return a list of pairs [batch number, [samples of each replica]]: for ``batch`` and each later change."""
+        """Return the samples per replica from ``batch`` on: a list of pairs [first batch, samples of each replica]."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 
@@ -263,7 +263,7 @@ class LoadBalancer:
     def after(self, step: int, compute_s: float) -> bool:
         """Record the compute time of ``step``. Return True if the numbers of samples per replica have changed.
 
-        New numbers apply only to batches that no rank has read ahead. Collective over the communicators ``data`` and
+        New numbers apply only to batches that no rank has read. Collective over the communicators ``data`` and
         ``pipeline``; most calls send no messages.
         """
         samples = self._shares.of(step - 1)[self._data.rank]

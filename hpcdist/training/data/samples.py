@@ -77,8 +77,7 @@ def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray
 class FileArray:
     """Array whose elements are contiguous in a file. Slices are read when they are used.
 
-    The file is not memory-mapped, so that a truncated file or a disk failure raises StorageError, not SIGBUS.
-    Construction raises StorageError if the file is unreadable or too short.
+    Construction and reads raise StorageError if the file is unreadable or too short.
     """
 
     def __init__(self, path: Path, dtype: Any, offset: int, shape: tuple[int, ...]) -> None:

@@ -56,10 +56,10 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 
 
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
-    """Return a hash of all data in this rank's ``columns``. Collective over ``comm``.
+    """Return a hash of all data in this rank's ``columns``, of equal shapes on all ranks. Collective over ``comm``.
 
-    ``columns`` must have equal shapes on all ranks. ``what`` names the data in messages. With the keyword
-    ``kept_only``, return the cached hash, or "". If a rank cannot read the data, all ranks raise StorageError.
+    ``what`` names the data in messages. With the keyword ``kept_only``, returns "" if no cached hash exists. If a rank
+    cannot read the data, all ranks raise StorageError.
     """
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
@@ -113,7 +113,7 @@ def _block_place(columns: Sequence[Sliceable], number: int) -> tuple[Sliceable, 
             return column, number * _rows(column)
         number -= _blocks(column)
     raise IndexError(
-        f"a block index of the training data is too large by {number + 1}: the data has only "
+        f"block {sum(map(_blocks, columns)) + number} of the training data does not exist: it has only "
         f"{sum(map(_blocks, columns))} blocks"
     )
 
@@ -186,9 +186,8 @@ LARGEST_INPUT = 1 << 40  # products of three inputs still fit NumPy's numbers
 class Source:
     """Training and validation samples of a run, with facts about the data.
 
-    ``tokens`` is the training text for next-token prediction, else None. ``inputs`` are model sizes that the
-    data determines, such as the number of classes. ``fingerprint`` is a hash of a few evenly spaced elements.
-    ``digest`` is a hash of all data, or "".
+    ``tokens``: training text for next-token prediction, else None. ``inputs``: model sizes that the data determines,
+    such as the number of classes. ``fingerprint``: hash of a few elements. ``digest``: hash of all data, or "".
     """
 
     description: str
@@ -210,7 +209,8 @@ class Source:
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
         """Divide the validation samples into ``parts`` ranges; yield micro-batches of range number ``part``. Local.
 
-        Each range has the same number of batches; some may be empty. If ``part`` is None, yield as many empty batches.
+        All ranges have equally many micro-batches, maybe empty. If ``part`` is None, all yielded micro-batches are
+        empty.
         """
         if self.validation is None:
             return
@@ -221,8 +221,7 @@ class Source:
     def targets_in(self, targets: Array, per_sample: float) -> float:
         """Return the number of targets over which a loss on ``targets`` is averaged.
 
-        This is ``per_sample`` times the number of samples. For packed samples, it is the number of targets except
-        `IGNORED`.
+        It is ``per_sample`` for each sample, or the number of targets except `IGNORED` for packed samples.
         """
         if self.padding is None:
             return len(targets) * per_sample
@@ -257,9 +256,9 @@ def open_source(
 ) -> Source:
     """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
 
-    Ranks compare hashes of evenly spaced elements. With the keyword ``digests``, they also compare a hash of all data.
-    With the keyword ``kept_only``, the hash of all data is not computed, only taken from a cache. Raises DataError if
-    the data is missing, too short, unreadable or unsuitable.
+    Ranks compare hashes of some elements and, with the keyword ``digests``, a hash of all data. The keyword
+    ``kept_only`` allows only a cached hash of all data. Raises DataError for missing, short, unreadable or unsuitable
+    data.
     """
     verdict: str | HpcdistError
     try:

@@ -104,7 +104,7 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Session, training loop and state protection of this process for the current set of training ranks."""
+    """Session, training loop and in-memory state copies of this process for the current set of training ranks."""
 
     session: Session
     loop: TrainingLoop | None = None

@@ -48,9 +48,9 @@ def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
 class Membership:
     """Roles of the processes of a job, which are training ranks and spares. Each process has such an object.
 
-    ``everyone`` is the communicator of all living processes. Methods are local, or collective over ``everyone``.
-    ``place`` is this process's rank among the ``size`` training ranks, or None for a spare. ``wanted`` is the number of
-    training ranks after the next `fill`.
+    The attribute ``everyone`` is the communicator of all living processes. Methods are local, or collective over it.
+    The attribute ``place`` is this process's training rank, or None for a spare. The attributes ``size`` and ``wanted``
+    are the numbers of training ranks now and after the next `fill`.
     """
 
     def __init__(self, everyone: Communicator, mode: str, place: int | None, target_size: int) -> None:
@@ -93,10 +93,10 @@ class Membership:
             self.place = None
 
     def meet(self) -> MembershipChange:
-        """Agree on new training ranks among the living ranks after ranks died. Collective over the living ranks.
+        """Replace dead training ranks, and return the change. Collective over the living ranks.
 
         In mode "replace", spares take the ranks of dead processes. Otherwise later ranks are renumbered to close the
-        gaps. If this raises an error for which `is_rank_failure` is True, all living ranks must call it again.
+        gaps. After an error for which `is_rank_failure` is True, all living ranks must call this again.
         """
         before, self.everyone = self.everyone, self.everyone.shrink("everyone")
         before.abandon()
@@ -124,8 +124,8 @@ class Membership:
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
         """Start a process for each training rank whose process died. Collective over the living ranks.
 
-        Return a copy of ``change``, the change of the training ranks, that counts the started processes. In new
-        processes, `join` returns this copy and ``description``, any picklable object.
+        Return a copy of ``change`` that counts the started processes. In new processes, `join` returns this copy and
+        ``description``, any picklable object.
         """
         vacant = self._vacant(self._places())
         if vacant:
@@ -168,8 +168,8 @@ class Membership:
 def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
     """In a process that `Membership.fill` started, return (membership, change, description). Collective.
 
-    The change is the `MembershipChange` that added this process. The description is the object that was passed to
-    `Membership.fill`. The communicator ``everyone`` has the older and the new processes.
+    ``everyone`` has the older and the new processes. The change added this process. The description was passed to
+    `Membership.fill`.
     """
     vacant, target_size, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]

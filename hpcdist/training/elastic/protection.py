@@ -1,8 +1,7 @@
-"""Protection of the state of a run against rank failures: in replicas, or in copies at partners.
+"""Protection of the state of a run against rank failures: in replicas, or in copies at partner ranks.
 
-If every rank has the whole state, and the update sends no messages, survivors that completed the update send the state
-to the others. Otherwise each rank and its partner keep a copy of the rank's state, and at most ``every_steps`` steps
-are repeated after a failure.
+Replicas suffice if every rank has the whole state, and the update sends no messages. Otherwise each rank and its
+partner keep copies, and a failure repeats at most ``every_steps`` steps.
 """
 
 import socket
@@ -38,10 +37,10 @@ class SurvivorState:
     holders: Communicator | None = None
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill the arrays of ``pieces`` from this rank's memory, or else from the memory of other ranks.
+        """Fill the arrays of ``pieces`` from the memory of this rank or of other ranks.
 
-        ``optional`` are kinds of pieces, such as "optimizer.m", that stay unchanged if no rank has them. Collective
-        over the communicator ``self.holders``, or over ``comm`` if it is None.
+        ``optional`` has names such as "optimizer.m" of data that may be missing on all ranks, and then stays unchanged.
+        Collective over ``comm``, or over the attribute ``holders`` if it is set.
         """
         reshard(self.holders or comm, self.held, pieces, optional)
 
@@ -51,10 +50,10 @@ class SurvivorState:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """State of a run that this process keeps in memory for a recovery from a rank failure.
+    """State of a run in the memory of this process, for a recovery from a rank failure.
 
-    ``copies`` has copies of the states of several ranks. If there are no copies, ``live`` refers to the arrays of this
-    rank's training. ``life`` is the number of earlier recoveries. ``place`` is the rank of this process in training.
+    ``copies``: states of several ranks, or None. ``live``: this rank's training arrays, used without copies. ``life``:
+    number of earlier recoveries. ``place``: this process's training rank.
     """
 
     life: int
@@ -64,10 +63,10 @@ class RankMemory:
 
 
 class StateProtection:
-    """Protection of the state of ``trainer`` against rank failures. All ranks must construct it together.
+    """Protection of the state of a trainer against rank failures. All ranks must construct it together.
 
-    ``life`` is the number of recoveries of the job until now. ``earlier`` has this rank's states from before the last
-    recovery. These states are dropped after the first completed step.
+    The argument ``life`` is the job's number of recoveries. The argument ``earlier`` has this rank's states from before
+    the last recovery. They are dropped after the first completed step.
     """
 
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[RankMemory]) -> None:
@@ -85,8 +84,8 @@ class StateProtection:
     def keep(self, step: int, now: bool) -> None:
         """Record that ``step`` is complete, and renew the copies of the state at partner ranks if due. Collective.
 
-        The copies are renewed every ``survival.every_steps`` steps, or now if ``now`` is true. If every rank has the
-        whole state, there are no copies.
+        They are due every ``survival.every_steps`` steps, or if ``now`` is true. There are no copies if every rank has
+        the whole state.
         """
         self._done = step
         if step > self._trainer.first_step:

@@ -52,9 +52,9 @@ def energy_figures(
 ) -> dict[str, Any]:
     """Return the energy figures of ``report`` over ``steps`` steps. Unknown figures are None.
 
-    ``report`` is from `EnergyMonitor.report`. The keyword ``activities`` has the joules and seconds of computation,
-    communication etc., from `phase_shares.job_activities`. The keyword ``config`` has the electricity price and the
-    carbon intensity.
+    ``report`` is from `EnergyMonitor.report`. The keyword ``activities``: joules and seconds of computation,
+    communication etc., from `phase_shares.job_activities`. The keyword ``config``: electricity price and carbon
+    intensity.
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
@@ -136,8 +136,8 @@ USAGE_FILE: Final = "usage.json"
 class EnergyRecorder:
     """Recorder of a run's energy, measured by `EnergyMonitor` and summed over all starts of the run. Collective.
 
-    ``directory`` is the run directory, or None to store no energy record. ``spans`` returns this rank's time spans
-    since its last call. Without ``spans`` the energy per activity is unknown. ``host`` is for tests.
+    ``directory``: run directory, or None to store no energy record. ``spans`` returns this rank's time spans since its
+    last call; without it, the energy per activity is unknown. ``host`` is for tests.
     """
 
     def __init__(
@@ -216,10 +216,7 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return the power sensor of this node that measures the smallest fraction of the time. Local.
-
-        Return None if all sensors measure continuously.
-        """
+        """Return this node's power sensor with the least measured time, or None if all measure continuously. Local."""
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
@@ -287,9 +284,9 @@ class EnergyRecorder:
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
         """Return the energy figures of a run of ``steps`` steps as JSON values. Collective.
 
-        ``j_per_step`` in the result is the energy without checkpoints and validation, divided by ``steps``. A repeated
-        step costs energy, but counts once in ``steps``. ``tokens_per_sample`` is None if samples are not made of
-        tokens. Rank 0 also writes the energy to a file of the run directory, and only rank 0 raises StorageError.
+        The figure ``j_per_step`` excludes checkpoints and validation. A repeated step costs energy, but counts once.
+        ``tokens_per_sample`` is None if samples are not made of tokens. Rank 0 also writes the energy to the run
+        directory, and only rank 0 raises StorageError.
         """
         report = self.monitor.report()
         phases = {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}

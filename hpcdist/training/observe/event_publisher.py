@@ -33,8 +33,7 @@ from hpcdist.training.build.trainer import Trainer
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
     """Open the event sinks that ``config`` names (JSON lines, TensorBoard, Prometheus). For rank 0 only.
 
-    ``say`` prints the location of each sink's output. If a sink cannot be opened, the sinks opened before are closed
-    and the error is raised.
+    ``say`` prints the location of each sink's output. If a sink cannot be opened, closes all and raises the error.
     """
     sinks: list[StreamSink] = []
     try:
@@ -251,8 +250,7 @@ class EventPublisher:
         """Add an event with the time and bytes of collectives, layer prefetches and waits for batches.
 
         The first three arguments have one mapping per rank. ``operations`` maps a collective to (calls, seconds,
-        bytes), ``overlapped`` has the seconds of background collectives, and ``fetched`` counts layer prefetches.
-        ``data_s`` is the mean time that a step waits for its batch.
+        bytes). ``data_s`` is the mean time that a step waits for its batch.
         """
         figures = {"data_seconds": data_s}
         for name in sorted({name for rank in operations for name in rank}):
@@ -330,7 +328,7 @@ class EventPublisher:
         self._add("end", self._done, {})
 
     def close(self, *, normal: bool) -> None:
-        """Publish remaining events and close the sinks. ``normal``: the run ended without an error."""
+        """Publish remaining events and close the sinks. The keyword ``normal``: the run ended without an error."""
         self.publish()
         if self._stream is not None:
             self._stream.close(normal)

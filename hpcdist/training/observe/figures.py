@@ -143,9 +143,8 @@ PEAK_SECONDS: Final = 0.03  # duration of the peak measurement on each rank
 def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, reason: str) -> dict[str, Any]:
     """Return the model FLOPs utilization (MFU) of a training and the figures it is computed from. Collective.
 
-    The figures are the model FLOPs per sample, the model FLOPs per second, and the peak FLOPs per second. The peak is
-    the speed of matrix products, summed over ranks that measure at the same time. Unknown figures are None; then the
-    result has an explanation, ``mfu_reason``. If ``tokens_per_s`` is NaN, the explanation is ``reason``.
+    The figures are model FLOPs per sample, model FLOPs per second, and the measured peak FLOPs per second of all ranks.
+    Unknown figures are None, and ``mfu_reason`` is the explanation. If ``tokens_per_s`` is NaN, it is ``reason``.
     """
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
@@ -213,9 +212,9 @@ def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures about stragglers for the summary. Local.
 
-    ``workers`` has the measurements of each rank except parameter servers. ``samples_by_replica`` is the number of
-    samples of each replica in the last step, or None if samples are always divided evenly. With parameter
-    servers, the result has more figures, such as the number of dropped gradients.
+    ``workers`` has the measurements of each rank except parameter servers. The figure ``samples_by_replica`` is from
+    the last step, or None if samples are always divided evenly. Parameter servers add figures, such as dropped
+    gradients.
     """
     exchange = trainer.exchange
     stragglers: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}

@@ -1,7 +1,7 @@
 """Instrumentation of a training loop on one rank.
 
-A power sensor that measures 25 ms of every 100 ms always sees the same part of a step if the step time is a multiple of
-100 ms. `StepShifter` therefore delays steps, as Yang, Adamek and Armour (arXiv:2312.02741) shift repeated measurements.
+A power sensor may measure 25 ms of every 100 ms. If the step time is a multiple of 100 ms, it always sees the same
+part of a step. `StepShifter` therefore delays steps (Yang, Adamek and Armour, arXiv:2312.02741).
 """
 
 import os
@@ -73,8 +73,8 @@ def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
 class ConsoleProgress:
     """Console output of a training: progress bar or log lines on rank 0. Other ranks print nothing.
 
-    ``first`` is the number of steps before this start of the run. ``every_s`` is the interval of log lines. Speed and
-    ETA exclude this process's first step, which compiles kernels and opens connections.
+    ``first``: number of steps before this start of the run. ``every_s``: interval of log lines. Speed and ETA exclude
+    this process's first step.
     """
 
     def __init__(self, steps: int, first: int, every_s: float, shown: bool, unit: str = "tokens") -> None:
@@ -98,10 +98,10 @@ class ConsoleProgress:
             print(text, file=sys.stderr, flush=True)
 
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
-        """Report that ``done`` steps are complete. ``targets`` is the number of targets in the last step on all ranks.
+        """Report that ``done`` steps are complete.
 
-        Targets of dropped gradients do not count. This rank spent ``communication_s`` seconds of the last step's
-        ``step_s`` seconds in communication.
+        ``targets``: number of targets in the last step on all ranks, without dropped gradients. Of the last step's
+        ``step_s`` seconds, this rank spent ``communication_s`` seconds in communication.
         """
         if not self._shown:
             return
@@ -180,10 +180,10 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the number of samples of each replica in the steps after step ``done`` to the metrics.
+        """Write the number of samples of each replica, after ``done`` steps, to the metrics.
 
-        The load balancer plans changes of these numbers. If ``first`` is 0, the numbers of the next step and all
-        planned changes are written. If ``first`` is -1, only the last change is written.
+        ``first`` 0: the numbers of the next step, and all planned changes of the load balancer. -1: only the last
+        change.
         """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
@@ -197,8 +197,8 @@ SHIFT_SPAN: Final = "shift"
 class StepShifter:
     """Delay before each step, so that a power sensor measures all phases of a step equally often. Local.
 
-    The function ``sensor`` returns a sensor that measures only a part of each interval, or None if all sensors measure
-    continuously. Delaying one rank is enough, because the other ranks wait for it in the step.
+    ``sensor()`` returns a sensor that does not measure continuously, or None if all sensors do. Delaying one rank is
+    enough, because the other ranks wait for it in the step.
     """
 
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:

@@ -107,10 +107,10 @@ class RunMetrics:
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
-        """After a rank failure, complete the metrics file up to step ``last``. Collective.
+        """After a rank failure, append the rows up to step ``last`` that the metrics file lacks. Collective.
 
-        ``rows`` are this rank's rows from `unsaved`. ``world`` is the number of ranks before the failure, or 0 if this
-        rank did not train. Figures of dead ranks are NaN.
+        ``rows``: this rank's rows from `unsaved`. ``world``: number of ranks before the failure, or 0 if this rank did
+        not train. Figures of dead ranks are NaN.
         """
         self._gathered = list(rows)
         carried = self._comm.allgather_object((rows, world))
@@ -135,12 +135,12 @@ class RunMetrics:
             )
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Write ``columns`` to ``table`` of the metrics file; see `MetricsWriter.put`. Only rank 0 writes."""
+        """Write the keyword arguments as columns to ``table`` of the metrics file. Only rank 0 writes."""
         if self._writer is not None:
             self._writer.put(table, **columns)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """On rank 0, write ``val_loss`` after ``steps`` steps, and the keyword arguments; close the metrics."""
+        """On rank 0, write the final ``val_loss`` and the figures passed as keywords, then close the metrics."""
         if self._writer is not None:
             if not math.isnan(val_loss):
                 self._writer.evaluation(steps, val_loss)
@@ -161,12 +161,11 @@ MOST_LEAD_STEPS: Final = 1 << 16  # largest lead over the slowest worker whose r
 
 
 class AsyncRunMetrics(RunMetrics):
-    """Metrics rows of a run whose ranks are not in lock-step. Construction and `flush` are collective, the rest local.
+    """Metrics of a run whose ranks are at different steps. Construction and `flush` are collective, the rest local.
 
-    `serve` sends complete rows to rank 0, which writes the row of a step after all workers have made this step. Only
-    `flush` writes energy samples. The loss in a row is the mean over the workers' batches, each computed with the
-    worker's parameters at this step. Data of a worker that is more than `MOST_LEAD_STEPS` steps ahead of the slowest
-    worker is dropped.
+    `serve` sends rows to rank 0, which writes the row of a step after all workers have made this step. The loss in a
+    row is the mean over the workers' batches, each with the worker's parameters at this step. Only `flush` writes
+    energy samples. Rows more than `MOST_LEAD_STEPS` steps ahead of the slowest worker are dropped.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set the number of steps made before a resume. ``clocks`` maps each training rank to its number. Local."""
+        """Set the steps made before a resume: ``clocks`` maps each training rank to its number of steps. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:

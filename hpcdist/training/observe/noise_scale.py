@@ -1,8 +1,7 @@
 """Gradient noise scale of a run, measured during its steps (formulas: `hpcdist.optim`).
 
-The small batch is one replica's part of a step, or a micro-batch if gradients are exchanged after each micro-batch or a
-single replica accumulates. Costs per measured step: one pass over the local gradients, before the exchange, and two
-numbers in an existing message.
+The small batch is one replica's samples of a step, or a micro-batch. A measured step costs one pass over the local
+gradients, before the exchange, and two numbers in an existing message.
 """
 
 import math
@@ -84,9 +83,9 @@ class NoiseMeter(StepObserver):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return this rank's summands of |g_b|^2 and 1/b for the gradient noise scale: an array of shape (2,).
+        """Return this rank's two summands for the gradient noise scale, of |g_b|^2 and of 1/b. Call this once per step.
 
-        g_b is the mean gradient of b samples, fewer than the samples of a step. Call this once per step.
+        g_b is the mean gradient of the small batch, which has b samples.
         """
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0

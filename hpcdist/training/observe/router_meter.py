@@ -20,9 +20,10 @@ MANY_DROPPED: Final = 0.5  # fraction of dropped choices that prints a warning
 class RouterFigures(NamedTuple):
     """Figures about the expert routers in one step, averaged over the layers.
 
-    ``imbalance`` is the load of the busiest expert divided by the mean load; ``worst`` is the largest imbalance of a
-    layer. ``entropy`` is the entropy of a token's router scores in nats. ``dropped`` is the dropped fraction of the
-    tokens' expert choices. The auxiliary losses are without their coefficients.
+    ``imbalance``: load of the busiest expert divided by the mean load. ``worst``: largest imbalance of a layer.
+    ``entropy``: entropy of a token's router scores in nats. ``dropped``: dropped fraction of the tokens' expert
+    choices.
+    ``balance_loss`` and ``z_loss``: auxiliary losses without their coefficients.
     """
 
     imbalance: float
@@ -94,7 +95,7 @@ def router_figures(meter: RouterMeter | None) -> dict[str, Any]:
 
 
 def describe_router(summary: Mapping[str, Any]) -> list[str]:
-    """Return a list with the summary line about the routers, or [] for a model without experts."""
+    """Return a list with the text line about the routers in a run's ``summary``, or [] for a model without experts."""
     router = summary.get("router")
     if router is None:
         return []

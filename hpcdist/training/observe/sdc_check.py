@@ -3,7 +3,7 @@
 A recomputed step has the same bits unless the hardware errs (Dixit et al., arXiv:2102.11245). If the bits differ, a
 third computation decides. Ranks are faulty if their local losses or gradients, before any exchange, differ between
 computations. On pipeline or tensor axes, several ranks may be named as faulty. Cost: one hash pass (xxh3) over the
-gradients in each step that may be recomputed, and a small message per recomputation.
+gradients in each step that may be recomputed.
 """
 
 import math
@@ -32,7 +32,7 @@ LEAST_STEPS: Final = 10  # number of steps before a step can be suspicious
 
 @dataclass(frozen=True)
 class ComputationDigest:
-    """Digests of a step: ``own`` of this rank's losses and gradients, ``summed`` of loss and gradients of all ranks."""
+    """Digests of a step: ``own`` for this rank's losses and gradients, ``summed`` for their sums over all ranks."""
 
     own: bytes
     summed: bytes
@@ -42,7 +42,7 @@ class SdcCheck(StepObserver):
     """Observer that computes steps a second time, to find silent data corruption. Every rank of ``comm`` has one.
 
     A step is suspicious if its loss or gradient norm exceeds ``factor`` times the median of recent steps (0: never).
-    Suspicious steps and every ``every_steps``-th step (0: none) are computed twice. If ``skips_overflow``, non-finite
+    ``every_steps``: interval of the steps that are always computed twice (0: none). ``skips_overflow``: non-finite
     gradients are not suspicious.
     """
 
@@ -73,8 +73,8 @@ class SdcCheck(StepObserver):
     def agreed(self, step: RunningStep) -> None:
         """Compute ``step`` a second time if a check is due, or if its loss or gradient norm is suspicious. Collective.
 
-        If the results differ, a third computation shows which result is wrong. Raises DivergenceError on all ranks if
-        all three results differ, or if a rank computes wrong results in two checks in a row.
+        If the results differ, a third computation decides. Raises DivergenceError on all ranks if all three results
+        differ, or if a rank computes wrong results in two checks in a row.
         """
         outcome = step.outcome
         suspicion = self._suspicion(outcome)

@@ -73,8 +73,8 @@ class DataConfig:
     the dataset ``tokens`` of an HDF5 file. For an mlp or a convnet it is an HDF5 file with datasets ``x``, of shape
     (rows, ...), and ``y``. Pictures have the shape (rows, height, width), optionally with channels.
 
-    In packed samples, token positions restart at 0 in each document, and padding has no loss. With ``digest`` "whole",
-    a digest of all data is computed once after each change of the files. "probes" reads only evenly spaced elements.
+    In packed samples, token positions restart at 0 in each document, and padding has no loss. ``digest``: "whole"
+    identifies the data by a hash of all data, "probes" by a hash of evenly spaced elements.
     """
 
     path: str = ""
@@ -102,9 +102,9 @@ class DataConfig:
 class PrecisionConfig:
     """Section ``[precision]``: the number formats of parameters, gradients and activations.
 
-    With a 16-bit ``mode``, parameters and gradients are stored and sent in 16 bits; updates and checkpoints use a
-    float32 master copy. ``activations`` is the type in which stages compute and send: "float32", or on a GPU "working"
-    (16 bits, but sums, norms and losses in float32).
+    With a 16-bit ``mode``, parameters and gradients are stored and sent in 16 bits. Updates and checkpoints use a
+    float32 master copy. ``activations``: "float32", or on a GPU "working" (16 bits, but sums, norms and losses in
+    float32).
 
     float16 gradients are scaled by ``loss_scale``, a power of two. 0 means dynamic: the scale doubles after
     ``growth_interval`` steps without overflow, and halves after ``hysteresis`` overflows in a row. A step with overflow
@@ -120,7 +120,7 @@ class PrecisionConfig:
 
     @property
     def computes(self) -> str:
-        """Data type of updates and checkpoints: ``mode``, or "float32" if ``mode`` is a 16-bit type."""
+        """Data type of updates and checkpoints: the key ``mode``, or "float32" if this is a 16-bit type."""
         return "float32" if self.mode in HALVES else self.mode
 
     @property
@@ -170,12 +170,9 @@ PRECISION_RULES: Final = (
 class RunConfig:
     """Section ``[run]``: length, batch size, device, and the checks and measurements during a run.
 
-    ``keys.toml`` describes each key, and `hpcdist.optim.rates` describes ``batch_warmup`` and the noise scale. Replicas
-    are compared every ``sentinel_every_steps`` steps and before each save.
-
-    With ``logical_shards``, gradients and losses are summed in a fixed order that does not depend on the number of
-    ranks. A step is suspicious if its loss or gradient norm exceeds ``suspicious_factor`` times the median of the last
-    50 steps. Suspicious steps are computed twice.
+    ``keys.toml`` describes each key. Replicas are compared every ``sentinel_every_steps`` steps and before each save.
+    With ``logical_shards``, gradients and losses have the same bits on any number of ranks. A step is computed twice if
+    its loss or gradient norm exceeds ``suspicious_factor`` times the median of the last 50 steps.
     """
 
     steps: int = 1000

@@ -97,9 +97,8 @@ def load(
 ) -> ResolvedRecipe:
     """Return the recipe of the file ``path`` (None: no file), changed by ``overrides``, each ``section.name=value``.
 
-    A relative path, such as ``data.path``, is relative to the file that sets it. In overrides and environment
-    variables, it is relative to the current directory. Raises ConfigurationError for an invalid file, key or value, and
-    UsageError for an override without a value.
+    A relative path, such as ``data.path``, is relative to the file that sets it, or else to the current directory.
+    Raises ConfigurationError for an invalid file, key or value, and UsageError for an override without a value.
     """
     environment = os.environ if environment is None else environment
     keys = defaults()

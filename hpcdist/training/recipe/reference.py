@@ -67,9 +67,8 @@ _PHRASES: Final = (
 class Need:
     """Requirement of a recipe key: the key needs the setting ``what``, a text such as "parallel.pipeline > 1".
 
-    If ``excludes`` is true, the key must instead not be combined with this setting. The text ``of`` restricts the
-    requirement to values of the key, and the text ``where`` restricts it by a condition. An empty text means no
-    restriction.
+    If ``excludes`` is true, the key must not be combined with this setting. If not "", ``of`` has the values of the
+    key, and ``where`` the condition, for which this applies.
     """
 
     what: str

@@ -49,9 +49,8 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
     """Return the process grid of ``recipe`` on ``world`` ranks, and the server and worker roles, or None. Local.
 
-    If parameter servers are used with several grid axes, every rank computes and serves, and the roles are None.
-    Raises ConfigurationError if the recipe does not fit the number of ranks. With the keyword ``chaos``, the
-    ranks in its ``[chaos]`` section must also fit.
+    The roles are None without parameter servers, or if every rank computes and serves. Raises ConfigurationError if the
+    recipe or, with the keyword ``chaos``, a rank in its ``[chaos]`` section does not fit.
     """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles

@@ -33,9 +33,9 @@ def loop_class(trainer: Trainer) -> type[TrainingLoop]:
 class AsyncTrainingLoop(TrainingLoop):
     """Training loop of one rank in asynchronous training, or with backup workers. `run` is collective over the world.
 
-    All ranks meet in a rendezvous: on a stop request or non-finite loss, when the slowest worker reaches a multiple of
-    ``checkpoint.every_steps``, and at the end. The slowest worker's step count is the step count of the run. With
-    backup workers, a late gradient is dropped, and its worker continues with the current step of the others.
+    All ranks meet in a rendezvous: at a stop request or non-finite loss, every ``checkpoint.every_steps`` steps of the
+    slowest worker, and at the end. The slowest worker's step count is the step count of the run. With backup workers,
+    late gradients are dropped.
     """
 
     kind_of_metrics = AsyncRunMetrics

@@ -32,7 +32,7 @@ def train(
     """Train ``recipe`` on all ranks of the launcher, then exit with the same exit code on all ranks. Collective.
 
     The run saves and stops before ``limit_s`` seconds or the time of the Slurm job are over. In a job of `hpcdist run
-    --survive`, the run continues when ranks die.
+    --survive`, it survives rank failures.
     """
     standard_streams.tolerate()
     lock = RunLock()

@@ -91,9 +91,9 @@ class TrainingJob:
         return description | {"holder": self.holder, "lives": self.lives, "life": life}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
-        """Let rank ``leader`` of the communicator ``everyone`` hold the lock of the run directory. Collective.
+        """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective.
 
-        ``everyone`` contains all living processes of the job. The keyword ``takes`` is True if this rank is ``leader``.
+        ``everyone``: all living processes of the job. The keyword ``takes`` must be True on the leader only.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)

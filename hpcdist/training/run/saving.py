@@ -46,14 +46,14 @@ class CheckpointSaver:
     def numbers(self) -> np.ndarray:
         """Return two flags, 0 or 1: this rank is still writing a checkpoint, and its last write failed. Local.
 
-        If checkpoints are not written in the background, there are no flags: the array is empty.
+        The array is empty if checkpoints are not written in the background.
         """
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if all ranks have written the checkpoint or a rank has failed, so `settle` must be called. Local.
+        """Return True if `settle` must be called: all ranks have written, or a rank has failed. Local.
 
-        ``sums`` is the sum of the arrays from `numbers` over all ranks.
+        ``sums``: sum of the arrays from `numbers` over all ranks.
         """
         return False
 
@@ -102,8 +102,8 @@ def stripe_checkpoints(
 ) -> None:
     """Set the file-system striping of the checkpoint ``directory``, created if missing. Collective over ``comm``.
 
-    ``state_bytes`` is the size of this rank's checkpoint data. Rank 0 sets the striping, and reports its command and
-    any failure by ``say``. A failure does not end the run.
+    ``state_bytes``: size of this rank's checkpoint data. Rank 0 reports its command and any failure by ``say``. A
+    failure does not end the run.
     """
     stripes = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
     if not comm.broadcast_object(stripes):

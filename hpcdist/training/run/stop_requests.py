@@ -32,8 +32,8 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 class CheckpointTimer:
     """Timer that decides when to save checkpoints, and whether the job's time is up. Local.
 
-    Only one rank decides. ``state_bytes`` is the size of its state. The job ends at ``ends``, in seconds since 1970.
-    ``starts`` is the record of the run's starts and failures, from which the failure rate follows.
+    Only one rank decides. ``state_bytes``: size of its state. ``ends``: end of the job, in seconds since 1970.
+    ``starts``: the run's starts and failures, which give the failure rate.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CheckpointTimer:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the ``share`` quantile: the smallest value v so that at least this fraction of ``values`` is at most v."""
+    """Return the smallest of ``values`` such that at least the fraction ``share`` of ``values`` is not larger."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
@@ -152,8 +152,8 @@ EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.I
 class StopRequests:
     """Stop requests of this rank: from signals, from the stop file, and because the job's time is up.
 
-    A signal only sets a flag, because a handler must not communicate or write files. Before the first step, when there
-    is nothing to save, a signal can also end the process at once. The job ends at ``ends``, in seconds since 1970.
+    A signal requests a stop at the end of a step. Before the first step, it can end the process at once. ``ends``: end
+    of the job, in seconds since 1970.
     """
 
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
@@ -169,9 +169,8 @@ class StopRequests:
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
         """Return a `StopRequests` that handles signals. The job ends after ``limit_s`` seconds or at Slurm's limit.
 
-        A signal ends the process at once, or after a call of `begun`, at the end of a step. Further arguments are
-        functions to call before an end at once. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is
-        not a time.
+        Until a call of `begun`, a signal ends the process at once, after calls of the functions in the further
+        arguments. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
         """
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
@@ -211,9 +210,9 @@ class StopRequests:
 
     @contextmanager
     def all_saved(self) -> Iterator[None]:
-        """Context manager for work after the last save: in its body, signals end this process at once. Local.
+        """Context manager for work after the last save: signals end this process at once. Local.
 
-        It has no effect if `starts` was never called.
+        It has no effect without an earlier call of `starts`.
         """
         self._at_once.switch(self._at_once.started)
         try:

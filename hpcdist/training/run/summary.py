@@ -48,9 +48,9 @@ def lock_step_throughput(
 ) -> StepThroughput:
     """Return the speed of a run whose ranks make each step together. Local.
 
-    ``workers`` are the items of ``ranks`` except parameter servers. ``targets`` is the mean number of loss terms per
-    step. A step takes the time of its slowest worker. Bytes sent in a step are counted on the rank that sends most. If
-    the keyword ``alike`` is True (all steps are alike), ``sent_bytes`` is the median over the steps, else the mean.
+    ``workers`` are the items of ``ranks`` except parameter servers. ``targets`` is the mean number of targets per step.
+    A step takes the time of its slowest worker. Its sent bytes are from the rank that sends most. The result has their
+    median over the steps, or their mean if the keyword ``alike`` (all steps are alike) is False.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -74,8 +74,8 @@ def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThro
     """Return the speed of a run whose workers do not wait for each other. Local.
 
     ``workers`` are the items of ``ranks`` except parameter servers. The first step of each worker does not count.
-    Measurement begins when a worker first completes a step. The step time in the result is the median of the workers'
-    median step times. The number of bytes sent per step is from the rank that sends most.
+    Measurement begins when a worker first completes a step. The step time is the median of the workers' median step
+    times. The sent bytes per step are from the rank that sends most.
     """
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -180,8 +180,8 @@ def summarise(
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
     """Return mean and median of the step time, and of the fraction spent in communication. Local.
 
-    ``pace`` has the step times. The fraction is a mean over ``workers``, the summaries of all ranks that compute.
-    Figures are None if no step was made.
+    ``pace`` has the step times. The fractions are means over ``workers``, the ranks that compute. Figures are None if
+    no step was made.
     """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
@@ -242,10 +242,10 @@ def _shares(trainer: Trainer, step: int) -> list[int] | None:
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return the time of background gradient reductions per step, its unhidden part, and the hidden fraction. Local.
+    """Return total and exposed seconds of background gradient reductions, and the overlapped fraction. Local.
 
-    ``workers`` has the measurements of each rank except parameter servers. Times are means over these ranks in
-    seconds. Hidden time overlaps with computation. Unknown figures are None.
+    Exposed seconds do not overlap with computation. All seconds are means per step over ``workers``, the ranks except
+    parameter servers. Unknown figures are None.
     """
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
@@ -268,8 +268,7 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
     """Return the bytes moved per step, keyed by the fields of `BytesMoved`, or None if no rank made a step.
 
-    Each value is the largest of the ranks' means over steps. The field ``messages`` is ``sent``, unless ``sent`` is
-    NaN.
+    Each value is the largest of the ranks' means over steps. ``sent``, unless NaN, replaces the value of ``messages``.
     """
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -282,7 +281,7 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the mean bytes per step that the rank with most reads reads from shared memory, or None if 0."""
+    """Return the mean bytes per step that a rank reads from shared memory: the largest of all ranks, or None if 0."""
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 

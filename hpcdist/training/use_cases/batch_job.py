@@ -46,8 +46,8 @@ _DAY_S: Final = 86400.0
 class PlannedJob:
     """A batch job, its site profile and its recipe, with messages for the user.
 
-    ``told``: notes on the job. ``hidden`` has a message for each file that compute nodes cannot see. ``missing`` has a
-    message for each module that the recipe needs but the job's Python lacks.
+    ``told``: notes on the job. ``hidden``: messages about files that compute nodes cannot see. ``missing``: messages
+    about modules that the recipe needs but the job's Python lacks.
     """
 
     job: BatchJob
@@ -67,8 +67,8 @@ def plan_training(
 ) -> PlannedJob:
     """Return the batch job, of class ``kind``, that trains the recipe ``path``, changed by ``overrides``.
 
-    ``options`` are the options of `hpcdist submit` by name. Keyword arguments are further fields of the job. Raises
-    HpcdistError if the recipe is invalid, or if the cluster cannot run the job.
+    ``options``: options of `hpcdist submit` by name. Other keywords are fields of the job. Raises HpcdistError if the
+    recipe is invalid, or if the cluster cannot run the job.
     """
     site = search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
@@ -113,8 +113,8 @@ def plan_script(
 ) -> PlannedJob:
     """Return the job of type ``kind`` that runs the command line ``program`` on all ranks.
 
-    Further keyword arguments are additional job fields. The job gets the HPCDIST_SET__... variables of this process.
-    Raises ConfigurationError and UsageError if the site cannot run the job.
+    Other keywords are fields of the job. The job gets the HPCDIST_SET__... variables of this process. Raises
+    ConfigurationError or UsageError if the site cannot run the job.
     """
     site = search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
@@ -142,10 +142,10 @@ def size_of(job: BatchJob) -> str:
 
 
 def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
-    """Check ``job`` against the profile of its cluster ``site``. Return it as a `PlannedJob`, with texts for the user.
+    """Return ``job`` with messages for the user, after a check against the profile of its cluster ``site``.
 
-    The texts are ``shape``, which states the job's size, further ``notes``, and messages about files that compute nodes
-    cannot see. ``data`` has the paths of the job's data files. Raises ConfigurationError.
+    ``shape``: text about the job's size. ``notes``: further messages. ``data``: paths of the job's data files, for
+    warnings if compute nodes cannot see them. Raises ConfigurationError.
     """
     search.check(job, site)
     lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
@@ -183,7 +183,7 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
     """Return the job fields that do not depend on the job type, and notes for the user. Raises UsageError.
 
-    The fields follow from ``options`` of `hpcdist submit`, and from the container in the site profile ``site``.
+    The values come from the ``options`` of `hpcdist submit` and from the container in the site profile ``site``.
     """
     launcher_options(options["mpi_args"])  # raise errors here, not on the node
     begin, notes = _carbon_begin(options)
@@ -245,10 +245,7 @@ def _with_stripe(
 def _with_checkpoints(
     resolved: "ResolvedRecipe", options: Mapping[str, Any], site: SiteProfile
 ) -> tuple["Recipe", list[str]]:
-    """Return the recipe with a checkpoint interval, and notes for the user.
-
-    If the user set no interval, use Daly's interval, with the cluster file's failure rate or one failure per walltime.
-    """
+    """Return the recipe with a checkpoint interval, computed unless the user set it, and notes for the user."""
     recipe = resolved.recipe
     if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
         return recipe, []

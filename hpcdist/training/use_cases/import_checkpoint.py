@@ -24,8 +24,8 @@ def prepare_imported_run(
     """Create ``run_dir`` for imported ``tensors``, with the recipe ``path`` changed by ``overrides``. Local.
 
     Return the model inputs, such as the vocabulary size, and {tensor name in the file: name in the run}. ``inputs`` are
-    the model inputs stored in the imported file. Without them, the recipe's training data is read, which may raise
-    DataError. Raises ConfigurationError if ``tensors`` do not match the model, or if the directory has a recipe.
+    the model inputs stored in the file. Without them, the recipe's training data is read, which may raise DataError.
+    Raises ConfigurationError if ``tensors`` do not match the model, or if the directory has a recipe.
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
@@ -49,8 +49,8 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
     """Return {name in the imported file: name in the run} for ``tensors``, in a run of ``recipe``. Local.
 
-    The names of a user model's state dict are also recognised. ``inputs`` are the model inputs from the data. Raises
-    ConfigurationError, with the name of a tensor, if ``tensors`` are not the model's parameters.
+    Names of a user model's state dict are also recognised. ``inputs`` are the model inputs from the data. Raises
+    ConfigurationError if ``tensors`` are not the model's parameters.
     """
     model = models.build(recipe.model, recipe.precision.computes, **inputs)
     names = _tensor_names(model, [tensor.name for tensor in tensors])

@@ -39,9 +39,10 @@ def plan(
     """Return memory, time and energy of a training on a cluster, as JSON values. Local: needs neither MPI nor a GPU.
 
     ``recipe`` is a TOML file. ``keys`` (``{"model.layers": 12}``) change it. ``cluster`` is a file, or a name listed by
-    `hpcdist plan clusters`. ``options`` are options of `hpcdist plan` with underscores: ``model="gpt3-175b",
-    devices=64``. In the result, "step_s" is the seconds of a step, and "mfu" is the model FLOPs utilization. Unknown
-    numbers are null. Raises UsageError for wrong options, and ConfigurationError for impossible plans.
+    `hpcdist plan clusters`. Other keywords are options of `hpcdist plan` with underscores, such as ``devices=64``.
+
+    In the result, "step_s" is the seconds of a step, and "mfu" is the model FLOPs utilization. Unknown numbers are
+    None. Raises UsageError for wrong options, and ConfigurationError for impossible plans.
     """
     for name in options:
         if name not in OPTIONS:
@@ -60,8 +61,7 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
     """Return the plan of ``subject`` (model, layout, batch, steps) on ``cluster``: time, memory and energy.
 
     With the keyword ``simulate``, the pipeline's passes are simulated if the simulator is available. The plan's flags
-    contain notes for the user. Raises ConfigurationError for an impossible layout. A layout that needs too much memory
-    raises no error; the plan reports it.
+    contain notes for the user. Raises ConfigurationError for an impossible layout, but not for a lack of memory.
     """
     description, layout, batch = subject.description, subject.layout, subject.global_batch
     wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]

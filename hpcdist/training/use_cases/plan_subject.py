@@ -71,7 +71,7 @@ def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> d
     if stage is not None:
         meant = f"zero{stage}" if stage else "allreduce"
         if strategy not in (None, meant):
-            raise UsageError(f"--zero {stage} is --strategy {meant}, but --strategy {strategy} is given; keep one")
+            raise UsageError(f"--zero {stage} is --strategy {meant}, which contradicts --strategy {strategy}; keep one")
         strategy = meant
     if servers is not None:
         if strategy not in (None, PARAMETER_SERVER):
@@ -108,7 +108,7 @@ def _chunks(layout: ParallelLayout) -> int:
         )
     if row.most is not None and chunks not in (1, row.most):
         raise UsageError(
-            f"--chunks {chunks} with --schedule {layout.schedule}, whose number of chunks per stage is {row.most}; "
+            f"--chunks is {chunks}, but for --schedule {layout.schedule} the number of chunks per stage is {row.most}; "
             "leave --chunks out, or use --schedule interleaved"
         )
     return chunks if row.most is None else row.most
@@ -143,17 +143,17 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
         nearest = data or max(1, workers // devices_of_replica)  # number of replicas
         near = nearest * devices_of_replica + layout.servers
         raise UsageError(
-            f"--devices {devices}: {product} does not make {counted(devices, 'device')}; the nearest possible number "
-            f"is {near}"
+            f"--devices is {devices}, but {product} cannot give {counted(devices, 'device')}; the nearest possible "
+            f"number is {near}"
         )
     return int(replicas)
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject``, planned with Megatron's kernel speed and memory if cluster ``on`` has no measurements.
+    """Return ``subject`` with the kernel speed and memory of Megatron, if hpcdist is not measured on cluster ``on``.
 
-    ``subject`` is changed only if it is a transformer on GPUs and the user chose no kernels. If Megatron does not
-    support its layout, ``subject`` is unchanged too, unless the keyword ``always`` is true.
+    Only transformers on GPUs are changed, and only if the user chose no kernels. Layouts that Megatron does not support
+    are unchanged, unless the keyword ``always`` is true.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:
@@ -172,8 +172,8 @@ def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = 
 def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:
     """Return the model, layout and batch to plan, from a recipe, or from a model in the options.
 
-    Without recipe and model, the default recipe is used. Raises UsageError for contradictory or missing options,
-    ConfigurationError for a recipe or model that cannot be planned, and StorageError for a missing recipe file.
+    Without both, the default recipe is used. Raises UsageError for contradictory or missing options, ConfigurationError
+    for a recipe or model that cannot be planned, and StorageError for a missing recipe file.
     """
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)
@@ -245,7 +245,7 @@ def _steps(options: Mapping[str, Any], description: ModelDescription, batch: int
         steps = max(1, math.ceil(tokens / (batch * description.tokens)))
     if steps is not None and steps > MAX_STEPS:
         given_option = f"--steps {steps}" if tokens is None else f"--tokens {tokens:g}"
-        raise UsageError(f"{given_option}: a plan is made for at most {MAX_STEPS:,} steps")
+        raise UsageError(f"{given_option} is too long: a plan is made for at most {MAX_STEPS:,} steps")
     if steps is not None:
         return int(steps), ()
     return None, (f"neither --steps nor --tokens is given: the run is planned with {DEFAULT_STEPS} steps",)

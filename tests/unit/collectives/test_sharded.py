@@ -108,7 +108,7 @@ def test_invalid_calls_are_rejected(algorithm, size):
         call_reduce_scatter(np.zeros(64), "mean")
     with pytest.raises(BufferHandoverError, match="1-D contiguous"):
         call_reduce_scatter(np.zeros(64)[::2], "sum")
-    with pytest.raises(UsageError, match=r"the result has 1 float64, the share .*; size and dtype must be equal"):
+    with pytest.raises(UsageError, match=r"the result has 1 elements of float64, but .*; size and dtype must be equal"):
         call_reduce_scatter(np.zeros(64), "sum", np.zeros(1))
     with pytest.raises(BufferHandoverError, match="1-D contiguous"):
         run_threads(size, lambda comm: sharding.all_gather(comm, np.zeros((4, 4)), sharding.shares(comm, 16, 8)))
@@ -189,7 +189,7 @@ def test_node_shared_halves_reject_several_nodes(comm):
     shares = SHARDED["node_shared"].shares(comm, 100, 8)
     comm.events = looking_on = _ByName()
     for call in (SHARDED["node_shared"].reduce_scatter, SHARDED["node_shared"].all_gather):
-        with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
+        with pytest.raises(UsageError, match="4 ranks of world are on 2 nodes; choose hierarchical"):
             call(comm, np.zeros(100), shares)
     assert looking_on.begun and looking_on.open == 0, "a rejected call must not leave an open event"
 

@@ -244,7 +244,7 @@ def test_sampler_visits_every_sample_once_per_epoch(tmp_path, rng):
         UsageError, match=r"got 2 arrays as input, but \w+ takes one array; only models of hpcdist.adapters.torch.model"
     ):
         training.step((x, x), y)
-    with pytest.raises(UsageError, match="mask of a dict is a single number; expected an array"):
+    with pytest.raises(UsageError, match=r"mask of the batch \(a dict\) is a single number; expected an array"):
         backend.as_array({"x": np.ones(3), "mask": np.array(1.0)})
     with pytest.raises(UsageError, match="different numbers of samples .0: 12, 1: 3."):
         training.step((x, x[:3]), y)

@@ -1,7 +1,7 @@
-"""Allocation of a running Slurm job: which nodes are alive, even before Slurm has noticed a crash.
+"""Nodes of a running Slurm job that are alive, even before Slurm has noticed a crash.
 
-Slurm needs up to SlurmdTimeout (default: five minutes) to declare a crashed node down. Until then a step on that node
-fails or hangs. Therefore each node is probed with a small process.
+Slurm needs up to SlurmdTimeout (default: five minutes) to declare a crashed node down. Therefore a small process probes
+each node.
 """
 
 import os
@@ -25,9 +25,8 @@ _DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; * means that the 
 def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
     """Return (lost nodes, remaining nodes) of this job, or ([], []) if Slurm does not answer.
 
-    A node is lost if Slurm removed it from the job, or reports it as down or not responding. It is also lost if a test
-    process does not run on it within PROBE_S (longer with a long MessageTimeout). If no test process can be started,
-    only Slurm's states count.
+    A node is lost if Slurm removed it from the job, or reports it as down or not responding. It is also lost if it does
+    not run a test process in time.
     """
     job, before = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not job or not before:
@@ -42,10 +41,9 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 
 
 class SlurmAllocation:
-    """Nodes of the current Slurm job.
+    """Nodes of the current Slurm job, and the number of nodes that a restart needs.
 
-    ``needed`` is the number of nodes that a restart needs, or None if any number is enough. If the keyword ``whole`` is
-    True, a restart needs all nodes of the job.
+    The argument ``needed`` is this number, or None for any number. The keyword ``whole`` requires all nodes of the job.
     """
 
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:

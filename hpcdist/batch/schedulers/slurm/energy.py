@@ -32,8 +32,8 @@ _HOSTLIST: Final = re.compile(
 class AccountedStep(NamedTuple):
     """Accounting record of a job step, or of a whole job (``name`` "").
 
-    ``begin`` and ``end``: seconds since 1970, or 0 if the step has not yet started or ended. ``joules``: energy, or
-    None if not measured. ``of_nodes``: energy by node, only for the nodes with the least and the most energy.
+    ``begin`` and ``end``: seconds since 1970, or 0 if not yet reached. ``joules``: None if not measured. ``of_nodes``:
+    energy of the node with the least energy and of the node with the most energy.
     """
 
     name: str

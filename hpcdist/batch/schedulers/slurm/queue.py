@@ -1,7 +1,7 @@
 """Query and cancel Slurm jobs by squeue, sacct and scancel.
 
 squeue knows waiting and running jobs, and jobs that ended within MinJobAge (default 300 s). sacct knows older jobs and
-energy, if accounting is on. Written for Slurm 22.05, whose --json differs from later versions.
+energy, if accounting is on.
 """
 
 import os
@@ -166,7 +166,7 @@ def cancel(jobs: Iterable[str]) -> None:
     """
     code, _, why = _run("scancel", *jobs)
     if code and "already completing or completed" not in why.lower():
-        raise MissingCapabilityError(f"scancel failed: {why or f'exit code {code}'}")
+        raise MissingCapabilityError(f"scancel failed: {why or f'exit code {code}'}; try again")
 
 
 def forbid_requeue(job: str) -> str:

@@ -36,9 +36,9 @@ _USABLE: Final = re.compile(r"(alloc|comp|idle|mix|plan|power)[a-z_]*[^*a-z]*", 
 def submit(script: str, after: str | None = None) -> str:
     """Submit ``script`` and return the job number.
 
-    The job starts when the job ``after`` has ended, successfully or not. If only down or drained nodes prevent the
-    start, prints a warning and submits the job. Raises ConfigurationError if Slurm would never run the job, and
-    MissingCapabilityError if Slurm is missing or does not answer.
+    The job starts after the end of the job ``after``, even if that job fails. Prints a warning if the job must wait for
+    down or drained nodes. Raises ConfigurationError if Slurm would never run the job, and MissingCapabilityError if
+    Slurm is missing or does not answer.
     """
     try:
         # Test first: sbatch accepts jobs that can never start, and leaves them pending.

@@ -1,8 +1,7 @@
 """Backup workers (bsp without stragglers): apply the first N - b of N gradients, drop the late ones.
 
 Chen et al. 2016 (arXiv:1604.00981), Algorithms 3 and 4. A late worker continues with the newest values. Gradients are
-summed in rank order and divided by the number of their samples: the exact mean, clipped by its norm. Runs are not
-reproducible.
+summed in rank order, averaged over samples, and clipped by the norm of the mean. Runs are not reproducible.
 
 The first server decides for all servers (`Quorum`). No server waits in a collective.
 """
@@ -26,10 +25,9 @@ from hpcdist.strategies.schedule.operations import Operation
 class Quorum:
     """Decisions of the first server about pushed gradients. A step ignores the ``spare`` slowest of ``workers``.
 
-    Each decision is a `ControlFields` object, which all servers follow. Its field ``workers`` lists the workers whose
-    gradients are decided on. If its field ``dropped`` is true, the servers ignore these gradients. Otherwise, they
-    apply the sum of the gradients times the field ``scale``. The field ``clock`` is the step at which the workers
-    continue.
+    A decision is a `ControlFields` object, which all servers follow. If its field ``dropped`` is true, the servers
+    ignore the gradients of ``workers``. Otherwise, they apply the sum of these gradients times ``scale``. ``clock`` is
+    the step at which the workers continue.
     """
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
@@ -41,10 +39,10 @@ class Quorum:
         self.dropped = 0  # number of dropped gradients
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
-        """Record that ``worker`` pushed its gradient for step ``clock``; return the new decisions, possibly none.
+        """Record the gradient of ``worker`` for step ``clock``. Return the decisions to apply or drop gradients, or [].
 
-        ``samples``: number of samples in this gradient. ``divisor``: number of samples of all workers; the worker has
-        divided its gradient by it.
+        ``samples``: number of samples in this gradient, which the worker has divided by ``divisor``, the number of
+        samples of all workers.
         """
         if clock <= self.clock:
             return [self._drop(worker)]
@@ -59,7 +57,7 @@ class Quorum:
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` has stopped pushing; return a decision for each gradient that is dropped now.
+        """Record that ``worker`` has stopped pushing. Return the decisions to drop gradients, or [].
 
         If too few workers for an update still push, all gradients that wait for the update are dropped.
         """
@@ -106,7 +104,7 @@ class BackupExchange(AsynchronousServerExchange):
         return batch
 
     def begin_update(self, scale: float) -> None:
-        """Ignore the clipping factor ``scale`` of this worker: the servers clip the mean gradient."""
+        """Do nothing with the clipping factor ``scale``, because the servers clip the mean gradient."""
 
     def pull(self, op: Operation) -> None:
         self.meetings.consider()
@@ -155,7 +153,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Apply the gradients of ``turn.workers``; return False if this must wait for other servers' gradient norms."""
+        """Apply the gradients of ``turn.workers``. Return False if gradient norms of other servers are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -204,11 +202,11 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Set all workers' step counts to ``updates``, the servers' number of updates. Collective over the world.
+        """Set the step counts of all workers to ``updates``, the number of server updates. Collective over the world.
 
-        Call it while training is paused. ``clocks``: each worker's step count so far. If a count is below ``updates``,
-        all workers receive the newest parameters. ``calls``: number of pause requests of all ranks, for which the first
-        server waits.
+        Call it while training is paused. ``clocks``: step count of each worker. If one is below ``updates``, all
+        workers receive the newest parameters. ``calls``: number of pause requests of all ranks, which the first server
+        awaits.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:
@@ -220,7 +218,7 @@ class BackupExchange(AsynchronousServerExchange):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the latest update that this rank knows of. Local."""
+        """Learning rate of the latest update on this rank. Local."""
         return rates.learning_rate(self.context.optimizer, max(1, self.updates), self.context.total_steps)
 
     def state(self) -> dict[str, Any]:

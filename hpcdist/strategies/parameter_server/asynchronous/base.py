@@ -3,7 +3,7 @@
   worker   FORWARD BACKWARD PUSH ...   AGREE (alone)   PULL: announce the complete gradient, wait for new values
   server   receives gradients, updates its shard, sends the new values
 
-A worker posts its receives before it sends a control message and serves while it waits, so sends complete.
+Sends cannot deadlock: workers post receives early, and serve requests while they wait.
 """
 
 import time
@@ -38,9 +38,9 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 def per_push_context(context: RankContext, workers: int) -> RankContext:
-    """Return ``context`` with ``workers`` times as many steps in the learning-rate schedule, warm-up included.
+    """Return ``context`` with a learning-rate schedule of ``workers`` times as many steps, warm-up included.
 
-    For a server that makes one update per push: ``workers`` updates while every worker makes one step.
+    Used by servers that make one update per gradient of a worker.
     """
     optimizer = replace(context.optimizer, warmup_steps=context.optimizer.warmup_steps * workers)
     return replace(context, optimizer=optimizer, total_steps=context.total_steps * workers)
@@ -49,8 +49,8 @@ def per_push_context(context: RankContext, workers: int) -> RankContext:
 class ServerShard:
     """The parameters that a server owns, with their optimizer. Local.
 
-    ``parts`` are the server's ranges of the flat parameter vector. They contain whole tensors. A rank that is also a
-    worker computes with a separate copy. ``inbox`` receives the gradient of another rank, or a sum of gradients.
+    The attribute ``parts`` has the server's ranges of the flat parameter vector. They contain whole tensors. The
+    attribute ``inbox`` is the memory for received gradients.
     """
 
     def __init__(self, context: RankContext, parts: Sequence[Range]) -> None:
@@ -82,11 +82,10 @@ class ServerShard:
 
 
 class AsynchronousServerExchange(Exchange):
-    """Base class of parameter-server strategies whose workers are not in lock-step.
+    """Base class of parameter-server strategies whose workers make steps independently.
 
-    For collectives over the world, such as for a checkpoint, all workers stop between steps (a rendezvous). The
-    attribute ``together`` is true during a rendezvous. The attribute ``clocks`` holds each worker's step count at the
-    last rendezvous. Subclasses define `_on_push`.
+    In a rendezvous, such as for a checkpoint, all workers stop between steps. The attribute ``together`` is then true.
+    The attribute ``clocks`` holds each worker's step count at the last rendezvous. Subclasses define `_on_push`.
     """
 
     drops_late = False
@@ -95,10 +94,10 @@ class AsynchronousServerExchange(Exchange):
     staleness = 0  # staleness of that gradient
 
     def __init__(self, context: RankContext, roles: Roles, serving: RankContext) -> None:
-        """Create the exchange for the servers and workers in ``roles``. Collective.
+        """Create the exchange of this rank for the servers and workers in ``roles``. Collective.
 
-        ``context``: context of this rank. ``serving``: context for the parameters that a server owns. Its learning-rate
-        schedule may differ from the schedule in ``context``.
+        The context ``serving`` is for the parameters that a server owns. Its learning-rate schedule may differ from
+        ``context``.
         """
         self.context, self.roles = context, roles
         self.rank, self._first = context.world.rank, roles.servers[0]
@@ -171,7 +170,7 @@ class AsynchronousServerExchange(Exchange):
         self._channel.serve()
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return the divisor of this worker's gradient: ``samples``, its number of samples. Local."""
+        """Return the divisor that makes this worker's gradient a mean: its number of samples, ``samples``. Local."""
         return samples
 
     def pull(self, op: Operation) -> None:
@@ -197,9 +196,9 @@ class AsynchronousServerExchange(Exchange):
 
     @contextmanager
     def unpushed(self) -> Iterator[None]:
-        """Return a context manager for recomputing a failed step without pushing gradients. Local.
+        """Return a context manager in which a failed step is computed again without sending gradients. Local.
 
-        On entry, it tells the servers to drop the gradients of the failed step, and waits until all sends are complete.
+        First, the servers are told to drop the gradients of the failed step.
         """
         for server in self.roles.servers:
             if server != self.rank:
@@ -255,7 +254,7 @@ class AsynchronousServerExchange(Exchange):
             self._told(what)
 
     def _told(self, what: ControlFields) -> None:
-        """Called after the first server has replied to this worker; ``what`` is the reply. Does nothing by default."""
+        """Handle ``what``, the reply of the first server to this worker. Does nothing by default."""
 
     def meet(self) -> None:
         """Pause training: wait until all workers have stopped between steps. Collective over the world."""
@@ -263,10 +262,10 @@ class AsynchronousServerExchange(Exchange):
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the step counts of all workers while training is paused; complete outstanding control messages. Local.
+        """Record the state of training at a pause, and complete outstanding control messages. Local.
 
         ``clocks``: step count of each worker. ``updates``: number of updates on the first server. ``calls``: number of
-        pause requests that all ranks have sent since the start of the run. The first server waits for all of them.
+        pause requests of all ranks in this run.
         """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)
@@ -304,7 +303,7 @@ class AsynchronousServerExchange(Exchange):
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Return ``values``, summed over the world while training is paused, and unchanged during training."""
+        """Return ``values``. During a pause of training, first sum them over the world, which is collective."""
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
@@ -319,7 +318,7 @@ class AsynchronousServerExchange(Exchange):
         return [] if self.shard is None else pieces_of(self.shard.stores(), self.shard.parts)
 
     def wanted(self) -> Sequence[Piece]:
-        """Return the checkpoint pieces to restore: all parameters on a worker, and the state that a server owns."""
+        """Return the checkpoint data to restore: all parameters for a worker, and a server's parameters and state."""
         parameters = pieces_of({"parameters": self.parameters}, self.parameters.parts) if self.works else []
         return [*parameters, *self.pieces()]
 

@@ -76,7 +76,7 @@ class VersionVector:
         self._away.add(worker)
 
     def rejoin(self, worker: int) -> int:
-        """Let ``worker`` push again; return its step count, raised to the slowest running worker's count if lower."""
+        """Let ``worker`` push again. Return its step count, which is at least the slowest running worker's count."""
         slowest = self.slowest
         if worker in self._away and slowest < math.inf:
             self.vector[worker] = max(self.vector[worker], int(slowest))

@@ -139,9 +139,9 @@ LOOK_S: Final = 0.5  # interval at which a waiting rank checks whether to call t
 class Rendezvous:
     """Pause of all workers between steps, so that the world can run collectives. Each rank has one such object.
 
-    On a worker, the attribute ``called`` is true if the first server has asked this worker to pause and call `meet`. On
-    the first server, the attribute ``due`` is true while its replies ask workers to pause. Each server calls the
-    function ``left`` with the rank of each worker that has paused, and then does not wait for this worker.
+    The attribute ``called`` is true on a worker that must pause and call `meet`. The attribute ``due`` is true on the
+    first server while its replies ask workers to pause. Servers call ``left(worker)`` for each paused worker, and do
+    not wait for it.
     """
 
     def __init__(
@@ -168,8 +168,7 @@ class Rendezvous:
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Set ``wants``, a function that returns True if this rank requests a pause of all workers. Local.
 
-        While a worker waits for a pause to begin, it calls ``wants()`` every `LOOK_S` seconds. It also calls
-        ``meanwhile()``, which may do any other periodic work.
+        While a worker waits for a pause, it calls ``wants()`` every `LOOK_S` seconds, and ``meanwhile()``.
         """
         self._wants, self._meanwhile = wants, meanwhile
 
@@ -205,10 +204,9 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Complete this rank's control messages. Local; call it while all workers are paused.
+        """Wait until this rank's control messages have been received. Local; call it while all workers are paused.
 
-        Wait until the messages that this rank sent have been received. The first server also waits for pause requests,
-        until it has received ``calls`` of them since the start of the run.
+        The first server also waits until it has received ``calls`` pause requests since the start of the run.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

@@ -54,7 +54,7 @@ class ScheduleText:
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
-        """Return the placement of ``parts``, ranges of model units, on the ranks, with `chunks` parts per rank."""
+        """Return the placement of the model chunks ``parts`` (ranges of model units) on the ranks."""
         return PLACEMENTS[self.placement](parts, len(self.passes))
 
 
@@ -179,11 +179,9 @@ def insert_gathers(
 ) -> list[Operation]:
     """Insert GATHER and FREE around the compute operations of ``steps`` that use parameters.
 
-    ``needs`` maps each model unit to the units whose parameters it uses. A unit is gathered before each operation that
-    uses it, and freed after it. For m micro-batches, this takes 2 m gathers per unit (3 m with recomputation) and
-    memory for one unit. Parameters that several units use stay gathered from their first to their last use in a
-    micro-batch. With the keyword ``keep``, all parameters stay gathered from their first to their last use in the list:
-    1 gather, memory for all units.
+    ``needs`` maps each model unit to the units whose parameters it uses. Parameters that several units use stay
+    gathered from their first to their last use in a micro-batch. With the keyword ``keep``, all parameters stay
+    gathered from their first to their last use in the list. This needs fewer gathers, but memory for all units.
     """
     users = Counter(unit for used in needs.values() for unit in used)
     using = [index for index, op in enumerate(steps) if op.kind in USES]
@@ -222,9 +220,9 @@ def insert_exchange(
 ) -> list[Operation]:
     """Insert the operations in ``exchange``, which sum gradients and update, into the compute operations ``steps``.
 
-    ``units`` maps each model unit to its range of the flat parameter vector. An operation on gradients (a type in
-    `EXCHANGED`) is inserted as soon as the gradients of all units in its range are complete. Other operations follow at
-    the end. A MIX_START (start of swapping parameters) at the start of ``exchange`` comes first.
+    ``units`` maps each model unit to its range of the flat parameter vector. Operations on gradients (types in
+    `EXCHANGED`) follow as soon as all gradients of their range are complete. Other operations follow at the end. A
+    MIX_START (start of swapping parameters) comes first.
 
     Gradients are complete after the last micro-batch or, with the keyword ``every_microbatch``, after each micro-batch.
     A range with an ADD operation is summed on this rank over the micro-batches, and reduced after the last micro-batch.
@@ -266,7 +264,6 @@ def overlap_reductions(
 ) -> list[Operation]:
     """Replace each REDUCE in ``steps`` by a START at the same position and a WAIT as late as possible.
 
-    The WAIT comes before operations in `NEEDS_SUMS`, and before a backward pass that writes to the range in flight.
     ``units`` maps each model unit to its range of the flat parameter vector. ``needs`` maps a unit to all
     units whose gradients its backward pass writes, such as the owner of a tied tensor. At most ``most`` reductions are
     in flight (None: no limit).
@@ -299,8 +296,7 @@ def overlap_reductions(
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
     """Replace each GATHER in ``steps`` by a WAIT_GATHER at the same position and an earlier START_GATHER.
 
-    At most ``ahead`` gathers are in flight. A gather starts only while its unit is not in memory. A GATHER is not
-    replaced if its unit is never freed, or if it comes after the AGREE operation.
+    At most ``ahead`` gathers are in flight. A GATHER of a unit that is never freed is not replaced.
     """
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}

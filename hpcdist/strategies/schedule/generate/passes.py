@@ -36,11 +36,11 @@ LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I
 
 @dataclass(frozen=True)
 class Peak:
-    """Largest number of micro-batches that are in progress at once on a rank.
+    """Largest number of micro-batches that are in progress at once on a rank, counted once for each chunk.
 
-    A micro-batch counts once for each chunk of the rank. ``live``: from the forward pass to the backward pass (or its
-    input-gradient half), with all activations. ``held``: between the input-gradient and the weight-gradient half of a
-    split backward pass, with the inputs of weight gradients. ``both``: live or held.
+    - ``live``: after the forward pass, before the backward pass (or its input-gradient half), with all activations.
+    - ``held``: between the input-gradient and the weight-gradient half of a split backward pass.
+    - ``both``: live or held.
     """
 
     live: int
@@ -81,9 +81,8 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
     """Return the operations of ``rank`` that run ``passes`` over its chunks in ``placement``, with pipeline messages.
 
-    With the keyword ``recompute``, a chunk keeps only its input of each micro-batch. It runs its units forward again
-    before the backward pass, unless the backward pass directly follows the forward pass. Recomputation is not possible
-    for models with skip connections.
+    With the keyword ``recompute``, a chunk keeps only its input of each micro-batch, and runs forward again before the
+    backward pass. Recomputation is not possible for models with skip connections.
     """
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
     chunks, end = placement.of(rank), placement.units.stop
@@ -129,7 +128,7 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the smallest group size for which each group has at least ``ranks`` micro-batches.
+    """Return the number of micro-batches per group: the smallest for which no group has fewer than ``ranks``.
 
     In interleaved 1F1B, a rank runs a whole group of micro-batches through one chunk before its next chunk. The last
     group has the remaining micro-batches.
@@ -200,10 +199,7 @@ class _Counting:
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of ZB-V, for two chunks per rank that are placed by `folded`.
-
-    The pattern needs 2 * ranks - 1 micro-batches; with fewer, the passes of missing micro-batches are left out.
-    """
+    """Return the passes of ZB-V, for two chunks per rank that are placed by the function `folded`."""
     steps, rounds = _Counting(microbatches), max(2 * ranks - 1, microbatches)
     for _ in range(2 * (ranks - rank) - 1):  # until the first micro-batch returns from the later ranks
         steps.add(Kind.FORWARD, 0)

@@ -45,9 +45,9 @@ def bubble(
 ) -> float | None:
     """Return the idle fraction of the rank with the longest time from its first to its last pass. Local.
 
-    The result is None if ``schedule`` is not in the table below, or if the condition at the end of its row is false.
-    p ranks (``stages``), m micro-batches and v chunks per rank. F, I and W: seconds of the forward pass, the input
-    gradient (B in the papers) and the weight gradients. The formulas are for equal stages and free messages.
+    The result is None if ``schedule`` is not in the table, or if the condition in the last column is false. Symbols: p
+    ranks (``stages``), m micro-batches, v chunks per rank. F, I and W: seconds of the forward pass, the input gradient
+    (B in the papers) and the weight gradients. Equal stages and free messages are assumed.
 
         gpipe, 1f1b    (p-1) / (m + p-1)                                        arXiv:1811.06965, arXiv:2104.04473
         interleaved    (p-1) / (v m + p-1)                                      arXiv:2104.04473; m a multiple of p
@@ -78,13 +78,14 @@ FILE: Final = "file"  # a schedule read from a file
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Description of one pipeline schedule, an entry of `SCHEDULES`.
+    """Description of one pipeline schedule, an item of `SCHEDULES`.
 
-    Two functions have the arguments (rank, ranks, micro-batches, chunks): ``passes`` returns the rank's passes, and
-    ``peak`` returns its `Peak`, the largest number of micro-batches in progress. A rank has ``least`` to ``most``
-    chunks (None: no maximum). ``folded``: a rank's two chunks are placed in a V shape, not round-robin. ``splits``:
-    input and weight gradients are separate passes. ``pipelines``: the schedule supports several ranks.
-    ``fewest(ranks)``: minimum number of micro-batches.
+    - ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks) that return a rank's passes and `Peak`.
+    - ``least``, ``most``: minimum and maximum number of chunks per rank (None: no maximum).
+    - ``folded``: a rank's two chunks are placed in a V shape, not round-robin.
+    - ``splits``: input and weight gradients are separate passes.
+    - ``pipelines``: the schedule supports several ranks.
+    - ``fewest(ranks)``: minimum number of micro-batches.
     """
 
     passes: Callable[[int, int, int, int], Passes]
@@ -146,9 +147,9 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank: the fixed number of the schedule ``name``, if any, else ``chunks``.
+    """Return the number of model chunks per rank with the schedule ``name``. ``chunks``: the number from the recipe.
 
-    ``chunks`` is the number from the recipe, by default 1. Raises ConfigurationError if it is not supported.
+    1 selects the fixed number of a schedule that has one. Raises ConfigurationError for an unsupported number.
     """
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):
@@ -186,7 +187,7 @@ def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) ->
     if microbatches < fewest:
         raise ConfigurationError(
             f"parallel.schedule = {name!r} with parallel.pipeline = {ranks} and parallel.microbatches = "
-            f"{microbatches}: each group must have several micro-batches, at least as many as there are ranks; set "
-            f"parallel.microbatches = {fewest} or above, or choose 1f1b"
+            f"{microbatches}: this schedule needs at least {fewest} micro-batches; set parallel.microbatches to "
+            f"{fewest} or above, or choose 1f1b"
         )
     return chunks_of(name, chunks)

@@ -1,7 +1,6 @@
-"""Simulated program of passes, and the peak memory of their activations.
+"""Simulated program of passes, and the maximum memory of their activations.
 
-A program has one entry per pass of a whole chunk, not per unit, and no object per operation. Its times equal the times
-of the lists that `hpcdist.strategies.schedule.generate.passes.expand` makes.
+The simulated times equal the times of the lists that `hpcdist.strategies.schedule.generate.passes.expand` makes.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing 
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as an integer array with three rows: pass type, micro-batch, local chunk. Local."""
+    """Return ``passes`` as an integer array with three rows: pass type, micro-batch and model chunk. Local."""
     if not passes:
         return np.zeros((3, 0), np.int64)
     ways, microbatches, chunks = zip(*passes, strict=True)

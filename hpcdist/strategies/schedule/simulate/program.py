@@ -108,9 +108,8 @@ class Program:
 class Times:
     """Simulated start and end times of all entries of a program. The time of a RECV includes waiting.
 
-    For each RECV that waited for its message, ``cause`` is the index of the matching SEND entry. For each SEND that
-    waited for the link, ``before`` is the index of the SEND entry that occupied the link. Both are -1 for other
-    entries.
+    ``cause``: index of the matching SEND, for each RECV that waited. ``before``: index of the SEND that occupied the
+    link, for each SEND that waited. Both are -1 for other entries.
     """
 
     begin_s: np.ndarray  # (entries,)
@@ -135,8 +134,8 @@ def run(program: Program) -> Times:
         rank = int(stuck[0])
         raise ScheduleError(
             f"rank {rank} waits for ever at entry {at[rank] - program.starts[rank]} of its operation list; of all "
-            f"{len(at)} ranks, ranks {stuck.tolist()} wait for ever. A message is never sent, or the waits form a "
-            "cycle: check operation lists with schedule.verify.proof.verify, passes with schedule.verify.liveness.prove"
+            f"{len(at)} ranks, ranks {stuck.tolist()} wait for ever. A message is never sent, or ranks wait for each "
+            "other: schedule.verify.proof.verify checks operation lists, schedule.verify.liveness.prove passes"
         )
     return Times(begin_s, end_s, cause, before, arrival_s)
 
@@ -147,8 +146,7 @@ def _run(
 ) -> None:
     """Simulate until each rank has ended or waits for a message. Update ``at`` and ``times`` in place.
 
-    ``at``: index of each rank's next entry. ``rows``: arrays of the `Program`. ``links``: link number of each message.
-    ``travel_s``: seconds on the link, and latency. ``times``: arrays of `Times`.
+    ``at``: index of each rank's next entry. ``travel_s``: a message's seconds on the link, and its latency.
     """
     starts, code, target, seconds = rows
     begin_s, end_s, cause, before, arrival_s = times

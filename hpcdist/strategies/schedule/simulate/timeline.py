@@ -78,7 +78,7 @@ class StepTimeline:
 
     @property
     def makespan_rate(self) -> float:
-        """Mean idle fraction of the ranks with passes, in the time from the first to the last pass of any rank."""
+        """Mean idle fraction of the ranks that compute, from the first to the last pass of all ranks."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
@@ -162,6 +162,6 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Return the timeline of ``rows``, each rank's passes encoded by `compact`. Raises ScheduleError in a deadlock."""
+    """Return the timeline of ``rows``: arrays of passes from `compact`, by rank. Raises ScheduleError in a deadlock."""
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

@@ -1,8 +1,8 @@
 """Deadlock check by a dry run of all ranks: no cyclic waits, and every message has a receiver.
 
 Sends are buffered and never wait. A receive waits for its message, a collective for all members, COLLECT for workers,
-PULL for servers. Operations in `ENDS` wait for nothing, but all members of an axis must start them in the same order;
-their ends count as collectives. No operation has a choice, so one run proves all.
+PULL for servers. All members of an axis must start the operations in `ENDS` in the same order. These operations wait
+for nothing. No operation has a choice, so one run proves all.
 """
 
 import math
@@ -72,10 +72,10 @@ class PeerRanks:
 
 
 class DryRun:
-    """Dry run of ``lists``, the operation lists of all ranks. Counts ``messages`` and collectives (``meetings``).
+    """Dry run of the operation lists of all ranks. Counts ``messages``, and collectives as ``meetings``.
 
-    ``neighbours``: peers of each rank on each grid axis. ``places``: for each rank, the assignment of
-    model units to the ranks of its pipeline.
+    The argument ``neighbours`` has each rank's peers on the grid axes. The argument ``places`` has the pipeline stages
+    of each rank's pipeline.
     """
 
     def __init__(

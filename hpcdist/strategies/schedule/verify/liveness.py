@@ -27,10 +27,10 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Check the ``passes`` of all ranks; return each rank's peak number of micro-batches in progress.
+    """Check the ``passes`` of all ranks. Return each rank's peak number of micro-batches in progress.
 
-    Raises ScheduleError, with a rank's name from ``names``, unless every micro-batch passes once forward and once back
-    through every chunk, without cyclic waits.
+    Raises ScheduleError if ranks wait for each other in a cycle. Every micro-batch must pass once forward and once back
+    through every chunk. ``names``: names of the ranks for messages.
     """
     names = names or [f"rank {rank}" for rank in range(len(passes))]
     assert len(passes) == placement.stages, f"passes of {len(passes)} ranks for {placement.stages}"
@@ -104,7 +104,7 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
 
 
 def _needed(step: Pass, chunk_numbers: Sequence[int], placement: StagePlacement) -> tuple[bool, int, int] | None:
-    """Return the pass that the pass ``step`` waits for, as (is_backward, micro-batch, chunk of the model), or None."""
+    """Return the pass that must end before ``step``, as (is_backward, micro-batch, chunk of the model), or None."""
     kind, microbatch, chunk = step
     if kind is Kind.FORWARD and chunk_numbers[chunk] > 0:
         return False, microbatch, chunk_numbers[chunk] - 1
@@ -144,13 +144,13 @@ def _circle(
 class RankProgram:
     """Operation list ``steps`` of a rank, with the data needed to verify the list.
 
-    ``units``: parameter ranges of the units (model stages) that the rank computes.
+    ``units``: parameter ranges of the model units that the rank computes.
     ``place``: (assignment of units to pipeline ranks, this rank's pipeline rank), or None on a parameter server.
-    ``needs``: all units whose parameters a unit uses, by unit.
+    ``needs``: by unit, all units whose parameters it uses.
     ``accumulates``: True if gradients are exchanged once per step, not once per micro-batch.
-    ``combines``: True if several ranks have the same gradient shard, and must sum it by COMBINE after REDUCE.
-    ``refreshes``: True if a rank updates only a part of its parameter shard, and must get the rest by REFRESH.
-    ``alone``: True if there is no other replica or server, so that no exchange is needed.
+    ``combines``: True if several ranks have the same gradient shard, so that COMBINE must follow REDUCE.
+    ``refreshes``: True if a rank updates only a part of its parameter shard, so that REFRESH must get the rest.
+    ``alone``: True if no exchange is needed, because there is no other replica or server.
     """
 
     rank: int
@@ -165,7 +165,7 @@ class RankProgram:
     alone: bool
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (index, operation) of this rank's operations that have one of the types ``kinds``, in order."""
+        """Return (index, operation) of this rank's operations of the given types, in order."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -208,9 +208,9 @@ def check_liveness(share: RankProgram) -> None:
 
 
 def gathered_peak(share: RankProgram) -> int:
-    """Return the largest number of model units gathered, or being gathered, at once in one rank's program ``share``.
+    """Return the largest number of model units that are gathered, or being gathered, at once on a rank.
 
-    Units that are never freed do not count.
+    ``share``: program of the rank. Units that are never freed do not count.
     """
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     gathered = most = 0
@@ -347,5 +347,5 @@ def _check_freshness(share: RankProgram) -> None:
             )
         if not is_covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
             raise share.refuse(
-                f"unit {unit} keeps old values of parameters: no APPLY, PULL or later GATHER covers {range_text(whole)}"
+                f"unit {unit} keeps old values of parameters: add an APPLY, PULL or later GATHER of {range_text(whole)}"
             )

@@ -24,13 +24,13 @@ from hpcdist.strategies.schedule.verify.liveness import RankProgram
 class Proof:
     """Peak memory use and message counts of a step whose operation lists were proven to be correct.
 
-    Four fields have the largest number of micro-batches on each pipeline rank, counted by their state:
+    Largest number of micro-batches on each pipeline rank, by state:
         ``live``: after the forward pass, before the backward pass or its input-gradient half
-        ``whole``: live, and the activations are not dropped for recomputation
+        ``whole``: live, with activations that were not dropped for recomputation
         ``held``: after the input-gradient half of the backward pass, before the weight-gradient half
         ``both``: live or held
 
-    ``gathered``: each rank's largest number of gathered model units at once. ``messages`` and ``meetings``: numbers of
+    ``gathered``: each rank's largest number of gathered model units. ``messages``, ``meetings``: numbers of
     point-to-point messages and of collectives of all ranks.
     """
 
@@ -57,10 +57,11 @@ def verify(
 ) -> Proof:
     """Prove that the operation lists of all ranks form one correct step. Raises ScheduleError if not. Local.
 
-    ``lists``: one list per rank of the process grid, then one per parameter server. Keywords: ``grid`` is the process
-    grid. ``units`` maps each model unit to its flat parameter range. ``needs`` maps each unit to the other units whose
-    parameters the unit uses. ``placement`` assigns units to pipeline ranks; None derives it from ``lists``. ``experts``
-    maps each unit to the flat range of its experts, which are sharded over ``grid.expert`` consecutive replicas.
+    ``lists``: one list per rank of the process grid, then one per parameter server. Keywords:
+
+    - ``units``: each model unit's flat parameter range; ``needs``: the other units whose parameters each unit uses.
+    - ``placement``: assignment of units to pipeline ranks; None derives it from ``lists``.
+    - ``experts``: flat range of each unit's experts, which are sharded over ``grid.expert`` consecutive replicas.
     """
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
@@ -118,15 +119,15 @@ def _owned(
         computed = sorted(unit for member in pipeline for unit in owned[member])
         if computed != sorted(units) or not all(owned[member] for member in pipeline):
             raise ScheduleError(
-                f"rank {rank}: the ranks of its pipeline compute units {[owned[member] for member in pipeline]}; "
-                f"together they must compute {sorted(units)}, with at least one unit each"
+                f"the pipeline ranks {list(pipeline)} compute the units {[owned[member] for member in pipeline]}; "
+                f"expected {sorted(units)} in total, and at least one unit per rank"
             )
         if placement is not None:
             for stage, member in enumerate(pipeline):
                 expected = [unit for chunk in placement.of(stage) for unit in chunk]
                 if owned[member] != expected:
                     raise ScheduleError(
-                        f"rank {member}: its list computes units {owned[member]}, but its chunks consist of {expected}"
+                        f"rank {member}: its list computes units {owned[member]}; its chunks have the units {expected}"
                     )
             placements.append(placement)
             continue

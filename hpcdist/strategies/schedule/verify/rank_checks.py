@@ -14,10 +14,10 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 
 
 def check_mixing(share: RankProgram) -> None:
-    """Raise ScheduleError unless a rank's program ``share`` mixes parameters with neighbour replicas in a legal order.
+    """Raise ScheduleError unless a rank's program ``share`` mixes parameters with other replicas in a legal order.
 
-    MIX_START starts an exchange of parameters with neighbours, MIX_WAIT completes it, and MIX averages. This rank's
-    parameters must not change between MIX_START and MIX_WAIT.
+    MIX_START exchanges parameters with neighbours, MIX_WAIT completes this, and MIX averages. Parameters must not
+    change between MIX_START and MIX_WAIT.
     """
     in_flight: list[Operation] = []
     arrived: list[Range | None] = []
@@ -120,8 +120,8 @@ def _check_passes(share: RankProgram) -> None:
         for actual, expected in zip([*passed, None], [*_expected(share.place, microbatch, passed), None], strict=False):
             if actual != expected:
                 raise share.refuse(
-                    f"in the operations of micro-batch {microbatch}: found {actual or 'the end'}, expected "
-                    f"{expected or 'the end'}"
+                    f"wrong operation of micro-batch {microbatch}: found {actual or 'the end'}, expected "
+                    f"{expected or 'the end'}; correct the operation list"
                 )
 
 

@@ -206,7 +206,7 @@ def _phases(data: PageData) -> Chart:
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the last step of each bin of consecutive steps, and a dict from phases to mean times (ms) in each bin.
+    """Return (last step of each bin of consecutive steps, dict from phases to mean times in ms in each bin).
 
     A mean is over the steps of the bin, and over all ranks except parameter servers.
     """

@@ -221,7 +221,7 @@ def test_state_dict_without_pytorch_is_missing_capability(tmp_path, monkeypatch)
     (tmp_path / "m.pt").write_bytes(b"anything")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
-        MissingCapabilityError, match=r"m\.pt cannot be read here: PyTorch cannot be imported.*pip install"
+        MissingCapabilityError, match=r"m\.pt cannot be read: PyTorch cannot be imported.*pip install"
     ) as result:
         import_checkpoint(tmp_path / "m.pt", tmp_path / "run")
     assert result.value.exit_code == 69

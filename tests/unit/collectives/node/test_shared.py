@@ -258,7 +258,7 @@ def test_bad_buffers_are_rejected(comm):
 
 
 def test_node_shared_rejects_several_nodes():
-    with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
+    with pytest.raises(UsageError, match="4 ranks of world are on 2 nodes; choose hierarchical"):
         run_threads(4, lambda comm: node_shared_allreduce(comm, np.zeros(8)), ranks_per_node=2)
 
 

@@ -123,7 +123,7 @@ def run_rejected(capsys, *words):
     ("--launcher ibrun --pmi pmix", "srun, mpiexec, flux"),
     ("--launcher mpirun --pmi pmix", "srun, mpiexec, flux"),
     ("--python ''", "--python is empty"),
-    ("--python 'a", '--python "\'a": No closing quotation'),
+    ("--python 'a", '--python "\'a" cannot be split into words: No closing quotation'),
     ("--cpus-per-task 0", "--cpus-per-task"),
 )
 def test_unsupported_launcher_options_are_rejected(words, output, capsys):
@@ -140,7 +140,7 @@ def test_invalid_site_launcher_is_configuration_error(capsys, monkeypatch):
 def test_launcher_missing_on_path_is_rejected(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     code, error = run_rejected(capsys, "--launcher", "flux", "train")
-    assert code == MISSING_CAPABILITY and "no flux on PATH" in error
+    assert code == MISSING_CAPABILITY and "flux is not on PATH" in error
 
 
 def test_mpiexec_of_an_mpi_library_is_rejected(capsys, monkeypatch, tmp_path):

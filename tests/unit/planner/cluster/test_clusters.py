@@ -188,7 +188,7 @@ MISTAKES = [
     ),
     ("devices = 0", "devices = 8", "do not nest"),
     ('name = "EDR InfiniBand"', 'name = "NVLink"', "two [[level]] sections of the cluster file have the name 'NVLink'"),
-    ("[node]\ndevices = 16", "[node]\ndevices = 12", "level 'NVLink' of 16 devices and nodes of 12 do not nest"),
+    ("[node]\ndevices = 16", "[node]\ndevices = 12", "level 'NVLink' joins 16 devices, but a node has 12"),
     ("devices = 400", "devices = 0", "devices of 0 is not plausible; expected 1 to"),
     ("devices = 400", 'devices = "400"', "devices is '400'; expected a count without quotes"),
     ('name = "v100-dgx2"', "name = 7", "name is 7; expected a text"),

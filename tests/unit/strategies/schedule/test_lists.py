@@ -189,5 +189,5 @@ def test_reduction_before_its_weight_gradient_is_rejected():
 def test_units_of_another_placement_are_rejected():
     step = build("interleaved", "allreduce", 2, 2, 2)
     step.placement = SCHEDULES["zb-v"].place(step.placement.chunks, 2)
-    with pytest.raises(ScheduleError, match=r"its list computes units \[0, 2\], but its chunks consist of \[0, 3\]"):
+    with pytest.raises(ScheduleError, match=r"its list computes units \[0, 2\]; its chunks have the units \[0, 3\]"):
         step.verify()

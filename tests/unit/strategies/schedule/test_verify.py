@@ -275,9 +275,7 @@ def test_layers_lost_by_the_partition_are_rejected():
     """30 layers on 4 stages once lost two layers silently (NVIDIA/Megatron-LM#1304)."""
     step = allreduce_step(PIPELINES["1f1b"], 2, 2)
     step.units[4] = Range(4 * UNIT, 5 * UNIT)
-    step.assert_rejected(
-        r"rank 0: the ranks of its pipeline compute units \[\[0, 1\], \[2, 3\]\]; together they must compute"
-    )
+    step.assert_rejected(r"compute the units \[\[0, 1\], \[2, 3\]\]; expected \[.*\] in total")
 
 
 def test_lists_for_fewer_ranks_are_rejected():

@@ -298,7 +298,7 @@ def test_ranks_and_steps_can_be_selected(tmp_path, rng):
     assert len(summary.collect(tmp_path, range(20, 90)).timeline.steps) == 5
     with pytest.raises(UsageError, match="steps 70 to 80 are not in the records"):
         summary.collect(tmp_path, range(70, 81))
-    with pytest.raises(UsageError, match="rank 9: no record found; the run has ranks 0-3 of 4"):
+    with pytest.raises(UsageError, match="there is no record of rank 9; choose from ranks 0-3 of 4"):
         summary.collect(tmp_path, None, [0, 9])
 
 
