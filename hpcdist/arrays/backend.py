@@ -143,10 +143,7 @@ def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Arr
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
-    """Return an array of zeros on the device ``on`` ("cpu" or "gpu"), aligned to a cache line.
-
-    A host array is a view, whose ``base`` owns the memory.
-    """
+    """Return an array of zeros on the device ``on`` ("cpu" or "gpu"), aligned to a cache line."""
     if on == "gpu":
         return device.cupy().zeros(shape, dtype)
     nbytes = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize

@@ -104,7 +104,7 @@ class FileStore(FlatStore):
                 into(where, values[where.slice])
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield host arrays of up to `block` elements from the range ``elements``, each valid until the next."""
+        """Yield the range ``elements`` in host arrays of up to `block` elements, which all use the same memory."""
         start = self._offset(elements) if elements else 0
         for where in cut(Range(0, elements.size), self.block):
             held = self._buffer(where.size)
@@ -170,7 +170,7 @@ class FileStore(FlatStore):
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The range ``where`` of elements in the file of ``store``, used instead of the 1-D array of a `Piece`."""
+    """The elements ``where`` of the file of ``store``. A `Piece` can use this object as its array."""
 
     store: FileStore
     where: Range

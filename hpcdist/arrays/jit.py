@@ -215,7 +215,7 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Return this kernel as a numba function for other kernels. The caller must hold the lock of this module."""
+        """Compile this kernel by the module ``numba`` for calls in other kernels. The caller holds the module lock."""
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
@@ -224,9 +224,9 @@ class Kernel:
         return self._inner
 
     def address(self, *types: str) -> int:
-        """Return the address of the machine code for arguments of ``types``, for `intrinsics.call`.
+        """Return the address of machine code that computes this kernel, for `intrinsics.call`.
 
-        ``types`` are numba type names; a trailing ``*`` marks a pointer. The machine code returns no value.
+        Pass the argument types as numba type names; a trailing ``*`` marks a pointer. The code returns no value.
         """
         with _lock:
             if types not in self._exported:
@@ -263,7 +263,7 @@ class Kernel:
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Add argument types (names as in `address`) for which the function `warm` compiles this kernel."""
+        """Add argument types, passed as numba type names, for which the function `warm` compiles this kernel."""
         self._addressed.append(types)
 
 

@@ -57,7 +57,7 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one rank's shard. ``along``: its indices in the dim that tensor parallelism splits.
+        """Return the spec of one rank's shard. ``along``: range of the shard in the dim that tensor parallelism splits.
 
         ``longest``: length of the longest shard in this dim, for which every rank reserves memory.
         """
@@ -155,7 +155,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
-        """Return (tensor, overlap) for each tensor that overlaps ``part``. Both are ranges of the flat array."""
+        """Return (segment, overlapping range) for each tensor that overlaps the range ``part`` of the flat array."""
         # The last tensor that begins at or before the start of `part` may overlap `part`.
         first = max(0, bisect_right(self._starts, part.start) - 1)
         touched = []

@@ -100,7 +100,7 @@ class FlatStore:
                 held += values
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the values of the range ``elements`` block by block: in this class, a single view of all values."""
+        """Yield arrays that hold the range ``elements`` in order. This class yields a single view."""
         yield self.range(elements)
 
     def contents(self, elements: Range) -> Array:

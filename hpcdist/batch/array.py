@@ -189,8 +189,8 @@ class ServersJob(BatchJob):
             raise UsageError("--server-partition is empty; give a name, or leave the option out")
         if self.spare_nodes or self.survive != "none":
             raise UsageError(
-                "--spare-nodes and --survive with --server-nodes: srun starts workers and servers as a single step, so "
-                "that lost nodes and ranks cannot be replaced; use --restarts, or leave --spare-nodes and --survive out"
+                "with --server-nodes, --spare-nodes and --survive cannot replace lost nodes and ranks; use --restarts, "
+                "or leave --spare-nodes and --survive out"
             )
         for argument in self.server_sbatch_args:
             # Same checks as for sbatch_args, but server nodes may have other features, memory and QOS.

@@ -91,7 +91,9 @@ def read_forecast(path: Path) -> CarbonForecast:
     except OSError as error:
         raise StorageError(f"cannot read the forecast {path}: {error.strerror or error}; check the file") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigurationError(f"cannot read the forecast {path}: {error}; give a CSV file: time,gCO2/kWh") from error
+        raise ConfigurationError(
+            f"cannot read the forecast {path}: {error}; give a CSV file with the header time,gCO2/kWh"
+        ) from error
 
 
 def _parsed(path: Path, lines: Iterable[list[str]]) -> CarbonForecast:
@@ -105,7 +107,9 @@ def _parsed(path: Path, lines: Iterable[list[str]]) -> CarbonForecast:
             continue
         where = f"{path} line {getattr(reader, 'line_num', len(times) + 2)}"
         if len(line) != len(header):
-            raise ConfigurationError(f"{where}: {len(line)} values, but the header has {len(header)} columns; fix it")
+            raise ConfigurationError(
+                f"{where}: {len(line)} values, but the header has {len(header)} columns; give one value per column"
+            )
         times.append(_moment(where, line[time_at].strip()))
         values.append(_intensity(where, line[intensity_at].strip()))
         if len(times) > 1 and times[-2] >= times[-1]:
@@ -147,7 +151,7 @@ def _moment(where: str, text: str) -> datetime:
     try:
         return moment.astimezone(UTC)
     except OverflowError:
-        raise ConfigurationError(f"{where}: {text!r} is not between the years 1 and 9999 in UTC; correct it") from None
+        raise ConfigurationError(f"{where}: {text!r} is not between the years 1 and 9999 in UTC; change it") from None
 
 
 def _intensity(where: str, text: str) -> float:
@@ -181,7 +185,7 @@ class CarbonWindow:
     def saving_g(self, power_w: float) -> float | None:
         """Return the CO2 saving in g compared with a start now, for a job of ``power_w`` watts, or None if unknown."""
         if not (math.isfinite(power_w) and power_w > 0):
-            raise UsageError(f"--power {power_w}: must be the power of the whole job in W, above 0, e.g. 2400")
+            raise UsageError(f"--power {power_w} is invalid; give the power of the whole job in W, above 0, e.g. 2400")
         if self.now_g_per_kwh is None:
             return None
         return (
@@ -207,8 +211,8 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
     first, last = max(now, forecast.begin), min(deadline, forecast.end) - duration
     if first > last:
         raise ConfigurationError(
-            f"{forecast.path} covers {_time_text(forecast.begin)} to {_time_text(forecast.end)}, which has no "
-            f"{_duration_text(duration)} between now, {_time_text(now)}, and the deadline, "
+            f"{forecast.path} covers {_time_text(forecast.begin)} to {_time_text(forecast.end)}, which has no time for "
+            f"a job of {_duration_text(duration)} between now, {_time_text(now)}, and the deadline, "
             f"{_time_text(deadline)}; get a newer or longer forecast, or submit without --carbon"
         )
     ends = (moment for row in forecast.times for moment in (row, row - duration))

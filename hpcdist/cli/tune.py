@@ -194,7 +194,9 @@ def _compile(jobs: int) -> None:
     with ProcessPoolExecutor(jobs, fork) as pool, tqdm(total=count, unit="kernel", disable=None) as bar:
         for compiled in as_completed([pool.submit(_compile_kernel, number, count) for number in range(count)]):
             if (error := compiled.exception()) is not None:
-                raise HpcdistError(f"numba failed to compile a kernel: {type(error).__name__}: {error}") from error
+                raise HpcdistError(
+                    f"numba failed to compile a kernel ({type(error).__name__}: {error}); reinstall numba"
+                ) from error
             bar.update()
 
 

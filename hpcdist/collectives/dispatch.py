@@ -67,7 +67,7 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return the table of ``rows``: (maximum size in bytes, algorithm), ascending. The last row has no limit."""
+        """Return the table of ``rows``: (largest size in bytes, algorithm), ascending. The last size is ignored."""
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 
@@ -203,7 +203,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return ``function`` as an allreduce with the keyword ``scale``, a factor of the result. Local."""
+    """Return the allreduce ``function`` with the float keyword ``scale``, which multiplies the result. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 

@@ -42,7 +42,7 @@ def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
 
 
 def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
-    """Return a scratch buffer as `scratch` does, but keep it in the caller's dict ``buffers``. Local."""
+    """Return a scratch buffer on the device of ``like``. ``buffers`` keeps it under ``name``. Local."""
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
     if key not in buffers or buffers[key].nbytes < nbytes:
@@ -57,7 +57,7 @@ def count_in_ledger(array: Array) -> Array:
 
 
 def account(ledger: Ledger | None) -> None:
-    """Count this thread's scratch buffers, now and later, in the memory statistics ``ledger``; None: do not. Local."""
+    """Count this thread's scratch buffers in the memory statistics ``ledger``. None stops the count. Local."""
     if ledger is not None and ledger is not _here.ledger:
         for array in _here.arrays.values():
             ledger.track(array, "communication")
@@ -121,9 +121,9 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 
 
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
-    """Return a scratch buffer for each range in ``pieces``, of the range's size, for `PostedReceives`. Local.
+    """Return a scratch buffer for each range in ``pieces``, on the device of the array ``like``. Local.
 
-    Buffers i and i + AHEAD share memory. The other arguments are as in `scratch`.
+    Buffers i and i + AHEAD share memory, so use at most AHEAD at a time.
     """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)
@@ -132,7 +132,7 @@ def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> l
 
 
 class PostedReceives:
-    """Receives of messages from rank ``source``, up to AHEAD in advance: message i goes into array ``targets[i]``."""
+    """Receives of messages from rank ``source`` into the arrays ``targets``. At most AHEAD receives are in flight."""
 
     def __init__(self, comm: Communicator, source: int, targets: Sequence[Array], tag: int = 0) -> None:
         self._comm, self._source, self._targets, self._tag = comm, source, targets, tag

@@ -38,7 +38,7 @@ SharesFunction: TypeAlias = Callable[[Communicator, int, int], list[Range]]
 
 
 class ReduceScatterFunction(Protocol):
-    """Type of a function that reduces ``buffer`` so that ``buffer[shares[rank]]`` is the result. Collective."""
+    """Function that reduces a buffer over all ranks, and leaves one range of the result on each rank. Collective."""
 
     def __call__(
         self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
@@ -144,14 +144,14 @@ def _columns(comm: Communicator) -> list[list[int]]:
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return the buffer ranges for a reduction within nodes (by local rank), then between nodes (by node)."""
+    """Return the ranges to reduce within a node, one per local rank, and between nodes, one per node."""
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]
     joined = [a.stop == b.start for column in parts for a, b in zip(column, column[1:], strict=False)]
     if not columns or not all(joined):
         raise UsageError(
-            f"the shares of the algorithm hierarchical ({comm.size} ranks, {comm.nodes().count} nodes) must be the "
-            f"result of `Sharding.shares`, got {[(part.start, part.stop) for part in shares]}"
+            f"the algorithm hierarchical got the shares {[(part.start, part.stop) for part in shares]}; for "
+            f"{comm.size} ranks on {comm.nodes().count} nodes, shares must be the result of `Sharding.shares`"
         )
     return [Range(column[0].start, column[-1].stop) for column in parts], parts[comm.nodes().intra.rank]
 

@@ -40,7 +40,7 @@ def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
     starts = [*(part.start for part in ranges), buffer.size]
     if len(ranges) != ranks or ends != starts:
         raise CommunicationError(
-            f"the ranges must tile the buffer of {buffer.size} elements in the order of the {ranks} ranks, "
+            f"the {ranks} ranks' ranges must cover the buffer of {buffer.size} elements in rank order without gaps, "
             f"got {[(part.start, part.stop) for part in ranges]}"
         )
 
@@ -124,7 +124,7 @@ def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistErr
     """Inform all other ranks of ``comm`` that this rank raises ``error`` instead of making ``call``.
 
     The other ranks must be in `compare_calls`, which then raises CommunicationError. This function does nothing if
-    ``comm.checked`` is False. For ``move`` see `compare_calls`.
+    ``comm.checked`` is False. ``move(request)`` is called repeatedly until the message ``request`` is complete.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(

@@ -52,7 +52,7 @@ class Session:
     spans: SpanSink = NULL_SPANS  # named intervals of this rank, in addition to its messages
 
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
-        """Record operations in ``directory``, each with a deadline of ``deadline_s`` seconds. Collective.
+        """Record communication operations in ``directory``, with a deadline of ``deadline_s`` seconds each. Collective.
 
         If the keyword ``spans`` is True, also record named time intervals.
         """
@@ -77,7 +77,7 @@ class Session:
     def stop_recording(self) -> None:
         """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local.
 
-        A job that survives rank failures ends unless this rank soon calls `record` again or exits.
+        If the job survives rank failures, this rank must soon call `record` again or exit. Otherwise the job ends.
         """
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -104,7 +104,7 @@ class Session:
     def speak_as_one(self) -> None:
         """Print an error only on rank 0 if all ranks raise an equal error. Local.
 
-        If the job survives rank failures, an uncaught error due to a rank failure does not end it.
+        If the job survives rank failures, an uncaught error due to a rank failure does not end the job.
         """
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
@@ -157,8 +157,8 @@ def start(
     launcher's.
     ``device``: "cpu" or "gpu".
     ``ranks_per_node``: number of consecutive ranks that form a node. None: the ranks of a host form a node.
-    ``checked``: True on any rank, or HPCDIST_CHECK_COLLECTIVES=1: ranks compare their calls before each collective.
-    ``examined``: True accepts local ranks that differ from the launcher's.
+    ``checked``: if True on any rank, ranks compare their calls before each collective.
+    ``examined``: if True, local ranks may differ from the launcher's.
     """
     refuse_worker()
     standard_streams.protect()
@@ -227,7 +227,7 @@ def refuse_worker() -> None:
 def fail_alike(*, launched: bool = False) -> None:
     """Give errors before `start` the same report and exit code as errors after it. Local.
 
-    If the keyword ``launched`` is True, do this only in a process that a launcher started.
+    If the boolean keyword ``launched`` is True, processes without a launcher are left unchanged.
     """
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):

@@ -71,7 +71,7 @@ class RandomKey:
 
     @property
     def words(self) -> tuple[int, int, int, int, int]:
-        """The key as five integers: ``counter1`` to ``key1`` of `hpcdist.arrays.rng.philox`."""
+        """The key as five integers: the last five arguments of the function `hpcdist.arrays.rng.philox`."""
         high = self.seed >> 32 & _WORD
         return self.tensor & _WORD, self.step & _WORD, self.rank & _WORD, self.seed & _WORD, high ^ _DOMAIN
 
@@ -200,8 +200,8 @@ class ErrorFeedback:
     """Compression errors (residuals) of this rank, which are added to later gradients.
 
     ``parts``: ranges of the flat parameter vector ``layout`` with residuals (None: all elements). In a step, call
-    `encode` once for each range, or `compensate` if the caller compresses the sum. End the step with `keep`, or with
-    `rollback` if the step is skipped.
+    `encode` once for each range. Callers that compress values themselves call `compensate` instead. End the step with
+    `keep`, or with `rollback` if the step is skipped.
     """
 
     def __init__(
@@ -231,9 +231,9 @@ class ErrorFeedback:
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Add ``gradient`` in place to the residual of range ``where``, and return a view of the residual.
+        """Add ``gradient`` in place to the residual of range ``where``. Return a view of the sum.
 
-        The caller compresses these values, and subtracts the values that will be decoded. The rest is the new residual.
+        The caller compresses the sum, and subtracts the decoded values from the view. The rest is the new residual.
         """
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:

@@ -139,9 +139,9 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return the files that store ``dataset``, with their minimum sizes in bytes, and True if no file is left out.
+    """Return {file: minimum size in bytes} for the files that store ``dataset``, and True if no file is missing in it.
 
-    Left out are files that a virtual dataset names by a pattern, or that are open with a special HDF5 driver. Raises
+    Files are missing if a virtual dataset names them by a pattern, or if they need a special HDF5 driver. Raises
     StorageError for missing or truncated files and missing source datasets. Raises MissingCapabilityError for a missing
     filter.
     """
@@ -225,7 +225,7 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
         number = int(file.attrs.get("schema_version", 0))
     if not isinstance(file_schema, str) or file_schema != schema:
         shown = repr(file_schema)[:80]
-        raise DamagedFileError(f"{path}: its schema is {shown}, expected {schema!r}; is this the right directory?")
+        raise DamagedFileError(f"{path}: its schema is {shown}, expected {schema!r}; check the path")
     if version is not None and number > version:
         raise StorageError(f"{path}: {schema} version {number} is newer than version {version}; update hpcdist")
 
@@ -245,7 +245,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
     try:
         overlay = Overlay(written, create=created)
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"{path}: cannot be written: {error.strerror}; check its directory") from error
     try:
         with overlay:
             with _edited(path, overlay, created) as file:
@@ -259,7 +259,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
                 if created:
                     written.replace(path)
             except OSError as error:
-                raise StorageError(f"{path}: cannot be written: {error.strerror}; the old content is kept") from error
+                raise StorageError(f"{path}: cannot be written: {error.strerror}; its old content remains") from error
     except BaseException:
         if created:
             atomic.discard(written)
@@ -283,7 +283,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
         return h5py.File(overlay, "w" if created else "r+", libver=LIBVER)
     except FAILURES as error:
         kind = DamagedFileError if is_damage(error) else StorageError
-        raise kind(f"{path}: cannot be read as HDF5: {error}") from error
+        raise kind(f"{path}: cannot be read as HDF5: {error}; restore the file") from error
 
 
 def storable(array: np.ndarray) -> np.ndarray:
@@ -340,7 +340,7 @@ def write_contiguous(
         raise
     except OSError as error:
         atomic.discard(path)
-        raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}; check the disk") from error
     return offsets
 
 

@@ -241,7 +241,7 @@ class Overlay(io.RawIOBase):
         pwrite_all(self._fd, memoryview(self._pages[number])[: max(0, self._size - start)], start)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` directly to the disk, after `commit`. Raises OSError if the disk fails."""
+        """Write ``data`` at byte ``offset`` of the file on disk. Call `commit` before. Raises OSError."""
         assert not self._pages, "commit first: pages in memory would overwrite this"
         pwrite_all(self._fd, data, offset)
         if data.nbytes >= BEGIN_BYTES:

@@ -21,9 +21,9 @@ MAX_BLOCKS: Final = 1024  # each block costs a lookup in the file's chunk index
 
 @dataclass(frozen=True)
 class MetricsTable:
-    """Table ``name`` of an HDF5 file. Rows are ordered by the first of ``columns``, e.g. the step.
+    """Table ``name`` of an HDF5 file. Rows are ordered by the first column, e.g. the step.
 
-    ``second``: name of the HDF5 dimension scale for the second dimension of 2-D columns.
+    ``second``: name of the second dimension of 2-D columns.
     ``remade``: True if appended rows replace existing rows of the same and later steps.
     """
 
@@ -59,7 +59,7 @@ class MetricsTable:
         datasets.shorten(file, self.name, int(later[0]) if later.size else len(values))
 
     def read(self, file: h5py.File, most_rows: int | None = None) -> dict[str, np.ndarray]:
-        """Return the columns of the table as `datasets.read` does, or {} if ``file`` lacks the table. Local."""
+        """Return {column name: first ``most_rows`` rows (None: all)}, or {} if ``file`` lacks the table. Local."""
         return datasets.read(file, self.name, most_rows) if self.name in file else {}
 
 

@@ -240,7 +240,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return the number of statistics that a norm computes per row, and of its parameters: 1 for "rms", else 2."""
+    """Return the number of statistics, and of parameter tensors, of a norm: 1 for "rms", else 2."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -335,7 +335,7 @@ class Counts:
 def peak_with_recomputation(units: tuple[UnitCounts, ...]) -> int:
     """Return the largest number of activation elements in memory per sample, if stages recompute their activations.
 
-    ``units`` has the counts of each stage. The first and the last of ``units`` do not recompute.
+    ``units`` has the counts of each stage. The first and the last stage do not recompute.
     """
     free: list[int] = []
     total = 0

@@ -33,10 +33,10 @@ class PackedTokens(ArrayGroup):
 
 @dataclass(frozen=True)
 class Documents:
-    """Positions of the documents in the samples of a micro-batch. Local.
+    """Positions of a micro-batch's tokens in their documents.
 
     ``whole``: position of every token in its document, of shape (samples, context), on the host.
-    ``places``: these positions for this rank's tokens, of shape (samples, local tokens), on the compute device.
+    ``places``: positions of this rank's tokens, of shape (samples, local tokens), on the compute device.
     ``filled``: number of tokens of each sample before the padding.
     """
 

@@ -110,7 +110,7 @@ class TransformerBlock(DeclaredStage):
         super().__init__(layer, specs, (context, hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weights, with a smaller deviation if they write to the residual stream. Norm scales are 1."""
+        """Draw weights from the streams ``rng_of``, smaller if they write to the residual stream. Norm scales are 1."""
         for spec in self._specs:
             if spec.name.endswith(".weight"):
                 residual = spec.name.endswith(("projection.weight", "down.weight"))

@@ -74,14 +74,14 @@ class OptimizerConfig:
     """Section ``[optimizer]``: the optimizer, its constants, and the schedule of its learning rate.
 
     Args:
-        learning_rate: Peak learning rate, for a global batch of ``base_batch`` samples if ``scaling`` is set.
-        scaling: Factor of the peak for k * ``base_batch`` samples: "linear" (k) or "sqrt" (sqrt(k)).
+        learning_rate: Peak learning rate. With ``scaling``, the peak for a global batch of ``base_batch`` samples.
+        scaling: "linear" multiplies the peak by k for a global batch of k * ``base_batch`` samples, "sqrt" by sqrt(k).
         warmup_steps: Number of updates in which the rate rises linearly to the peak; or set ``warmup_samples``.
         decay: Shape of the decay to ``final_fraction`` of the peak at the last step; ``power`` is for "polynomial".
         momentum: For sgd and lars. ``nesterov`` is for sgd, ``momentum_correction`` and ``trust_coefficient`` for lars.
-        beta1: For adamw and lamb, as are ``beta2`` and ``bias_correction``.
+        beta1: For adamw and lamb. ``beta2`` and ``bias_correction`` also.
         weight_decay: For matrices only.
-        trust_ratio_min: For lamb, as is ``trust_ratio_max``. 0: no bound.
+        trust_ratio_min: For lamb. ``trust_ratio_max`` also. 0: no bound.
         groups: Name patterns ``LAYER.NAME``, a colon, and ``weight_decay=``, ``rate_factor=`` or both. The first match
             counts.
     """

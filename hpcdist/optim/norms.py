@@ -175,8 +175,8 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
     """Return the factor that clips a gradient to the norm ``limit`` (0: no limit).
 
-    ``norm_squared``: squared norm of the gradient over all ranks. With ``normalize=True``, a norm above 1e-30 becomes
-    1, or ``limit`` if 0 < ``limit`` < 1. A NaN or infinite norm raises NonFiniteError.
+    ``norm_squared``: squared norm of the gradient over all ranks. If the keyword ``normalize`` is True, a norm above
+    1e-30 becomes 1, or ``limit`` if 0 < ``limit`` < 1. A NaN or infinite norm raises NonFiniteError.
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(

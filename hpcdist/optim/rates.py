@@ -97,8 +97,8 @@ def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
     for smaller, larger in pairwise([*(size for _, size in stages), final]):
         if smaller >= larger:
             raise ConfigurationError(
-                f"{setting} with run.global_batch = {final}: the samples per step must increase from stage to stage, "
-                f"up to run.global_batch, but {larger} comes after {smaller}"
+                f"{setting} does not fit run.global_batch = {final}: the samples per step must increase from stage to "
+                f"stage, up to run.global_batch, but {larger} comes after {smaller}"
             )
     return BatchSchedule(final, stages)
 
@@ -186,7 +186,7 @@ RULES: Final[dict[Scaling, Callable[[float], float]]] = {
 class StagedOptimizerConfig(OptimizerConfig):
     """Optimizer settings from `resolve_rate` for a training whose batch size grows in stages.
 
-    The learning rate is for the final batch size; ``rule`` scales it to earlier sizes. ``ramp_samples``: length of the
+    The learning rate is for the final batch size. ``rule`` scales it for earlier sizes. ``ramp_samples``: length of the
     learning-rate warm-up in samples, or 0 if it is given in updates.
     """
 
@@ -195,7 +195,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return the factor of the learning rate for the batch size of update number ``update`` (from 1 on)."""
+        """Return the factor by which the batch size scales the learning rate at ``update`` (1: first update)."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
@@ -224,7 +224,7 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
     """Return a log text on batch growth, learning rate scaling and warm-up in a run. Local.
 
-    ``batches``: batch schedule of the run. The result is "" if `resolve_rate` does not change ``config``.
+    ``batches``: batch schedule of the run. The result is "" without growth, scaling and warm-up in samples.
     """
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:

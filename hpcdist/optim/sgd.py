@@ -13,8 +13,8 @@ from hpcdist.optim.update import fused, kernels
 class Sgd(ElementWise):
     """SGD with the heavy ball (Polyak 1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2.
 
-    As `torch.optim.SGD` without dampening: g += weight_decay w;  v = momentum v + g;  step = v, or g + momentum v with
-    Nesterov;  w -= rate step. Without parameter groups, tensors with `TensorSpec.adapted` False do not decay.
+    Like `torch.optim.SGD` without dampening. Without parameter groups, tensors with
+    `TensorSpec.adapted` False do not decay.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -86,7 +86,7 @@ class Lars(LayerWise):
         return {**super().state(), "rate": self._rate}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore a result of the method `state`. If the argument ``state`` has no rate, use the scheduled rate."""
+        """Restore the optimizer from ``state``. If it contains no learning rate, use the scheduled rate."""
         super().restore(state)
         self._factor = 1.0
         self._rate = float(state.get("rate", self.learning_rate if self.count else 0.0))

@@ -18,8 +18,7 @@ LIBRARIES = ("", "mpi", "nccl")
 class ParallelLayout:
     """Parallel axes, schedule and precision of a training, and the program that trains.
 
-    A training uses data x pipeline x tensor x context devices, plus ``servers`` parameter servers. The ranks are
-    ordered as in `hpcdist.strategies.core.grid`.
+    A training uses data x pipeline x tensor x context devices, plus ``servers`` parameter servers.
 
     - ``expert``: number of consecutive ranks, on the data and context axes, that shard the experts.
     - ``recompute``: "none", "selective" (attention only, arXiv:2205.05198), or "full" (whole blocks).

@@ -42,9 +42,9 @@ def save(figure: Any, file: str | Path) -> None:
     try:
         figure.savefig(file, dpi=120)
     except ValueError as error:  # a suffix that matplotlib does not support
-        raise UsageError(f"{file}: the figure cannot be saved: {error}") from error
+        raise UsageError(f"{file}: the figure cannot be saved: {error}; choose another ending") from error
     except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"{file}: cannot be written: {error.strerror}; check its directory") from error
 
 
 @contextmanager
@@ -85,8 +85,8 @@ def draw_gantt(
 ) -> list[str]:
     """Draw ``bars`` on ``axes``, later bars on top. Return the kinds of the drawn bars, in the order of ``styles``.
 
-    ``styles`` maps each bar's ``kind`` to its style. The keyword ``character``: width of one label character, in units
-    of the time axis; 0 draws no labels.
+    ``styles`` maps each kind of bar to its style. The keyword ``character``: width of a label character on the time
+    axis, or 0 for no labels.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:

@@ -44,7 +44,7 @@ def templates(
 
 
 def extended(existing: Templates, name: str, base: str, text: str) -> Templates:
-    """Return the Jinja environment ``existing`` plus a template ``name``: ``base`` with the blocks of ``text``."""
+    """Return ``existing`` plus a template ``name``: the template ``base`` with its blocks replaced by ``text``."""
     assert existing.loader is not None
     over = jinja2.DictLoader({name: f'{{% extends "{base}" %}}\n{text}'})
     return existing.overlay(loader=jinja2.ChoiceLoader([over, existing.loader]))

@@ -42,7 +42,7 @@ DEFAULTS: Final = {
 
 
 def derived(values: Values) -> dict[str, Any]:
-    """Return the recipe ``values`` plus derived values, which are computed with the defaults of missing keys."""
+    """Return the recipe ``values`` plus derived values for rules. Missing keys count with their defaults."""
     get = {**DEFAULTS, **values}.__getitem__
     strategy, compression = get("parallel.strategy"), get("communication.compression")
     chosen = f"parallel.strategy = {strategy!r}"

@@ -35,7 +35,7 @@ _MAD: Final = 1.4826  # standard deviation over median absolute deviation of a n
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Anomaly of type ``kind`` that began in ``step``: the measured and the usual value, and a ``text`` for users."""
+    """Anomaly of type ``kind`` that began in ``step``, with the measured value, the usual value and a message."""
 
     kind: str
     step: int
@@ -203,7 +203,7 @@ class _Speeds:
 
 
 class _Stragglers:
-    """Detector of a rank that takes over `STRAGGLER` times the median rank's compute time per step for `BLOCK_S` s."""
+    """Detector of a rank whose compute time exceeds `STRAGGLER` times the median rank's for `BLOCK_S` seconds."""
 
     def __init__(self) -> None:
         self._rank, self._since_s = -1, 0.0  # the slow rank, and the time since when it is slow

@@ -76,8 +76,8 @@ def _blamed_half_first(
 ) -> tuple[list[int], list[int]]:
     """Return ``a`` and ``b``, lists of ranks that called different collectives, with the list to blame first.
 
-    Blame the list whose last two call sites never followed each other before. If this does not decide, blame the list
-    whose call site is further down in the source of the same function.
+    If the last two calls of only one list form a new sequence, blame this list. Otherwise, blame the list whose call
+    site is further down in the source of the same function.
     """
 
     def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
@@ -150,7 +150,7 @@ class HangReport:
 def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
     """Read the flight recorder files of a run. Raises UsageError if there are none, StorageError for invalid files.
 
-    If the dict ``damaged`` is given, unreadable files are skipped and the reasons are stored in it by rank.
+    If the dict ``damaged`` is given, unreadable files are skipped, and ``damaged`` gets an error text for each rank.
     StorageError then means that all files are unreadable.
     """
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
@@ -180,9 +180,10 @@ def analyse(
     now_ns: int | None = None,
     damaged: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run from its ``records``. In a running job, an operation open for ``patience_s`` counts as waiting.
+    """Diagnose a run from the flight recorder ``records`` of its ranks.
 
-    ``now_ns`` is the current time, by default from the clock. ``damaged``: errors of unreadable files, from `load`.
+    A live rank waits after ``patience_s`` seconds in one operation. ``now_ns``: current time (None: system clock).
+    ``damaged``: errors of unreadable files, by rank, from the function `load`.
     """
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world

@@ -84,7 +84,7 @@ class Buffer:
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
     """Return a `Buffer` of each of ``inputs``, the input tensors of one coalesced collective. Local.
 
-    Further arguments are lists with the output tensor for each input. If tensors for different inputs overlap in
+    Further positional arguments are lists of one output tensor per input. If tensors for different inputs overlap in
     memory, all inputs are copied.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)

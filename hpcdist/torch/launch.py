@@ -105,7 +105,7 @@ def _await_parent() -> None:
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
     """Start to record operations and to measure energy. An operation's deadline is ``timeout``. Collective.
 
-    Return a function that stops both. That function is collective.
+    Return the function to call at the end of the program, on all ranks.
     """
     record(world, timeout.total_seconds())
     program = ExitStack()
@@ -133,7 +133,7 @@ def _print_joules(world: World) -> None:
 
 
 def communicator(world: World, ranks: list[int], name: str) -> Communicator:
-    """Return a communicator of ``ranks`` of ``world``, in the order of ``ranks``. Collective over ``ranks`` only."""
+    """Return a communicator called ``name`` of the processes ``ranks`` of ``world``. Collective over ``ranks`` only."""
     whole = world.comm
     if not isinstance(whole, MpiCommunicator):
         return whole.dup(name)

@@ -104,7 +104,7 @@ class MessageWork(Work):
             if limit is not None and time.monotonic() > limit:
                 raise DeadlineError(
                     f"a message of {self._mailbox.name} with {self._peer_name()} has not ended within {seconds:g} s; "
-                    "check that the peer makes the matching call, or raise the timeout"
+                    "check that the peer makes the matching call, or pass a longer timeout"
                 )
 
     def _peer_name(self) -> str:
@@ -127,7 +127,7 @@ class Mailbox:
         self._is_awake = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start sending ``tensor`` to rank ``peer``; ``streams`` as in `receive`. Return the handle. Local."""
+        """Start sending ``tensor`` to rank ``peer``. Return the handle. ``streams``: CUDA streams or None. Local."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:

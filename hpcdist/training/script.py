@@ -189,9 +189,8 @@ class Training:
         x, y, expected = *self._adopted(inputs, targets), self._share().size
         if not len(x) == len(y) == expected:
             raise UsageError(
-                f"step {self._done + 1}: rank {self.rank} got {len(x)} inputs and {len(y)} targets, but its share of "
-                f"{self._trainer.samples(self._done + 1)} samples is {expected}; pass rows `training.share` of the "
-                "step's samples"
+                f"step {self._done + 1}: rank {self.rank} got {len(x)} inputs and {len(y)} targets, expected "
+                f"{expected}; pass rows `training.share` of the step's {self._trainer.samples(self._done + 1)} samples"
             )
         self._compare(f"step {self._done + 1}", x, y, self._done - self._trainer.first_step, self._done + 1)
         self._loop.instrumentation.waited(self._left_ns)  # the script's time between steps counts as time for data
@@ -290,8 +289,8 @@ class Training:
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         """Raise DataError if the ranks of a replica passed different batches. Only some steps are checked. Collective.
 
-        ``number``: number of the step or evaluation ``what``. ``before``: number of earlier steps or evaluations of
-        this start.
+        ``what``: "step" or "evaluation" with its ``number``. ``before``: number of earlier steps or evaluations of this
+        start.
         """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:
@@ -367,8 +366,8 @@ def _checked(recipe: recipes.Recipe) -> recipes.Recipe:
     if recipe.parallel.strategy == "parameter_server" and not recipe.parameter_server.lock_step:
         raise ConfigurationError(
             "all ranks of a script must step together, but with this parameter server each rank steps at its own pace; "
-            "set parameter_server.consistency = 'bsp' without backup workers, or use `hpcdist train` with "
-            "model.kind = 'import'"
+            "set parameter_server.consistency = 'bsp' and parameter_server.backup_workers = 0, or use `hpcdist train` "
+            "with model.kind = 'import'"
         )
     # The script validates.
     return replace(recipe, data=replace(recipe.data, validation_fraction=0.0))

@@ -72,7 +72,7 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Copy the JAX array ``values`` to ``into``. With the keyword ``add``, add it. Waits for the copy."""
+        """Copy the JAX array ``values`` to ``into``, or add it to ``into`` if the keyword ``add`` is True."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:
@@ -128,9 +128,9 @@ class ParameterLeaves:
 
     @classmethod
     def of(cls, params: Any, where: str) -> "ParameterLeaves":
-        """Return the leaves of ``params``, a pytree or a function that returns one.
+        """Return the leaves of ``params``, which is a pytree or a function that returns a pytree.
 
-        Raises UsageError if a leaf is not an array. ``where`` names the params in the error message.
+        Raises UsageError if a leaf is not an array. ``where``: name of ``params`` in the error.
         """
         jax = library()
         makes = callable(params) and jax.tree_util.all_leaves([params])
@@ -249,7 +249,7 @@ def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> li
     for key, owner in tied.items():
         for named in (key, owner):
             if named not in shapes:
-                raise UsageError(f"tied names the tensor {named!r}, but the tensors are {', '.join(shapes)}")
+                raise UsageError(f"tied names the tensor {named!r}, which does not exist; use {', '.join(shapes)}")
         number, _, name = key.partition(".")
         layer, before = int(number), int(owner.partition(".")[0])
         if owner in tied or before >= layer:

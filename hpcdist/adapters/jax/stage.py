@@ -170,7 +170,7 @@ class FunctionChain:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Cache key for the compiled stage: the identity and the params structure of each of its functions."""
+        """Cache key for the compiled stage: for each function, its id and the pytree structure of its params."""
         return tuple((id(function.call), function.tree) for function in self.functions)
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ Adapted: TypeAlias = Callable[[str, Any], bool]
 
 @dataclass(frozen=True)
 class SharedContext:
-    """Settings that all stages of a model share, and ``passes``, their common cache of compiled functions."""
+    """Settings and compiled functions that all stages of a model share."""
 
     computes: np.dtype
     keep: str
@@ -256,9 +256,9 @@ class JaxStage:
         return [self._leaves.names[index] for index in self.passes(samples).unused]
 
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
-        """Return the compiled forward and backward for ``samples`` samples. Raises UsageError if the output is invalid.
+        """Return the compiled forward and backward functions of this stage for ``samples`` samples.
 
-        If the keyword ``draws`` is False, as in an evaluation, the user's functions get no random keys.
+        The boolean keyword ``draws`` enables random keys. Raises UsageError if the output is invalid.
         """
         drawn = draws and self.chain.keyed
         key = (self.chain.key, self._leaves.shapes, self._sample, self._dtype, self.layer > 0, samples, drawn)
@@ -340,7 +340,7 @@ class JaxStage:
             )
         shape = tuple(output.shape)
         if not shape or shape[0] != samples:
-            raise UsageError(f"{self} returns shape {shape} for {samples} samples; the first dim must be the samples")
+            raise UsageError(f"{self} returns shape {shape} for {samples} samples; return one row per sample")
         return shape
 
     @contextlib.contextmanager

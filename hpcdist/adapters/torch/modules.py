@@ -140,7 +140,7 @@ def check_modules(stages: Sequence[StageModules]) -> None:
                 "buffers (register_buffer), or set requires_grad"
             )
         if parameter.layout is not torch.strided:
-            raise UsageError(f"{where} has the layout {parameter.layout}; only dense tensors can be trained")
+            raise UsageError(f"{where} has the layout {parameter.layout}; convert it with to_dense()")
     _check_alike(parameters)
     _check_memory(parameters)
     for cut in stages:
@@ -158,8 +158,8 @@ def _check_alike(parameters: Sequence[tuple[StageModules, str, "torch.nn.Paramet
     for cut, name, parameter in parameters:
         if (parameter.dtype, parameter.device) != (alike.dtype, alike.device):
             raise ConfigurationError(
-                f"parameter {name} of {cut} is {parameter.dtype} on {parameter.device}, {first} is {alike.dtype} on "
-                f"{alike.device}; move the modules to one device and type with module.to"
+                f"parameter {name} of {cut} is {parameter.dtype} on {parameter.device}, but parameter {first} is "
+                f"{alike.dtype} on {alike.device}; give the modules one dtype and device with module.to"
             )
         for buffer_name, buffer in cut.buffers():
             if buffer.device != alike.device:
@@ -242,7 +242,7 @@ class ParameterBinding:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def initial(self, cut: StageModules) -> dict[str, np.ndarray]:
-        """Return the initial values, on the host, of the parameters in ``cut.own``, keyed by name."""
+        """Return the initial values of stage ``cut``'s unshared parameters as host arrays, keyed by name."""
         if self._initial is None:
             raise UsageError("another run has taken the parameters of these modules; wrap new modules for this run")
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}

@@ -98,7 +98,9 @@ class SiteEnvironment:
     def __post_init__(self) -> None:
         for name in self.modules:
             if not _MODULE.fullmatch(name) or name.startswith("-"):
-                raise ConfigurationError(f"environment.modules: {name!r} is not a valid module name")
+                raise ConfigurationError(
+                    f"environment.modules: {name!r} is not a valid module name; write one as in `module load`"
+                )
         _variables("environment.variables", self.variables)
 
 
@@ -139,7 +141,7 @@ class StorageRoot:
 
     def __post_init__(self) -> None:
         if not PurePosixPath(self.path).is_absolute():
-            raise ConfigurationError(f"storage.roots: path = {self.path!r} is not absolute")
+            raise ConfigurationError(f"storage.roots: path = {self.path!r} is not absolute; it must begin with /")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ class SiteStorage:
     def __post_init__(self) -> None:
         for path in (*self.private, self.node_local):
             if not PurePosixPath(path).is_absolute():
-                raise ConfigurationError(f"[storage]: {path!r} is not an absolute path")
+                raise ConfigurationError(f"[storage]: {path!r} is not an absolute path; it must begin with /")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +269,7 @@ def _one_of(field_name: str, value: str, choices: tuple[str, ...]) -> None:
 def _variables(field_name: str, variables: Mapping[str, str]) -> None:
     for name in variables:
         if not _VARIABLE.fullmatch(name):
-            raise ConfigurationError(f"{field_name}: {name!r} is not a valid variable name")
+            raise ConfigurationError(f"{field_name}: {name!r} is not a valid variable name; use letters, digits and _")
 
 
 def _memory(field_name: str, value: str) -> None:

@@ -75,9 +75,9 @@ def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
 
 @contextmanager
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
-    """Context manager that creates the files ``paths``, all or none. It yields a dict from path to temporary path.
+    """Context manager that creates all files ``paths``, or none. Yields a dict from path to temporary path.
 
-    The caller writes the temporary files, renamed at exit. Raises StorageError if a path exists or a write fails.
+    The caller writes the temporary files, and the exit renames them. Raises StorageError on failure or if a path exists.
     """
     for path in paths:
         if path.exists():
@@ -98,7 +98,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
             atomic.discard(path)
         if isinstance(error, StorageError):
             raise
-        raise StorageError(f"{paths[0]}: cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{paths[0]}: cannot be written: {error.strerror or error}; check its directory") from error
     finally:
         for temporary in written.values():
             atomic.discard(temporary)

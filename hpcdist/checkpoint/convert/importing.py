@@ -47,8 +47,8 @@ def format_of(path: Path) -> tuple[str, Path]:
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
         if len(matches) != 1:
-            matched = f"{len(matches)} of them" if matches else "none"
-            raise StorageError(f"{path}: expected one {SUFFIX} file, or several with an index file, found {matched}")
+            matched = f"{len(matches)} such files" if matches else "none"
+            raise StorageError(f"{path} must have one {SUFFIX} file or one index file, but has {matched}; give a file")
         path = matches[0]
     if not path.is_file():
         raise StorageError(f"{path}: there is no such file; correct the path")
@@ -57,7 +57,7 @@ def format_of(path: Path) -> tuple[str, Path]:
     if path.suffix in torch_state.SUFFIXES:
         return "torch", path
     suffixes = ", ".join((SUFFIX, INDEX_SUFFIX, *torch_state.SUFFIXES))
-    raise UsageError(f"{path}: a file of an unknown format; supported file name endings: {suffixes}")
+    raise UsageError(f"{path} has an unknown format; choose a file whose name ends in one of: {suffixes}")
 
 
 class ForeignFile:
@@ -77,7 +77,7 @@ class ForeignFile:
         reason = _contents_problem(self.tensors, nbytes)
         if reason:
             self._reader.close()
-            raise StorageError(f"{self.path} cannot be imported: {reason}")
+            raise StorageError(f"{self.path} cannot be imported: {reason}; choose another file")
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +116,7 @@ def _file_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class _ForeignTensor:
-    """The tensor ``source.tensors[index]``. Its `read` takes the same arguments as `FileStore.read`."""
+    """Tensor number ``index`` of the file ``source``. The method `read` reads a range of its elements."""
 
     source: ForeignFile
     index: int

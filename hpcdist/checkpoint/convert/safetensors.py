@@ -157,7 +157,9 @@ def _location(name: str, entry: Any, begin: int) -> TensorLocation:
         code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError):
-        raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}") from None
+        raise ValueError(
+            f"tensor {name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}; save the file again"
+        ) from None
     if not whole or code not in DTYPES:
         raise ValueError(
             f"tensor {name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported; use one of "
@@ -218,5 +220,7 @@ def _files_of(path: Path) -> list[Path]:
     names = set(index["weight_map"].values()) if isinstance(index, dict) else set()
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or name.startswith(".")]
     if strange or not names:
-        raise ValueError(f"the index lists {str(strange[:1])[:80]}, expected only files in its own directory")
+        raise ValueError(
+            f"the index lists {str(strange[:1])[:80]}, expected only files in its own directory; correct the index"
+        )
     return [path.with_name(name) for name in sorted(names)]

@@ -151,7 +151,7 @@ def _check_records(path: Path) -> None:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise ValueError(
-            "the PyTorch file has compressed records, expected uncompressed records as torch.save writes them"
+            "the PyTorch file has compressed records, expected uncompressed records; save it again with torch.save"
         )
     nbytes, size = sum(record.file_size for record in records), path.stat().st_size
     if nbytes > size:  # reading must not take more memory than the file's size
@@ -168,7 +168,7 @@ def _check_records(path: Path) -> None:
 
 
 def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
-    """Return (tensors by state such as "parameters", hpcdist's metadata or "", names of ignored entries)."""
+    """Split the dict ``state`` into tensors by type ("parameters", ...), metadata or "", and ignored names."""
     if not isinstance(state, Mapping):
         raise ValueError(
             f"the PyTorch file holds a {type(state).__name__}, expected a dict of tensors; save model.state_dict()"
@@ -184,7 +184,7 @@ def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, A
         held = ", ".join(str(name)[:40] for name in list(state)[:8])
         raise ValueError(
             f"the dict in the PyTorch file has no tensors and no dict under one of the keys {', '.join(WRAPPERS)}; the "
-            f"keys of the dict are {held or 'none'}"
+            f"keys of the dict are {held or 'none'}; save model.state_dict()"
         )
     return {PARAMETERS: state[within[0]]}, "", [str(name) for name in state if name != within[0]]
 

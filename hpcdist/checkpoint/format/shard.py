@@ -46,7 +46,7 @@ def file_name(writer: int, writers: int) -> str:
 
 
 def directories(writers: int) -> list[str]:
-    """Return the names of the subdirectories for ``writers`` shards, or [] if the shards need no subdirectories."""
+    """Return the names of the subdirectories of a checkpoint with ``writers`` shards, or [] for few shards."""
     if writers <= PER_DIRECTORY:
         return []
     # The smallest power of two of directories with at most PER_DIRECTORY shards each.
@@ -107,7 +107,7 @@ class BlockReader:
         return count, digest.hexdigest()
 
     def _pass(self, entry: StoredPiece, offset: int, count: int, take: BlockConsumer | None) -> tuple[int, str]:
-        """Read ``count`` bytes from byte ``offset`` of the stored tensor piece ``entry``, and pass them to ``take``.
+        """Read ``count`` bytes from byte ``offset`` of the tensor data ``entry``, and pass the elements to ``take``.
 
         Returns the number of bytes read and their digest, which is "" if the file is too short.
         """
@@ -171,7 +171,7 @@ class WrittenShards:
     """Shard files that one writer wrote or hard-linked.
 
     - ``files``: size in bytes of each file.
-    - ``outside``: digest of each file without its tensor data.
+    - ``outside``: digest of all other bytes than tensor data in each file.
     - ``entries``: tensor data of this checkpoint in the files.
     - ``unused``: tensor data in hard-linked files that this checkpoint does not need.
     """
@@ -184,7 +184,7 @@ class WrittenShards:
 
 @dataclass
 class _StoredPieceBlocks:
-    """Tensor piece to write to an HDF5 file. `blocks` yields its data, and adds each block's digest to ``digests``."""
+    """Tensor data to write to an HDF5 file. `blocks` yields the data, and fills the attribute ``digests``."""
 
     slot: Slot
     source: BlockSource
@@ -221,8 +221,8 @@ def write(
 ) -> WrittenShards:
     """Write tensor data to the shard file ``name``, and return its description. Raises StorageError.
 
-    ``slots`` describes the tensors. Each of ``sources`` yields the bytes of one slot, and is read once, in order.
-    ``about`` holds attributes of the file. ``opens(path)`` creates the file.
+    ``slots`` describes the tensors. ``sources[i]()`` yields the data of ``slots[i]``, and is called once.
+    ``about``: attributes of the file. ``opens(path)`` creates the file.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)

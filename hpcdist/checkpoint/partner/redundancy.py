@@ -159,9 +159,9 @@ class PartnerStore:
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
-        """Copy this rank's state to its partner rank, and receive other ranks' states. Collective.
+        """Copy this rank's state to ``target`` and its partner rank; receive other ranks' states. Collective.
 
-        ``target`` holds the copies, also of this rank. The keyword ``anew``: send the tensor descriptions, too.
+        ``encoded``: scalars of the state after ``step``. If the keyword ``anew`` is True, send tensor descriptions.
         """
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
@@ -228,9 +228,9 @@ def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None)
 def _holders(
     gathered: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
 ) -> dict[tuple[int, int], list[int]]:
-    """Return a dict: (step, old rank) -> current ranks that hold a copy of the old rank's state, its owner first.
+    """Return the current ranks with a copy of a state, by (step, old rank). The owner of the state comes first.
 
-    ``gathered`` has, per current rank, (old rank, old size, result of `HeldCopies.held`), or None for a new process.
+    ``gathered``: (old rank, old size, result of `HeldCopies.held`) of each current rank, or None for a new process.
     """
     reports = {report[0]: (rank, report) for rank, report in enumerate(gathered) if report is not None}
     holders: dict[tuple[int, int], list[int]] = {}

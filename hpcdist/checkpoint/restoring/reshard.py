@@ -58,7 +58,7 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return the copies that fill ``size[i]`` elements from ``start[i]`` of the requested array, for each i."""
+        """Return only the copies of ``size[i]`` elements from index ``start[i]`` of the requested array, for all i."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
         # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
@@ -75,10 +75,10 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return pairs (offer, element ranges to copy from it) that fill ``piece``. Local.
+    """Return the offers that fill ``piece``, each with the element ranges to copy from it. Local.
 
     ``offers``: tensor slices on all ranks; slices of this ``rank`` are preferred. ``loads``: bytes taken from each
-    rank, used to balance the transfers and updated. Raises `GapError` if no offer has an element.
+    rank so far, which this function updates. Raises `GapError` if an element of ``piece`` is in no offer.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
@@ -126,9 +126,9 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
 def _divided(
     covers: np.ndarray, ranks: Sequence[int], size: np.ndarray, itemsize: int, loads: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide intervals among offers of several ranks. Returns (offer, interval, first element, number of elements).
+    """Divide intervals among offers. Return arrays: offer, interval, first element in it, number of elements.
 
-    ``covers[o, i]``: True if offer o, of rank ``ranks[o]``, has interval i, of ``size[i]`` elements.
+    ``covers[o, i]``: True if offer o contains interval i. ``ranks[o]``: its rank. ``size[i]``: elements of interval i.
     """
     patterns, belongs = np.unique(covers, axis=1, return_inverse=True)
     parts = []
@@ -150,7 +150,7 @@ def _divided(
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Convert the index ``local`` in a tensor slice to a flat index in the tensor. ``mine``: ranges of the slice."""
+    """Convert ``local``, an index in the tensor slice with the ranges ``mine``, to a flat index in the tensor."""
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -170,9 +170,8 @@ class _Transfer:
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
     """Fill the arrays of ``pieces`` from the tensor slices ``held`` on any rank. Return the bytes received. Collective.
 
-    States named in ``optional`` stay unchanged if no rank holds them. Held and requested slices with equal elements may
-    share memory. Raises StorageError on all ranks, before any change, if an element is missing or a shape or dtype
-    differs.
+    State types in ``optional`` stay unchanged if absent. Held and requested slices of equal elements may share memory.
+    Raises StorageError on all ranks, before any change, if elements are missing or a shape or dtype differs.
     """
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)
     requests = [_encode_request(parts) for parts in chosen]
@@ -202,7 +201,7 @@ def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> lis
 
 
 def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndarray]:
-    """Encode descriptions of the tensor slices ``held`` as (distinct names, integers)."""
+    """Return the distinct tensors in ``held``, and integers that describe the slices."""
     heads: dict[tuple[Any, ...], int] = {}
     numbers: list[int] = []
     for piece in held:
@@ -233,9 +232,9 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return the list of element ranges to get from each rank, and an error message, or "". Local.
+    """Return the element ranges to request from each rank, and an error message or "". Local.
 
-    ``offers``: tensor slices on all ranks. ``optional``: names of states that may be absent.
+    ``offers``: tensor slices on all ranks. ``optional``: state types that may be absent.
     """
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]

@@ -26,9 +26,10 @@ from hpcdist.errors import HpcdistError, StorageError
 
 
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
-    """Fill the array of ``piece`` from ``entries``, all stored pieces of its tensor in the checkpoint ``directory``.
+    """Fill the array of ``piece`` with elements that ``reader`` reads from the checkpoint ``directory``.
 
-    Raises StorageError if shape or dtype differ or elements are missing, and `DamagedError` if bytes are damaged.
+    ``entries``: all stored pieces of the tensor. Raises StorageError if shape or dtype differ or elements are missing,
+    and `DamagedError` if bytes are damaged.
     """
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
@@ -99,7 +100,7 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
 def _copy(
     reader: BlockReader, entry: StoredPiece, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Copy ranges of ``entry`` to ``out``. ``stretches``: starts in ``out``, starts in ``entry``, and sizes."""
+    """Copy ranges of ``entry`` to ``out``. ``stretches``: their starts in ``out`` and ``entry``, and their sizes."""
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
     # First and last block of each run; in a set, since short runs share blocks.
@@ -111,7 +112,7 @@ def _copy(
 
 
 def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
-    """Return a `BlockReader.read` callback that copies elements ``at:at + size`` of a stored piece to ``out[to:]``."""
+    """Return a callback for `BlockReader.read` that copies stored elements ``at:at + size`` to ``out`` from ``to``."""
     shift, low, high = to - at, at, at + size
 
     def take(first: int, elements: np.ndarray) -> None:
@@ -240,9 +241,9 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
 
 
 def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
-    """Fill the arrays of ``pieces`` from the checkpoint ``directory`` (``.../step-N``). Return its scalars. Local.
+    """Fill the arrays of ``pieces`` from the checkpoint ``directory``. Return its scalar values by name. Local.
 
-    Kinds of state in ``optional`` are left unchanged if the checkpoint lacks them. Raises StorageError if bytes are
+    State types in ``optional`` stay unchanged if the checkpoint lacks them. Raises StorageError if bytes are
     damaged, or if a tensor is missing or has another shape or dtype. The arrays are then undefined.
     """
     directory = Path(directory)

@@ -118,7 +118,7 @@ def _refusal(run_dir: Path, vain: list[ledger.LedgerEntry], saved: NewestCheckpo
 
 
 def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
-    """Return True if the run's last start ended without error, including the work after its last training step."""
+    """Return True if the run's last start ended without error. ``entries``: records of the run's batch jobs."""
     from hpcdist.training.run import start_record
 
     run_entries = [entry for entry in entries if entry.event in (ledger.BEGAN, ledger.ENDED)]

@@ -65,7 +65,8 @@ def _request(job: LocatedJob, parts: Sequence[JobState], saves: bool) -> CancelR
     unknown = [part for part in parts if part.state == SchedulerState.UNKNOWN]
     if unknown:
         raise MissingCapabilityError(
-            f"job {job.id} cannot be cancelled, because its state is unknown: {printable(unknown[0].reason)}"
+            f"job {job.id} cannot be cancelled, because its state is unknown: {printable(unknown[0].reason)}; "
+            "use `scancel`"
         )
     live = tuple(part for part in parts if not part.is_over)
     if not live:

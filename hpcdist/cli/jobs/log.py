@@ -45,7 +45,7 @@ def log(word: str, lines: int, follow: bool) -> None:
         reason = f" ({printable(state.reason)})" if state.reason else ""
         raise StorageError(
             f"{printable(str(path))} does not exist: job {job.id} is {printable(state.state)}{reason}; "
-            "--follow waits for it"
+            "add --follow to wait for it"
         ) from None
     except BrokenPipeError:  # the reader, such as `| head`, has exited: click ends quietly
         raise

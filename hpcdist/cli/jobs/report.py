@@ -51,7 +51,7 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time from a job start of a run to the next start. ``place``: index of this start's entry in the job ledger."""
+    """Time from a job start of a run to the next start. ``place``: index of the start in the run's job records."""
 
     place: int
     job: str
@@ -59,12 +59,12 @@ class StartWindow(NamedTuple):
     last: datetime
 
     def has(self, training: "StartEntry") -> bool:
-        """Return True if ``training``, an entry of ``starts.json``, began within this window of time."""
+        """Return True if ``training``, an execution of the training program, began in this time interval."""
         return self.first - CLOCK_SLACK <= _utc(training.began) < self.last
 
 
 def start_windows(entries: Sequence[ledger.LedgerEntry]) -> list[StartWindow]:
-    """Return the time window of each job start in the ledger ``entries``: from this start to the next start."""
+    """Return a `StartWindow` for each job start in ``entries``, the records of a run's batch jobs."""
     started = [(place, entry) for place, entry in enumerate(entries) if entry.event == ledger.BEGAN]
     ends = [*(entry.time for _, entry in started[1:]), _END_OF_TIME]
     return [StartWindow(place, entry.job, entry.time, end) for (place, entry), end in zip(started, ends, strict=False)]
@@ -100,7 +100,7 @@ def _job_start(
 def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[datetime]:
     """Return the sorted times at which checkpoints of the run were written. Local.
 
-    A time comes from a checkpoint in ``run_dir``, or from one of ``entries``, the records of the run's batch jobs.
+    The times come from the checkpoints in ``run_dir`` and from ``entries``, the records of the run's batch jobs.
     """
     from hpcdist.cli.run import checkpoints
 
@@ -109,9 +109,9 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 
 
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
-    """Return the seconds of work lost in failed ``trainings`` (executions of the training program).
+    """Return the seconds of work lost in ``trainings``, executions of the training program.
 
-    The lost time of an execution is from its last checkpoint to its last heartbeat. ``saved``: checkpoint times. Only
+    A failed execution loses the time from its last checkpoint to its last heartbeat. ``saved``: checkpoint times. Only
     executions that began in one of the time intervals ``within`` count. If checkpoints were removed, the result is an
     upper bound.
     """
@@ -207,7 +207,7 @@ def _starts(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[st
 
 
 def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
-    """Return elapsed time and node hours from Slurm accounting, else from the job ledger, else from the queue."""
+    """Return the elapsed time and node hours of all starts, from Slurm accounting, job records or the queue."""
     # Components of a heterogeneous job (7+0, 7+1) are on different nodes at the same time.
     accounts = [((row.id.partition("+")[0], row.restarts), row.elapsed_s, row.nodes) for row in rows]
     by_ledger = [(number, entry.elapsed_s, entry.nodes) for number, entry in enumerate(begun)]

@@ -187,5 +187,7 @@ def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster"
     try:
         steps = timeline(subject.description, subject.layout, cluster, subject.global_batch)
     except ImportError as error:
-        raise MissingCapabilityError(f"--plot {file} needs the simulator, which failed to load: {error}") from error
+        raise MissingCapabilityError(
+            f"--plot {file} needs the simulator, which failed to load: {error}; omit --plot"
+        ) from error
     plot.draw(answer, steps, subject.description.name, cluster, file)

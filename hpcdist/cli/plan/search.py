@@ -199,9 +199,9 @@ def replan_command(
     *,
     simulate: bool,
 ) -> str:
-    """Return the `hpcdist plan` command line for ``layout``, a result of a search that varied the layout ``base``.
+    """Return the `hpcdist plan` command line for ``layout``, which a search found.
 
-    ``path`` (the recipe), ``overrides`` and ``options`` are the arguments of the search command.
+    ``base``: layout before the search. ``path`` (the recipe), ``overrides`` and ``options``: arguments of the search.
     """
     from hpcdist.cli.plan.group import command
 

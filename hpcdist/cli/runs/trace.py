@@ -56,7 +56,9 @@ def command(
 
     check_plot(plot)
     if output is not None and not output.absolute().parent.is_dir():
-        raise StorageError(f"{output} cannot be written: the folder {output.absolute().parent} does not exist")
+        raise StorageError(
+            f"{output} cannot be written: create the folder {output.absolute().parent}, which is missing"
+        )
     with regular.damage(run_dir, regular.FIGURES):
         trace = summary.collect(run_dir, steps, ranks)
         figures = summary.figures(trace)

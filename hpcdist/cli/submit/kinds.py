@@ -125,8 +125,8 @@ def _refuse_what_trainings_have(
 ) -> None:
     if recipe is not None or overrides:
         raise UsageError(
-            f"{flag} excludes {recipe or '--set'}, because {flag} does not train one recipe; set the recipe keys in a "
-            "sweep file"
+            f"{flag} does not train one recipe, so {recipe or '--set'} has no effect; leave it out, and set the recipe "
+            "keys in a sweep file"
         )
     for name in ("stage_data", "environment", "warmup", "spare_nodes"):
         if options[name]:
@@ -231,7 +231,7 @@ def _arguments(suite: str, text: str) -> tuple[str, ...]:
         raise UsageError(f"{place} is invalid: {message.rstrip('.')}; see `hpcdist bench {suite} --help`") from error
     for name in ("output", "ranks", "ranks_per_node", "run_args"):
         if parsed.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{place}: the job sets --{name.replace('_', '-')} itself; leave it out")
+            raise UsageError(f"{place}: the job sets --{name.replace('_', '-')} itself; remove this option")
     return tuple(words)
 
 

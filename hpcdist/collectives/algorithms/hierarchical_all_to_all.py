@@ -54,10 +54,9 @@ def hierarchical_all_to_all(
 def _between(
     comm: Communicator, nodes: Nodes, mine: list[int], brought: Parts, sizes: np.ndarray, like: Array
 ) -> Parts:
-    """Exchange the data of all ranks of this node with the nodes ``mine``. Return the received arrays.
+    """Exchange the data of all ranks of this node with the nodes ``mine``. Return received arrays by local rank.
 
-    ``brought[i]``: arrays from local rank i to each rank of these nodes. Item i of the result: arrays for local rank i.
-    ``sizes``: result of `gather_sizes`.
+    ``brought[i]``: arrays that local rank i sends to the ranks of these nodes. ``sizes``: result of `gather_sizes`.
     """
     arrived: Parts = [[] for _ in brought]
     requests, first, opened = [], 0, []
@@ -86,7 +85,7 @@ def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_range
 
 
 def _exchange(intra: Communicator, name: str, parts: Parts, expected: list[list[int]], like: Array) -> Parts:
-    """Send ``parts[i]`` to local rank i. Return the arrays from each local rank, of sizes ``expected``. Collective."""
+    """Send ``parts[i]`` to local rank i. Return its arrays, of sizes ``expected[i]``, for all i. Collective."""
     flat, lengths = [part for row in parts for part in row], [size for row in expected for size in row]
     send = scratch(f"{name} out", sum(part.size for part in flat), like.dtype, like)
     _views(send, [part.size for part in flat], flat)

@@ -159,7 +159,7 @@ _exchanges: weakref.WeakKeyDictionary[Communicator, _Exchange] = weakref.WeakKey
 def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce a GPU ``buffer`` in place. Each rank reads the GPU memory of its node's other ranks. Collective.
 
-    Needs up to 2 `PIECE_BYTES` of GPU memory. Raises MissingCapabilityError on every rank if any mapping fails.
+    Raises MissingCapabilityError on every rank if any rank cannot read another rank's GPU memory.
     """
     check_buffer(buffer)
     combine = ufunc(buffer, op)

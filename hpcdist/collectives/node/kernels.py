@@ -130,9 +130,9 @@ def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None
 
 @jit
 def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
-    """Reduce the data at the addresses ``inputs``, each plus ``at`` bytes, by ``op`` into ``block``.
+    """Reduce the data of all ranks by ``op`` into ``block``.
 
-    The size of ``block`` is the number of elements at each address.
+    The data of rank r begins at address ``inputs[r] + at``. It has as many elements as ``block``.
     """
     # Two or three operands per pass halve the traffic of the block; the order of the ranks is kept.
     ranks, count = inputs.size, block.size
@@ -212,7 +212,7 @@ def reduce_at(
     """Reduce the data at several addresses, multiply by ``scale``, and write the result to several addresses.
 
     - ``inputs_at``: address of an array of ``ranks`` input addresses.
-    - ``outputs_at``: address of an array of ``copies`` output addresses. May be the same array.
+    - ``outputs_at``: address of an array of ``copies`` output addresses. It may equal ``inputs_at``.
     - ``nbytes``: number of bytes at each address. ``op``: SUM, MAX or MIN.
     - ``pointer``: typed pointer to a scratch buffer of BLOCK elements. Its type sets the dtype of all data.
     """
@@ -287,10 +287,7 @@ def reduce_float16_at(
 def reduce_bfloat16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce bfloat16 data at several addresses, multiply by ``scale``, and write the result to several addresses.
-
-    For the arguments see `reduce_halves_at`.
-    """
+    """Reduce bfloat16 data: call `reduce_halves_at` with these arguments and its argument ``is_bfloat16`` True."""
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
 
 

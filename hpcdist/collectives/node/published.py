@@ -29,8 +29,8 @@ def part_bytes(nbytes: int) -> int:
 class PublishedMemory:
     """Named arrays of each rank in shared memory. The rank writes its arrays, all ranks read them. Collective.
 
-    All ranks of ``comm`` must be on one node. `grow` allocates the arrays. The attribute ``head`` lists ``numbers``
-    further int64 values of each rank. The attribute ``is_shared`` is False if the ranks cannot share memory.
+    All ranks of ``comm`` must be on one node. `grow` allocates the arrays. The attribute ``head`` has one more shared
+    array per rank, of ``numbers`` int64 values. The attribute ``is_shared`` is False if the ranks cannot share memory.
     """
 
     def __init__(self, comm: Communicator, numbers: int) -> None:
@@ -77,8 +77,8 @@ class PublishedMemory:
         """Make this rank's writes visible to all ranks. Raises CommunicationError if a `wait` was aborted. Local."""
         if self._counters.given_up is not None:
             raise CommunicationError(
-                f"an earlier exchange in the shared memory of {self._comm.name} was aborted, and its ranks are out of "
-                "step; end the job"
+                f"an earlier exchange in the shared memory of {self._comm.name} was aborted, so its ranks cannot "
+                "continue; end the job"
             ) from self._counters.given_up
         self._turns += 1
         self._counters.publish(_TURNS, self._turns)

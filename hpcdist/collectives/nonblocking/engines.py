@@ -143,7 +143,7 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait until a request is complete, as in `wait_for_more`. Local."""
+        """Make progress, then wait until a request of this engine or of the arguments is complete. Local."""
         self.progress()
         self.wait_for_more(*others)
 

@@ -54,8 +54,8 @@ class Tournament:
     def run(self, share_s: float, protected: str) -> dict[str, float]:
         """Return the median seconds of each candidate by name, measured in about ``share_s`` seconds in total.
 
-        Candidates that cannot run on ``comm`` are left out. Clearly too slow candidates are left out, too, except the
-        candidate named ``protected``. Collective over all ranks of this comparison.
+        The result lacks candidates that cannot run or are too slow. ``protected``: a candidate to keep, even if slow.
+        Collective over all ranks of this comparison.
         """
         start_s = self.clock()
         self._drop_refusals()
@@ -94,7 +94,7 @@ class Tournament:
         }
 
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
-        """Time each candidate ``repeats[name]`` times, in a random order with seed ``turn``. Collective.
+        """Time each candidate ``repeats[name]`` times, in a random order. ``turn``: seed of the order. Collective.
 
         Returns {name: seconds per call}, and the seconds since the comparison began. Both are maxima over all ranks.
         """
@@ -170,8 +170,8 @@ def select(
 
     - ``everyone``: communicator of all ranks that tune at the same time, each in a ``comm`` of equal size.
     - ``request``: description of the buffers. ``library``: the MPI library's version text.
-    - The keyword ``cached`` allows a stored result for the same ranks, machines and software.
-    - The keyword ``renewed`` ignores a stored result. So does a machine that was busy then and is idle now.
+    - The boolean keyword ``cached`` allows a stored result for the same ranks, machines and software.
+    - The boolean keyword ``renewed`` forces a new measurement.
     - The keyword ``announce`` is a function to call before a measurement.
     """
     start_s = clock()
@@ -212,7 +212,7 @@ def _agreed(everyone: Communicator, topology: Topology) -> Topology:
 
 
 def usable(text: str, kind: str, nodes: int) -> bool:
-    """Return True if ``text`` names algorithms for the operation ``kind`` that can run on ``nodes`` nodes. Local."""
+    """Return True if ``text``, an algorithm or a table, is possible on ``nodes`` nodes for ``kind``. Local."""
     if kind == SHARDED_KIND:
         return text in collectives.SHARDED_ON_GPUS or (text in collectives.SHARDED and runs_on(nodes, text))
     try:
@@ -227,7 +227,7 @@ def runs_on(nodes: int, name: str) -> bool:
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return False if algorithm ``name`` cannot run on ``nodes`` nodes, or equals another algorithm there. Local."""
+    """Return True if algorithm ``name`` can run on ``nodes`` nodes and is unique there. Local."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 

@@ -52,7 +52,7 @@ class Topology:
     def across(self, distance: int) -> str:
         """Return the link class of messages between all ranks r and r XOR ``distance``.
 
-        The class is NODE if all these messages stay within nodes. Else it is CROWDED: all ranks of a node send at once.
+        The class is NODE if all these messages stay within nodes, else CROWDED: all ranks of a node send at once.
         """
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
@@ -85,7 +85,7 @@ class LinkTraffic:
 
 @dataclass(frozen=True, slots=True)
 class AllreduceCost:
-    """Messages of an allreduce's busiest rank, and bytes it sums. A simultaneous send and receive are one message."""
+    """Cost of an allreduce: messages of the busiest rank, and bytes that it sums. A send-receive is one message."""
 
     parts: tuple[LinkTraffic, ...]
     reduced_bytes: float
@@ -111,7 +111,7 @@ Formula = Callable[[Topology, float], AllreduceCost]
 
 
 def ring_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of a ring allreduce: 2 (p-1) steps over the slowest link of the ring."""
+    """Return the cost of a ring allreduce on p ranks: 2 (p - 1) messages over the slowest link."""
     p = topology.ranks
     share = (p - 1) / p * nbytes
     return AllreduceCost((LinkTraffic(topology.neighbours(), 2 * (p - 1), 2 * share),), share)
@@ -128,7 +128,7 @@ def all_to_all_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def recursive_doubling_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of recursive doubling: log2(p) exchanges of the whole buffer."""
+    """Return the cost of recursive doubling on p ranks: log2(p) exchanges of the whole buffer."""
     folded, reduced = _fold(topology, nbytes)
     steps = [LinkTraffic(topology.across(distance), 1, nbytes) for distance in _bits(topology.ranks)]
     return AllreduceCost((*folded, *steps), reduced + len(steps) * nbytes)
@@ -147,7 +147,7 @@ def rabenseifner_cost(topology: Topology, nbytes: float) -> AllreduceCost:
 
 
 def circulant_cost(topology: Topology, nbytes: float) -> AllreduceCost:
-    """Return the cost of the circulant algorithm: as many bytes as the ring, in 2 ceil(log2 p) messages."""
+    """Return the cost of the circulant algorithm on p ranks: bytes as in a ring, 2 ceil(log2 p) messages."""
     p = topology.ranks
     share = (p - 1) / p * nbytes
     across = NODE if topology.nodes == 1 else CROWDED
@@ -211,7 +211,7 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the largest of the times passed by all ranks, in seconds. Collective over ``everyone``."""
+    """Return the largest of the times that ranks pass as arguments, in seconds. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])

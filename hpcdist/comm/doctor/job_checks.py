@@ -31,8 +31,8 @@ class Greeting:
 class RankRow:
     """Facts of a rank, and ``greeting``, the result of its test messages.
 
-    One rank per node also has ``machine``, the facts of the node, and ``unseen``, the reason why the node does not see
-    the run directory, or "".
+    On one rank per node, ``machine`` has the facts of the node. There, ``unseen`` is the reason why the node does not
+    see the run directory, or "".
     """
 
     node: int
@@ -85,7 +85,7 @@ class Lint:
 
 
 def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
-    """Return a `Check` named ``name`` of the first fault that ``lints`` (node checks) find in ``table``, or None."""
+    """Return a `Check` named ``name`` about the first fault in ``table``, or None if ``lints`` find no fault."""
     for lint in lints:
         texts = [lint.look(rows) for rows in table.nodes]
         if any(texts):

@@ -76,7 +76,7 @@ def load_library() -> MpiLibrary:
         ) from error
     if child.returncode != 0:
         reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        raise MissingCapabilityError(f"mpi4py cannot load an MPI library: {reason}")
+        raise MissingCapabilityError(f"mpi4py cannot load an MPI library ({reason}); load the MPI module of mpi4py")
     answer = json.loads(child.stdout.splitlines()[-1])
     vendor, version = recognise_library(answer["text"])
     return MpiLibrary(answer["text"].splitlines()[0].strip(), vendor, version, answer["path"])

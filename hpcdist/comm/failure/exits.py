@@ -36,7 +36,7 @@ MEMORY_CURE: Final = (
 
 
 def at_exit(function: Callable[..., object], *arguments: object) -> None:
-    """Call ``function`` with any further arguments at the normal end of this process, not in forked children. Local."""
+    """Call ``function`` at the normal end of this process, but not in forked children. Local."""
     atexit.register(_call_in, os.getpid(), function, *arguments)
 
 
@@ -108,7 +108,7 @@ class Exit(SystemExit):
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. Calls ``at_end`` if the interpreter reads it to end the process."""
+        """The argument of `sys.exit`. A read at the end of the main thread first calls the attribute ``at_end``."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)

@@ -137,8 +137,8 @@ os.register_at_fork(after_in_child=_restore)
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
     """Set the function by which failing ranks compare their errors or exit codes. Local.
 
-    ``all_agree(text, seconds)`` is collective. It returns True if all ranks pass the same ``text`` within ``seconds``.
-    Then only rank 0 prints the error, and each rank calls ``withdraw()`` and exits. Otherwise, the job is aborted.
+    ``all_agree(text, seconds)`` is collective. It returns True if all ranks pass the same text within ``seconds``.
+    Then only rank 0 prints the error, and each rank leaves MPI by ``withdraw()`` and exits. Else the job is aborted.
     """
     assert _installed is not None, "install comes first"
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
@@ -335,7 +335,7 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
     """Report a failure of rank ``rank``: the line ``headline``, then ``text``. Each line is tagged with the rank.
 
     - Under `hpcdist run`: to stderr, unless the keyword ``alone`` is True, and to a file that is printed at the end.
-    - Under another launcher: to stderr and to a copy in a file. Waits up to READ_S seconds for the launcher to read.
+    - Under another launcher: to stderr and to a copy in a file. Waits a few seconds for the launcher to read.
     - Without a launcher: to stderr.
 
     Returns the path of the copy, or "" if there is no copy.

@@ -73,7 +73,7 @@ class FaultTolerant(Observable, ABC):
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator of the present ranks and ``count`` new processes, see `spawn.spawn`. Collective."""
+        """Return the communicator ``label`` of these ranks and ``count`` new Python processes. Collective."""
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 

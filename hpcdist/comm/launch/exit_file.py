@@ -208,7 +208,7 @@ def announce_run(run_dir: Path) -> None:
 
 
 def announce_completion(how_to_go_on: str) -> bool:
-    """Report to `hpcdist run` that a training ended, and how to resume it. Return True if written. Call on rank 0."""
+    """Report the end of training and resume instructions to `hpcdist run`. Return True on success. Call on rank 0."""
     return _write_note(STOPPED_FILE, how_to_go_on) and _write_note(RUN_FILE, "")
 
 

@@ -38,7 +38,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Command-line options of one type of launcher, with {placeholders}. () means an unsupported option.
+    """Command-line options of one type of launcher. () means that the launcher lacks an option.
 
     ``forwards[s]``: signal to send to the launcher, which passes signal s on to the ranks. ``keeps_codes``: True if the
     launcher returns the exit code of the failed rank. ``teardown_s``: time that the launcher may need to kill all
@@ -136,9 +136,10 @@ def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> Launch
 
 
 def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environment`` for a restart in the same Slurm job: srun steps may share cores and memory.
+    """Return a copy of ``environment`` for a restart in the same Slurm job.
 
-    After a node crash the old step keeps its cores and memory until Slurm declares the node down.
+    The new srun step may share cores and memory with the old step. After a node crash the old step keeps both until
+    Slurm declares the node down.
     """
     kept = {name: value for name, value in environment.items() if name not in _MEMORY}
     return kept | {"SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}

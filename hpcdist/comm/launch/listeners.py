@@ -43,7 +43,7 @@ def listening(pid: int | str = "self") -> dict[int, str]:
 
 
 def rank_listeners() -> list[str]:
-    """Return the addresses on which this process listens, except sockets inherited from the launcher. Local."""
+    """Return the addresses on which this process listens, except addresses inherited from the launcher. Local."""
     inherited = set(listening(os.getppid()).values())
     return [address for address in listening().values() if address not in inherited]
 

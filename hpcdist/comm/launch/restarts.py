@@ -31,7 +31,7 @@ class NodePool(Protocol):
     ) -> signal.Signals | None:
         """Wait for replacement nodes while too few are left. Return the stop signal that ended the wait, or None.
 
-        For ``pause`` and ``say`` see `repeat`.
+        ``pause(seconds)`` waits, and returns a stop signal or None. ``say(text)`` prints a message.
         """
 
     def shortage(self) -> str:
@@ -49,7 +49,7 @@ def repeat(
 ) -> int:
     """Start a job, and restart it after failures up to ``most`` times. Return the last exit code.
 
-    There is no restart after FRUITLESS starts in a row without a new checkpoint. If too few ``nodes`` are left, the
+    There is no restart after two starts in a row without a new checkpoint. If too few ``nodes`` are left, the
     exit code is 75. The other arguments are functions:
     - ``start(n)``: run the n-th start, from 1.
     - ``saved()``: return the latest version number of each checkpoint by name.

@@ -104,7 +104,7 @@ class _PendingSignal:
 
 @dataclass(eq=False)
 class Supervision:
-    """A supervised run of a launcher command. Create it inside `signals_held`, which yields the signal mask.
+    """Supervisor of a launcher command. Create it inside `signals_held`, which yields the signal ``mask``.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks. After a SIGINT, SIGTERM or SIGHUP, the
     ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, all processes are killed.
@@ -114,10 +114,10 @@ class Supervision:
 
     - ``line``: the launcher command.
     - ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
-    - ``surviving``: the job continues after a rank failure, and has failed if the ranks wrote no exit code.
-    - ``telling``: the job has failed if started ranks wrote no exit code.
+    - ``surviving``: True if the job continues after a rank failure. It has failed if the ranks wrote no exit code.
+    - ``telling``: True if a job whose started ranks wrote no exit code has failed.
     - ``kind``: properties of the launcher.
-    - ``foreign``: the program is not a command of hpcdist, and may write no process ids.
+    - ``foreign``: True if the program is not a command of hpcdist. It may write no process ids.
     """
 
     line: Sequence[str]

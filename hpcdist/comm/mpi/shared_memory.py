@@ -55,7 +55,7 @@ class Members:
     def check_alive(self, since: float) -> None:
         """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead member. Local.
 
-        After the first call, the caller may still read data that the dead member wrote. ``since`` is ignored.
+        After the first call, the caller may still read data that the dead member wrote. ``since`` has no effect.
         """
         self.progress()
         dead = self._dead()
@@ -139,7 +139,7 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
     """Return a `MemoryBlock` of ``sizes[rank]`` bytes that ``rank`` shares with no other rank. Local.
 
-    The views of other ranks' memory are empty. ``members``: used to detect dead ranks while waiting.
+    The block has an empty array for each other rank. ``members``: processes of all ranks, to detect dead ranks.
     """
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)

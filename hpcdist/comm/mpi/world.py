@@ -186,7 +186,7 @@ def _remove_old_records(parent: Path) -> None:
 
 
 def end_records(call: Callable[[], Value]) -> Value:
-    """Run ``call()``, the program's last operation, then stop recording operations. Return its result. Collective."""
+    """Run ``call()`` as the program's last recorded operation, and return its result. Collective."""
     if not _worlds:
         return call()
     session = _worlds[0].session

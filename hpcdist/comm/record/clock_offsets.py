@@ -59,7 +59,7 @@ class HostClocks:
     """Offsets of the hosts' clocks to rank 0's clock. Construction is collective over ``comm``.
 
     ``boot``: identifier of this host, by default the kernel's boot id. ``clock()`` returns ns, by default of the
-    monotonic clock. For ``flat`` see `measure_offsets`.
+    monotonic clock. With more than ``flat`` hosts, most hosts are measured through an intermediate host.
     """
 
     def __init__(

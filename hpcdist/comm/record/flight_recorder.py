@@ -27,9 +27,9 @@ from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Create and map a new file of ``size`` bytes. Raises StorageError with the texts ``what`` (purpose) and ``cure``.
+    """Create a new file of ``size`` bytes, reserve its disk space, and map it into memory.
 
-    The whole size is allocated at once. Otherwise a write on a full disk would raise SIGBUS.
+    Raises StorageError with the purpose ``what`` of the file and the advice ``cure``.
     """
     try:
         path.unlink(missing_ok=True)  # truncating would raise SIGBUS in a process that still maps the old file
@@ -172,14 +172,14 @@ def read(path: Path) -> RankRecord:
     try:
         data = regular.read(path, MOST_BYTES)
     except OSError as error:
-        raise StorageError(f"cannot read the flight recorder file {path}: {error}") from error
+        raise StorageError(f"the flight recorder file {path} cannot be read: {error}; check its permissions") from error
     return parse(data, path)
 
 
 def parse(data: bytes, path: Path) -> RankRecord:
     """Parse ``data``, the content of the flight recorder file ``path``. Raises StorageError for invalid content."""
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
-        raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short)")
+        raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short); delete it")
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
         raise StorageError(

@@ -120,8 +120,8 @@ class _ThreadTotals:  # only the thread writes its totals
 class OperationTiming(EventSink):
     """Event sink that adds up calls, seconds and bytes by operation. Forwards every event to the sink ``inner``.
 
-    Only the outermost operations of a thread count. Non-blocking operations last until they complete. Any thread may
-    record operations. Create a new object after a failure, because a failed operation never ends.
+    Operations inside another operation of the thread do not count. Non-blocking operations last until they complete.
+    Any thread may record operations. After a failed operation, create a new object.
     """
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:

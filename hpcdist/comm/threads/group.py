@@ -54,8 +54,7 @@ class ThreadGroup:
 
     - ``failed`` (exceptions) and ``dead`` (world ranks) are common to all communicators of a world.
     - ``fault_tolerant``: the other ranks continue after the death of a rank.
-    - ``changed`` guards all message queues. The attribute ``met`` guards the values that ranks contribute to
-      collectives.
+    - ``changed`` guards all message queues. The attribute ``met`` guards the values for collectives.
     """
 
     members: tuple[int, ...]
@@ -173,11 +172,13 @@ class FailureDetector:
             raise RankDeath
         dead_ranks = group.dead_ranks()
         if group.revoked:
-            raise RankDiedError(f"rank {self.rank}: {self._name} was revoked during {what}: a rank died", dead_ranks)
+            raise RankDiedError(
+                f"rank {self.rank}: {self._name} was revoked in {what}: a rank died; shrink {self._name}", dead_ranks
+            )
         if dead_ranks and (peer is None or peer == ANY or peer in dead_ranks):
             dead = ", ".join(map(str, dead_ranks))
             raise RankDiedError(
-                f"rank {self.rank}: rank {dead} of {self._name} died, and {what} needs the dead rank", dead_ranks
+                f"rank {self.rank}: rank {dead} of {self._name} died, so {what} failed; shrink {self._name}", dead_ranks
             )
 
     def agree(self, flag: bool) -> SurvivorAgreement:
@@ -203,7 +204,9 @@ class FailureDetector:
                         "survivors; see the error of the failed rank"
                     )
                 elif time.monotonic() >= limit:
-                    raise DeadlineError(f"rank {self.rank}: the survivors did not agree within {group.deadline_s} s")
+                    raise DeadlineError(
+                        f"rank {self.rank}: a survivor did not call agree within {group.deadline_s} s; all must call it"
+                    )
                 else:
                     group.changed.wait(limit - time.monotonic())
         return agreement
@@ -220,7 +223,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive in flight into the buffer ``message``. ``arrived(posted)`` waits for the sent message."""
+    """A receive in flight into the buffer ``message``. The function ``arrived`` waits for the sent message."""
 
     def __init__(
         self,
@@ -297,8 +300,7 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 class ReductionRequest:
     """An iallreduce in flight. ``parts`` collects the buffers of ``size`` ranks. The result is written to ``message``.
 
-    ``until(ready)`` waits until ``ready()`` is true, and raises an error at the group's deadline. ``detector`` detects
-    dead ranks.
+    The function ``until`` waits until its argument, a function, returns True. It raises an error at the deadline.
     """
 
     def __init__(
@@ -329,7 +331,7 @@ def reduce_in_order(parts: Sequence[Array], message: Array, op: str) -> Array:
     """Return the reduction ``op``, in rank order, of ``parts``: one buffer per rank, each like ``message``."""
     if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
         raise CommunicationError(
-            f"the ranks passed buffers of (size, dtype) {[(p.size, str(p.dtype)) for p in parts]}; pass equal ones"
+            f"the ranks passed buffers of (size, dtype) {[(p.size, str(p.dtype)) for p in parts]}; use equal buffers"
         )
     total: Array = parts[0].copy()
     for part in parts[1:]:

@@ -48,8 +48,8 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
     """Return (edges, centres, initial levels) of the histogram bins for magnitudes. ``xp``: numpy or cupy.
 
-    The edges are BINS + 1 float64 numbers from 0 to 1. Initial level i is the index of the first bin with a centre of
-    at least i / LEVELS, or BINS.
+    The edges are BINS + 1 float64 numbers from 0 to 1. The initial levels are the bin indices of LEVELS + 1 evenly
+    spaced magnitudes.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
@@ -80,9 +80,9 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(rows: int, block: int) -> int:
-    """Return the distance n of sampled blocks: the blocks 0, n, 2 n, ... have at most SAMPLE values in total.
+    """Return n, if every n-th block is to be sampled. At most SAMPLE values are sampled, but at least one block.
 
-    ``rows`` is the number of blocks, ``block`` the number of values in a block. At least one block is sampled.
+    ``rows``: number of blocks. ``block``: number of values in a block.
     """
     return max(1, -(-rows // max(1, SAMPLE // block)))
 
@@ -187,7 +187,7 @@ class Adaptive(DenseCompressor):
             )
 
     def payload_bytes(self, n: int) -> int:
-        """Return the payload size: 32 + 4 ceil(n / block) + ceil(n / 2) bytes, or 0 without values."""
+        """Return the payload size of ``n`` values in bytes: header, block scales and 4-bit codes."""
         return HEAD_BYTES + 4 * -(-n // self.block) + packed_bytes(n, BITS) if n else 0
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:

@@ -32,10 +32,9 @@ def packed_bytes(n: int, bits: int) -> int:
 
 @jit
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
-    """Pack the first ``count`` of the uint8 array ``codes``, of ``bits`` bits each, into the bytes ``packed``.
+    """Pack the first ``count`` codes of the uint8 array ``codes`` into the bytes ``packed``, ``bits`` bits per code.
 
-    ``codes`` has shape (GROUP,). Its other elements are set to 0. Unused high bits of codes must be 0. For compiled
-    kernels.
+    ``codes`` has shape (GROUP,). Its other elements are set to 0. Codes must be less than 2^bits. For compiled kernels.
     """
     # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
     # vectorisation.
@@ -53,9 +52,9 @@ def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
 
 
 def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
-    """Pack the uint8 array ``codes``, of ``bits`` bits each, into the bytes ``packed``, on the host or a GPU.
+    """Pack the uint8 array ``codes`` into the bytes ``packed``, ``bits`` bits per code, on the host or a GPU.
 
-    The shapes are (n,) and (packed_bytes(n, bits),).
+    ``codes`` has shape (n,). ``packed`` has shape (packed_bytes(n, bits),).
     """
     for group, place in _groups(codes, bits, packed):
         stride = place.shape[1]
@@ -109,7 +108,7 @@ def unit(word: Any) -> Any:
 
 
 def units_arrays(like: Array, key: tuple[int, ...]) -> Array:
-    """Return a uniform random number in [0, 1) for each element of the 1-D ``like``. ``key``: see `RandomKey.words`."""
+    """Return uniform random numbers in [0, 1), one per element of ``like``. ``key``: the `RandomKey.words` to use."""
     xp = namespace(like)
     counters = -(-like.size // WORDS)
     drawn = philox_arrays((xp.arange(counters, dtype=np.uint64), *key[:3]), (key[3], key[4]))
@@ -171,7 +170,7 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return a factor, a power of two, that makes the block scale ``scale`` safe to divide by.
+    """Return the power of two that makes the block scale ``scale`` large enough to divide by.
 
     The result is 1 unless ``scale`` is tiny, and 0 if ``scale`` is 0. Callable from compiled kernels.
     """
@@ -182,9 +181,9 @@ def lift_of(scale: Any) -> Any:
 
 @jit
 def inverse_of(scale: Any, levels: Any) -> Any:
-    """Return ``levels`` / (``scale`` * `lift_of` (scale)), or 0 if ``scale`` is 0.
+    """Return the second of two factors that map the values of a block to [-levels, levels].
 
-    To map a value of the block to [-levels, levels], multiply it by `lift_of` (scale), and then by the result.
+    The first factor is `lift_of` (scale). If the block's ``scale`` is 0, both factors are 0.
     """
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 
@@ -192,8 +191,8 @@ def inverse_of(scale: Any, levels: Any) -> Any:
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
     """Return the float32 scale of each row of ``rows``, of shape (blocks, values), on the host or a GPU.
 
-    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm). ``width``: only for NORM, a power of two of at least the row
-    size.
+    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm). ``width``: for NORM, a power of two >= the number of values
+    per row.
     """
     xp = namespace(rows)
     if kind == MAXIMUM:
@@ -214,7 +213,7 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return two float32 factors for each block scale in ``scales``, to map values to [-levels, levels].
+    """Return two float32 factors for each scale in ``scales``, which map the block's values to [-levels, levels].
 
     Multiply values by the first factor, and then by the second. The product of the factors could overflow.
     """

@@ -22,8 +22,7 @@ MOST_ELEMENTS: Final = (1 << 31) - 1  # the largest count that int32 indices rea
 def count_of(n: int, density: float) -> int:
     """Return the number of elements to send for ``n`` elements: max(1, ceil(density n)), or 0 if ``n`` is 0.
 
-    ``density`` is used exactly as its decimal text, without binary rounding. Raises UsageError if n is too large for
-    int32 indices.
+    The product is exact for the decimal text of ``density``. Raises UsageError if n is too large for int32 indices.
     """
     if n > MOST_ELEMENTS:
         raise UsageError(

@@ -30,11 +30,11 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return time bounds of n observed counter updates: a list of array pairs (earliest, latest), in ns.
+    """Return bounds of the update times of an energy counter: a list of array pairs (earliest, latest), in ns.
 
     The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``.
-    ``update_s`` is the expected period of updates in seconds, or NaN. If readings may have missed updates, the list has
-    one pair for each guess of the update times.
+    ``update_s`` is the expected period of updates in seconds, or NaN. If readings may have missed updates, each pair is
+    one possible solution.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -157,7 +157,7 @@ class Attribution:
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
     def add(self, ranks: Sequence[np.ndarray], counters: Sequence[CounterSamples]) -> None:
-        """Add the data since the last call: counter samples, and each rank's rows of (phase, begin, end) in ns."""
+        """Add new counter samples, and each rank's new time intervals: rows of (phase, begin, end) in ns."""
         self._ranks += [RankPhases() for _ in range(len(ranks) - len(self._ranks))]
         for rank, spans in zip(self._ranks, ranks, strict=True):
             rank.add(spans)
@@ -250,7 +250,7 @@ def _reach_ns(sums: _SourceSums) -> int:
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
     """Add n time intervals, which used ``joules``, to the least squares sums ``sums``.
 
-    Each row of ``moments`` is a guess of the n + 1 interval limits in ns. The guess with the best fit is used.
+    Each row of ``moments`` is a guess of the n + 1 interval limits in ns. ``mixtures``: time in each phase.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9

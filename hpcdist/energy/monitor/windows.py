@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class PhaseWindow:
-    """Time window of ``phase``. ``own_ns`` and ``mj`` (energy by source, or NaN) exclude nested windows."""
+    """Time window of ``phase``. ``own_ns`` (duration) and ``mj`` (energy by source, or NaN) exclude nested windows."""
 
     phase: str
     begin_ns: int

@@ -69,7 +69,7 @@ def defer_signals() -> Iterator[None]:
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
     """Context manager that raises `EndedBySignal` if a fatal signal arrives in its ``with`` block.
 
-    If it does, ``last()`` is called after the block, and the signal ends this process.
+    If a signal arrived, ``last()`` is called after the block, and the signal ends this process.
     """
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
@@ -110,7 +110,7 @@ class TemporaryLimits:
             self._wanted.append((knob, ChangedLimit(knob.kind, knob.device, knob.place, before, target)))
 
     def begin(self) -> None:
-        """Write the journal record and set the limits. If one cannot be set, restore the others and raise."""
+        """Record the changes in the journal, and set the limits. If this fails, restore all limits and raise."""
         changes = [change for _, change in self._wanted]
         with journal.locked_journal(self._folder):
             refuse_changed(journal.records(self._folder)[0], changes)
@@ -155,9 +155,9 @@ class TemporaryLimits:
 
 @contextmanager
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
-    """Limit devices in the ``with`` block. Yield the limit in force of each device in W or MHz, None if unknown. Local.
+    """Limit devices in the ``with`` block. Yield each device's limit in W or MHz, or None if it is unknown. Local.
 
-    ``requested``: pairs of a device limit and a value (None keeps the present value). ``folder``: for journal records.
+    ``requested``: pairs of a device limit and a value (None keeps the present value). ``folder``: journal directory.
 
     - ConfigurationError: a value is out of range.
     - StorageError: no journal record can be written.

@@ -29,7 +29,7 @@ class LimitRange:
 
 
 class DeviceLimit(Protocol):
-    """Protocol of a power or clock limit of a device. ``place`` is the directory of a RAPL limit, or "" for a GPU."""
+    """Protocol of a power or clock limit of a device. ``place``: directory of a CPU's RAPL limit, or "" for a GPU."""
 
     kind: str
     device: str
@@ -61,7 +61,7 @@ def check_value(knob: DeviceLimit, value: float) -> None:
         nearest = min(allowed.values, key=lambda choice: abs(choice - value))
         raise ConfigurationError(
             f"{value:g} {knob.unit} for {knob.name}: expected one of the {len(allowed.values)} values from "
-            f"{allowed.least:g} to {allowed.most:g} {knob.unit} that the device supports; the nearest value is "
+            f"{allowed.least:g} to {allowed.most:g} {knob.unit} that the device supports; set the nearest value, "
             f"{nearest:g} {knob.unit}"
         )
     least, most = allowed.least or 0.0, allowed.most
@@ -120,7 +120,7 @@ class _GpuLimit:
                 f"{self.device} -d POWER,SUPPORTED_CLOCKS` allows"
             ) from None
         except binding.NVMLError as error:
-            why = f"its {what} cannot be read or changed: the driver says: {error}"
+            why = f"its {what} cannot be read or changed ({error}); check the GPU with nvidia-smi"
             raise MissingCapabilityError(f"{name}: {why}") from None
 
 
@@ -285,7 +285,7 @@ class CpuPowerLimit:
             ) from None
         except OSError as error:
             raise MissingCapabilityError(
-                f"{self._limit} cannot be written: {error.strerror}; if firmware has locked it, dmesg shows a message"
+                f"{self._limit} cannot be written: {error.strerror}; run `dmesg` to see if firmware has locked it"
             ) from None
 
     def cure(self, value: int | None) -> str:
@@ -302,7 +302,5 @@ def cpu_limits(root: Path) -> list[CpuPowerLimit]:
     limits = [limit for limit in limits if "(package" in limit.name]
     if not limits:
         there = "shows no processor package" if root.is_dir() else "does not exist"
-        raise MissingCapabilityError(
-            f"{root} {there}: no processor has a power limit that can be changed; {UNPRIVILEGED_HINT}"
-        )
+        raise MissingCapabilityError(f"{root} {there}, so there is no power limit to change; {UNPRIVILEGED_HINT}")
     return limits

@@ -57,7 +57,7 @@ class SourceInfo:
     - ``ranks``: number of this job's ranks that use the device. 0: it belongs to the whole node.
     - ``power_field``: kind of power reading: "instant", "average", or "usage" if the driver does not specify it.
     - ``power_scope``: the hardware that the power includes: "gpu", "module" (the GPU and its module) or "node".
-    - ``note``: limitations of the joules, "" for an energy counter that no other job shares.
+    - ``note``: limitations of the joules, or "" without limitations.
     - ``declared``: True if the joules are estimates from declared watts.
     """
 
@@ -72,8 +72,8 @@ class SourceInfo:
 class EnergyCounter(Protocol):
     """Protocol of a cumulative energy counter with ``per_mj`` counts per mJ.
 
-    The counter wraps to 0 at ``span`` counts (None: never, or unknown). ``gaps`` is the number of times that energy
-    between two readings was lost.
+    The counter wraps to 0 at ``span`` counts (None: never, or unknown). ``gaps`` is the number of
+    intervals between readings whose energy is unknown.
     """
 
     name: str

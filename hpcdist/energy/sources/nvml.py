@@ -140,7 +140,9 @@ class GpuSensor:
         try:
             return call(self._handle)
         except self._nvml.NVMLError as error:
-            raise SensorReadError(f"the NVIDIA driver reports: {error}") from None
+            raise SensorReadError(
+                f"the NVIDIA driver cannot read a sensor of GPU {self.uuid} ({error}); run nvidia-smi"
+            ) from None
 
 
 class GpuCounter:
@@ -167,7 +169,7 @@ class NvmlDriver:
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"no NVIDIA driver is available ({error})") from error
+            raise MissingCapabilityError(f"no NVIDIA driver is available ({error}); test it with nvidia-smi") from error
 
     def __enter__(self) -> "NvmlDriver":
         return self
@@ -211,14 +213,18 @@ class NvmlDriver:
         except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
             return None
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"NVML does not find the GPU of MIG instance {instance} ({error})") from error
+            raise MissingCapabilityError(
+                f"NVML does not find the GPU of MIG instance {instance} ({error}); run nvidia-smi -L"
+            ) from error
 
     def _look_up(self, uuid: str) -> tuple[Any, NvmlGpu]:
         try:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
             return handle, self._gpu(handle)
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"{uuid}: this process cannot access the GPU ({error})") from error
+            raise MissingCapabilityError(
+                f"{uuid}: this process cannot access the GPU ({error}); run nvidia-smi"
+            ) from error
 
     def sensor(self, uuid: str) -> GpuSensor:
         """Return the sensor of power and utilisation of a GPU. Raises MissingCapabilityError."""

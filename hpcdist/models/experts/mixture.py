@@ -47,7 +47,7 @@ class StayingRows:
     attends = False  # True if ranks compute together, even ranks without samples
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Return memory for the token rows to send, with the width and dtype of the array ``like``.
+        """Return an array for the token rows to send, with the row length and dtype of the array ``like``.
 
         The rows of expert e begin at row ``starts[e]``, and ``starts[-1]`` is the number of rows.
         """
@@ -74,8 +74,7 @@ class StayingRows:
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return the arrays to which the caller must write the weight and bias gradients of this rank's experts.
 
-        ``prefix``: first (`UP`) or last (`DOWN`) linear layer of the experts. Call this for both layers before the
-        backward `send_out`.
+        ``prefix``: first (`UP`) or last (`DOWN`) linear layer. Call this for both before `send_out` sends gradients.
         """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
@@ -103,7 +102,7 @@ class StayingRows:
 
 
 class WholeExperts:
-    """Exchange between tensor ranks for unsharded experts: sends nothing. Base class for sharded experts. Local."""
+    """Tensor-parallel exchange for unsharded experts: no data is sent. Base class for sharded experts. Local."""
 
     first = True  # True on the rank that adds terms which must be added once
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
@@ -117,15 +116,15 @@ class WholeExperts:
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """End the forward pass: sum ``partial`` over the tensor ranks. Return only the rows of this rank's tokens."""
+        """Sum the outputs ``partial`` over the tensor ranks. Return the rows of this rank's tokens."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Start the backward pass: gather the tensor ranks' output gradients ``dy``. Return all tokens' gradient."""
+        """Gather the output gradients ``dy`` of all tensor ranks. Return the gradients of all tokens."""
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """End the backward pass: sum ``dx`` over the tensor ranks. Return only the rows of this rank's tokens."""
+        """Sum the input gradients ``dx`` over the tensor ranks. Return the rows of this rank's tokens."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
@@ -137,17 +136,17 @@ class WholeSamples:
     """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class. Local."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and the ranges of its tokens on this rank.
+        """Return the number of tokens of a whole sample, and this rank's token ranges in the sample.
 
-        ``tokens`` is the number of a sample's tokens on this rank.
+        ``tokens``: number of a sample's tokens on this rank.
         """
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two counts of the choices of each expert: before each range of local tokens, and in whole samples.
+        """Return the numbers of choices of each expert before each range of local tokens, and in each whole sample.
 
-        ``counts`` has the choices in each range of local tokens. It and the first result have the shape (samples,
-        ranges, experts), the second result (samples, experts). Both results include the tokens of other ranks.
+        ``counts``: number of choices in each range of local tokens, of shape (samples, ranges, experts). The first
+        result has this shape, the second result (samples, experts). Both results include other ranks' tokens.
         """
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -161,14 +160,14 @@ UNCUT: Final = WholeSamples()
 class LocalExperts:
     """Router and experts of all transformer blocks. Implements `hpcdist.models.stage.ExpertsOperation`.
 
-    Weights before sharding, for E experts of inner width f, and tokens of width h: ``router.weight`` (E, h),
+    Shapes before sharding, for E experts, inner width f and hidden width h: ``router.weight`` (E, h),
     ``experts.up.weight`` (E, f, h), or (E, 2, f, h) for gates and values, ``experts.down.weight`` (E, h, f).
 
     - ``predictions(tokens)``: number of targets of a sample with ``tokens`` tokens.
     - ``state``: biases and statistics of the router.
-    - ``travel``: sends token rows to experts on other ranks and back.
-    - ``borders``: exchanges input and output between tensor ranks.
-    - ``samples``: positions of this rank's tokens in their samples.
+    - ``travel``: exchange of token rows with ranks that have other experts.
+    - ``borders``: exchange of inputs and outputs between tensor ranks.
+    - ``samples``: positions of this rank's tokens in the samples.
     """
 
     config: ModelConfig
@@ -255,7 +254,7 @@ class LocalExperts:
         return travel.bring_back(drows, "experts.drows", saved, back=True)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
-        """Choose k experts per token. Return (tokens as a matrix, places, gates, starts); see `router.place`."""
+        """Choose k experts per token. Return the token matrix, rows and gates of the choices, and experts' first rows."""
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
         namespace(x).matmul(tokens, parameters["router.weight"].T, out=logits)
@@ -320,7 +319,8 @@ def with_experts(operations: Operations, config: ModelConfig, predictions: Calla
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
     """Return the row ranges [first, end) of tokens that are not padding, as an array of shape (samples, ranges, 2).
 
-    ``pieces``: (first row, end row, position in the sample) of each range. ``sizes``: tokens of each whole sample.
+    ``pieces``: (first row, end row, position in the sample) of each range. ``tokens``: rows of a sample on this rank.
+    ``sizes``: tokens of each whole sample, without padding.
     """
     start, end, place = np.array(pieces).T
     first = tokens * np.arange(len(sizes))[:, None] + start

@@ -25,10 +25,10 @@ def output_side(side: int, stride: int) -> int:
 
 
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
-    """Return the convolution, of shape (n, p, q, outputs), of n pictures: contiguous x of shape (n, h, w, inputs).
+    """Return the convolution, of shape (n, p, q, outputs), of n pictures x, of shape (n, h, w, inputs).
 
-    x must not change until the backward pass. ``PREFIX.weight`` has the shape (outputs, SIZE, SIZE, inputs). It is
-    centred on every pixel whose coordinates are multiples of ``stride``.
+    x is contiguous and must not change until the backward pass. The kernels ``PREFIX.weight``, of shape (outputs, SIZE,
+    SIZE, inputs), are centred on every pixel whose coordinates are multiples of ``stride``.
     """
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape
@@ -47,7 +47,7 @@ def convolve_backward(
 ) -> Array | None:
     """Compute the gradients of ``PREFIX.weight`` and ``PREFIX.bias``. Return dx, or None if ``wants_dx`` is False.
 
-    dx is a scratch array. `hpcdist.models.stage.Gradients.into` decides if gradients are added or overwritten.
+    ``dy`` and dx are the gradients of output and input. dx is a scratch array.
     """
     x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
     weight = _as_matrix(parameters[f"{prefix}.weight"])
@@ -82,7 +82,7 @@ def _as_matrix(weight: Array) -> Array:
 
 
 def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> Iterator[tuple[slice, Array]]:
-    """Yield (slice of samples, im2col array of these samples in scratch memory), with one row per output pixel."""
+    """Yield (slice of samples, their im2col array in scratch memory). The array has one row per output pixel."""
     samples, high, wide = shape[:3]
     columns = SIZE * SIZE * x.shape[-1]
     room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
@@ -155,7 +155,7 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (kernel index, output slices, input slices): the inputs that this weight multiplies for these outputs."""
+    """Yield (index, output slices, slices of the inputs to multiply) for each pixel of the kernel."""
     for i in range(SIZE):
         for j in range(SIZE):
             outputs, inputs = [slice(None)], [slice(None)]

@@ -32,9 +32,9 @@ def fits_counter(rows: int, columns: int) -> bool:
 class Mask:
     """Dropout mask of an array, which may be this rank's shard of the samples. Local.
 
-    The array has the shape (samples * groups, rows, columns), such as one group per attention head. A sample's whole
-    mask has ``rows_per_sample`` rows of ``columns`` elements. The first row of group g is row ``first_row + g * pitch``
-    of this mask. ``site`` distinguishes several uses of dropout in a layer.
+    The array has the shape (samples * groups, rows, columns), where a group can be an attention head. A sample's whole
+    mask has ``rows_per_sample`` rows of ``columns`` elements. In this mask, group g begins at row
+    ``first_row + g * pitch``. ``site`` distinguishes several uses of dropout in a layer.
     """
 
     draw: Draw
@@ -50,8 +50,8 @@ class Mask:
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
         """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
 
-        x is the array that `Mask` describes, or a tile that begins at row ``above`` and column ``left`` of this array.
-        ``left`` must be a multiple of 4.
+        x is the array that `Mask` describes, or a rectangle of this array. The rectangle begins at row ``above`` and
+        column ``left``, which must be a multiple of 4.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -65,7 +65,7 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Kernel arguments: four fields of `Mask` that locate its rows, and the number of Philox counters per row."""
+        """Kernel arguments: groups, pitch, rows per sample, first row, and number of Philox counters per row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
@@ -73,8 +73,8 @@ class Mask:
     def counters(self) -> tuple[int, int, int, int, int, int]:
         """Kernel arguments of the Philox random generator: three counter words, two seed words, and the dropout limit.
 
-        The counter words are the index of the first sample in the batch, the number of this use of dropout in the
-        model, and the step. A kernel drops an element if its 32-bit random number is below the limit.
+        The counter words are the index of the first sample in the batch, layer and site as one number, and the
+        step. A kernel drops an element if its 32-bit random number is below the limit.
         """
         # An element is dropped if its word is below the limit: with probability ``rate``, rounded to 2^-32.
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
@@ -83,7 +83,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """GPU address of the pair (index of the first sample, step), or 0 if kernels get both values as arguments."""
+        """Address of a GPU array (index of the first sample, step), or 0 if kernels get both values as arguments."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property
@@ -93,10 +93,10 @@ class Mask:
 
 
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
-    """Return the mask of one use of dropout in the layer of ``saved``, or None without dropout.
+    """Return the mask of one use of dropout in a layer, or None without dropout.
 
-    ``site`` identifies the use, such as `ATTENTION`. Keyword arguments set fields of `Mask`: at least
-    ``rows_per_sample`` and ``columns``.
+    ``saved`` has the layer's data. ``site`` identifies the use, such as `ATTENTION`. Keyword arguments set fields of
+    `Mask`: at least ``rows_per_sample`` and ``columns``.
     """
     if not rate or saved.draw is None:
         return None

@@ -120,7 +120,7 @@ class Arena:
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Change the number of users of each block as in ``use``, from `end_record`. Check `has_free` first."""
+        """Add the recorded changes in ``use`` to the number of users of each block. Check `has_free` first."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -231,7 +231,7 @@ class ArenaSaved:
         return SavedState(dict(self._values), tuple(self._taken), tuple(self._held), dict(self.deferred), self.draw)
 
     def restore(self, state: SavedState) -> None:
-        """Restore the arrays and objects of the snapshot ``state``, without contents. Call `Arena.repeat` first."""
+        """Restore arrays and objects of the snapshot ``state``, but not array contents. Call `Arena.repeat` first."""
         self._values, self._taken, self._held = dict(state.values), list(state.taken), list(state.held)
         self.deferred, self.draw = dict(state.deferred), state.draw
 

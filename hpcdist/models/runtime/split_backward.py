@@ -78,7 +78,7 @@ class RecomputedStage(WrappedStage):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Take part in the collectives of recomputation and backward, on a rank that has no samples."""
+        """Call the collectives of the repeated forward and of the backward pass, on a rank without samples."""
         within, inner = saved.within(), cast(MixedStage, self.inner)
         inner.attend(parameters, operations, within)
         inner.attend_backward(parameters, gradients, operations, within)
@@ -89,7 +89,7 @@ _LINEARS: Final = ("linear_column", "linear_row")
 
 
 def split_operations(operations: Operations) -> Operations:
-    """Wrap ``operations`` so that backward computes only input gradients. `weight_gradients` computes the rest."""
+    """Wrap ``operations`` so that backward computes only input gradients, and `weight_gradients` weight gradients."""
     return replace(
         operations,
         linear_column=SplitLinear("linear_column", operations.linear_column),
@@ -107,9 +107,9 @@ def release_first_pass(saved: Saved) -> None:
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
     """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 
-    Writes the gradients, or adds them to earlier gradients of this step. ``operations``: the argument of
-    `split_operations`. ``saved``: arrays of the backward pass, which the caller may release afterwards. The arrays in
-    ``parameters`` may already be freed.
+    Writes the gradients, or adds them to earlier gradients of this step. ``operations``: unwrapped operations.
+    ``saved``: arrays of the backward pass, which the caller may release afterwards. The arrays in ``parameters`` may
+    already be freed.
 
     If two stages share a tensor, call this for the later stage first, and for both stages before the next micro-batch.
     """
@@ -127,7 +127,7 @@ def weight_gradients(parameters: Parameters, gradients: Gradients, operations: O
 class SplitLinear:
     """Wrapper of a linear layer ``inner`` that defers weight gradients until `weight_gradients` is called.
 
-    ``name`` is the field of `hpcdist.models.stage.Operations` in which `weight_gradients` finds the layer.
+    ``name`` is the layer's field in `hpcdist.models.stage.Operations`.
     """
 
     name: str
@@ -151,7 +151,7 @@ class SplitLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Save dy for `weight_gradients`. Compute no gradient here."""
+        """Save the output gradient ``dy`` for `weight_gradients`, and compute no gradient."""
         _defer(self.name, prefix, dy, saved, self.weight_reads)
 
 
@@ -174,7 +174,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Wrapper of attention ``inner`` that keeps the gradient of ``qkv`` for a later `weight_gradients`."""
+    """Wrapper of attention ``inner`` that keeps the gradient of its input until `weight_gradients` is called."""
 
     inner: AttentionOperation
 

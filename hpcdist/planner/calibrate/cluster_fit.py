@@ -42,7 +42,7 @@ class TimingSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMeasurements:
-    """Measurements of a cluster. ``moves``: (bytes, seconds) of memory copies."""
+    """Measurements of a cluster. ``moves``: (bytes, seconds) per memory copy."""
 
     date: str
     device: str
@@ -150,7 +150,7 @@ def _links(
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
     """Return the fits of all operations, the properties of the links, and remarks on the links.
 
-    Without measured messages, the links of ``base`` are used. Appends a line of text per fit to ``lines``.
+    Without measured messages, the links of ``base`` are used. Appends a description of each fit to ``lines``.
     """
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []
@@ -229,7 +229,7 @@ def _fit(series: TimingSeries, pieces: FittedPieces) -> MeasuredFit:
 def _sources(
     base: Cluster, measurements: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
 ) -> dict[str, str]:
-    """Return the origin of the values in each section of the cluster file: "measured ..." or "assumption: ..."."""
+    """Return {cluster file section: "measured ..." or "assumption: ..."}. ``remarks``: assumptions about links."""
     measured = f"measured on {measurements.date}" + (f" with {measurements.by}" if measurements.by else "")
     assumed = f"assumption: as in {base.name}"
     device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]

@@ -64,8 +64,8 @@ class FittedPieces:
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
     """Fit a piecewise linear function of the size in bytes to the message times ``seconds``.
 
-    ``nbytes``: size of each message. The fit uses the median time of each size. Every second size is left out, to
-    measure the error of the fit, but never the largest size or a size in ``always``. Raises UsageError for fewer than
+    ``nbytes``: size of each message. The fit uses the median time of each size. Every second size only measures the
+    error of the fit. The largest size and the sizes in ``always`` are always fitted. Raises UsageError for fewer than
     `LEAST_SIZES` sizes, or for invalid times.
     """
     sizes, times = _medians(nbytes, seconds)
@@ -87,7 +87,7 @@ def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndar
     if size.shape != time.shape or size.ndim != 1:
         raise UsageError(
             "a fit of time against bytes needs one time for each size, got sizes of shape "
-            f"{size.shape} and times of shape {time.shape}"
+            f"{size.shape} and times of shape {time.shape}; pass two lists of equal length"
         )
     bad = np.flatnonzero(~(np.isfinite(time) & (time > 0) & np.isfinite(size) & (size >= 0)))
     if bad.size:
@@ -142,7 +142,7 @@ def _cheapest(
 
 
 def _criterion(loss: float, points: int, lines: int) -> float:
-    """Return Schwarz's criterion for ``lines`` lines through ``points`` points. Smaller is better."""
+    """Return Schwarz's criterion for ``lines`` lines through ``points`` points. ``loss``: Huber loss."""
     return points * math.log(max(loss / points, FLOOR)) + (3 * lines - 1) * math.log(points)
 
 

@@ -242,7 +242,7 @@ class ClusterStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNode:
-    """Node with ``devices`` devices. ``host_w``: power without devices. ``network_w``: its share of switch power."""
+    """Node with ``devices`` devices. ``host_w``: power without devices. ``network_w``: power of switches per node."""
 
     devices: Annotated[int, QuantityField("devices", "count", 1, 1024)]
     host_w: Annotated[float, QuantityField("host", "power", 1, 100e3, zero=True)] = 0.0
@@ -332,8 +332,8 @@ def _check_device(device: Device) -> None:
     for kind, curve in device.matmul.items():
         if kind not in device.peak_flops:
             raise ConfigurationError(
-                f"device.flops.{kind} is missing: device.matmul has a curve for {kind}; add the peak, or remove the "
-                "curve"
+                f"device.flops.{kind} is missing: device.matmul has a curve for {kind}; add the peak FLOP rate, or "
+                "remove the curve"
             )
         _check_curve(curve, f"device.matmul.{kind}")
     if device.memory_bytes_per_s < device.memory_bytes / 1000:
@@ -383,7 +383,7 @@ def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
         if level.alone_bytes_per_s and level.alone_bytes_per_s < level.bytes_per_s:
             raise ConfigurationError(
                 f"level {level.name!r}: alone_bandwidth {rough(level.alone_bytes_per_s, 'bandwidth')} must be at least "
-                f"bandwidth {rough(level.bytes_per_s, 'bandwidth')}"
+                f"bandwidth {rough(level.bytes_per_s, 'bandwidth')}; correct one of them"
             )
     last = levels[-1]
     if last.devices and last.devices < devices:
@@ -411,9 +411,11 @@ def _check_boxes(cluster: Cluster) -> None:
 
 def _check_site(site: ClusterSite) -> None:
     if not site.currency and (site.device_hour_price is not None or site.kwh_price is not None):
-        raise ConfigurationError('site.currency is missing: a price is given; expected for example "USD"')
+        raise ConfigurationError('site.currency is missing: a price is given; set e.g. currency = "USD"')
     if site.carbon_g_per_kwh is not None and not site.carbon_source:
-        raise ConfigurationError("site.carbon_source is missing: name the grid and year of site.carbon")
+        raise ConfigurationError(
+            "site.carbon_source is missing: site.carbon is given; set the source to its grid and year"
+        )
 
 
 def _check_fit(fit: MeasuredFit, place: str, levels: Sequence[str]) -> None:
@@ -441,4 +443,6 @@ def _check_fit(fit: MeasuredFit, place: str, levels: Sequence[str]) -> None:
 def _check_ascending(values: Sequence[float], place: str) -> None:
     for before, after in pairwise(values):
         if not before < after:
-            raise ConfigurationError(f"{place} has {after:g} after {before:g}; values must ascend")
+            raise ConfigurationError(
+                f"{place} has {after:g} after {before:g}; values must ascend, so correct their order"
+            )

@@ -302,7 +302,7 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield the problems of ``layout``, except lack of memory. Invalid values hide all other problems. Local."""
+    """Yield the problems of ``layout``, or only its invalid values if there are any. Memory is not checked. Local."""
     wrong = (*too_large(description, layout.devices, global_batch), *value_problems(layout, global_batch))
     if wrong:
         yield from wrong

@@ -38,11 +38,11 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the numbers of live micro-batches on pipeline rank ``rank`` when its memory use can be highest. Local.
+    """Return the micro-batches in progress on pipeline rank ``rank`` when its memory use can be highest. Local.
 
-    The result has a tuple per such time, with a `LiveMicroBatches` per model chunk. ``microbatches``: number per step.
-    ``chunks``: number per rank. The keyword ``recompute``: activations are recomputed. Raises ConfigurationError if the
-    schedule is read from a file or does not support these arguments.
+    Each item of the result is for one candidate time: one `LiveMicroBatches` per model chunk. ``microbatches``: number
+    per step. ``chunks``: number per rank. The bool keyword ``recompute``: activations are recomputed. Raises
+    ConfigurationError if the schedule is read from a file or does not support these arguments.
     """
     if schedule == FILE:
         raise ConfigurationError(
@@ -98,9 +98,9 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Model units (such as blocks) and numbers of parameters of pipeline rank ``rank``.
+    """Layers (units) and numbers of parameters of pipeline rank ``rank``.
 
-    A unit is an index in the model description. Dense parameters are all parameters outside experts.
+    Units are given as indices in the model description. Dense parameters are all parameters outside experts.
 
     ``whole``: dense parameters that are replicated over the tensor axis.
     ``cut``: dense parameters that the tensor axis shards, before sharding.
@@ -128,7 +128,7 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return the `PipelinePart` of each pipeline rank that can have the highest memory use. Local.
+    """Return one `PipelinePart` per pipeline rank that can have the highest memory use. Local.
 
     Of several ranks with the same layers, only the first and the last are included. ``cut``: layout fields that
     determine the pipeline stages.
@@ -216,8 +216,8 @@ class StepMemory(NamedTuple):
 class MicrobatchMemory(NamedTuple):
     """Bytes on a pipeline rank that depend on the size or number of micro-batches.
 
-    ``messages``: buffers of pipeline messages and of all-to-all messages to experts. ``added``: additional temporary
-    arrays if gradients are accumulated over micro-batches.
+    ``messages``: buffers of pipeline messages and expert all-to-alls. ``scratch``: temporary arrays. ``added``: more
+    temporary arrays for gradient accumulation.
     """
 
     activations: float
@@ -327,7 +327,7 @@ def _passing(
 
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
-    """Return the bytes of a device's temporary arrays, and the additional bytes to accumulate gradients.
+    """Return the bytes of a device's temporary arrays, and the added bytes with gradient accumulation.
 
     ``present``: indices of the device's layers or blocks.
     """

@@ -36,7 +36,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Sharded model states, in bytes per parameter of the device's pipeline stage. ``rule``: formula of their sum."""
+    """Bytes of sharded model states, per parameter of the device's stage. ``rule``: formula of the total, as text."""
 
     parameter: float
     gradient: float
@@ -91,7 +91,7 @@ def _states(
 
 
 def _owed(compression: str, precision: str, replicas: int) -> float:
-    """Return the bytes per parameter of the error-feedback residuals of a device."""
+    """Return the bytes of a device's error-feedback residuals, per parameter."""
     if compression == "onebit":
         return FLOAT32 + FLOAT32 / replicas
     return FLOAT32 * (2 if precision in HALVES else 1)
@@ -129,10 +129,10 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of temporary parameter and gradient copies for a model unit of ``longest`` parameters.
+    """Return the bytes of temporary parameter and gradient copies for a layer of ``longest`` parameters.
 
-    ZeRO-3 gathers the unit's parameters. ZeRO-2 and ZeRO-3 sum its gradients. If hpcdist computes in float32 with
-    16-bit parameters, it needs float32 copies of both.
+    ZeRO-3 gathers the parameters. ZeRO-2 and ZeRO-3 sum the gradients. If hpcdist computes in float32 with 16-bit
+    parameters, it needs float32 copies of parameters and gradients.
     """
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     if layout.data * layout.context > 1:
@@ -143,10 +143,9 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 
 
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
-    """Return the bytes of a device's buffers for collectives over the data axis in hpcdist.
+    """Return the bytes of a device's buffers for hpcdist's collectives over the data axis.
 
-    ``parameters``: number of parameters on the device. ``longest``: parameters of the largest model unit on all tensor
-    ranks. ``bucket_bytes``: gradient bytes per allreduce.
+    ``parameters``: number on the device. ``longest``: parameters of the largest layer, before tensor sharding.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor
@@ -184,7 +183,7 @@ def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int
 
 
 def server_bytes(description: ModelDescription, layout: ParallelLayout) -> dict[str, float]:
-    """Return a dict of bytes on a parameter server by use ("gradients", ...; the terms of `MemoryEstimate`). Local."""
+    """Return the bytes on a parameter server as a dict, with keys such as "gradients". Local."""
     size = unsharded(layout)
     part = description.parameters / layout.servers
     longest = max(unit.parameters for unit in description.units) / layout.servers

@@ -43,7 +43,7 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v")
 
 
 class PlannedSeconds(NamedTuple):
-    """Seconds of a micro-batch on a rank or in a chunk: forward, gradients of inputs, and gradients of weights."""
+    """Seconds per micro-batch on a pipeline rank or in a model chunk: forward, input gradients, weight gradients."""
 
     forward_s: float
     input_s: float
@@ -90,8 +90,8 @@ def closed_time(
     ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. Keywords:
 
     - ``chunks``: model chunks per rank. ``message_s``: seconds of a message between neighbouring ranks.
-    - ``blocking``: a rank does not compute during message transfers.
-    - ``steps_overlap``: a rank starts the next step without waiting for other ranks.
+    - ``blocking``: True if a rank cannot compute during messages.
+    - ``steps_overlap``: True if a rank starts the next step without waiting for other ranks.
     - ``ahead_s``: seconds per micro-batch of recomputation before the gradient arrives.
     """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
@@ -156,8 +156,9 @@ def simulated_timeline(
 ) -> "StepTimeline":
     """Return the simulated timeline of the forward and backward passes of a step. Local.
 
-    ``chunks``: times of a micro-batch in each chunk, in model order. The keyword ``message_s``: seconds in which a
-    message occupies its link. The keyword ``recompute``: recompute each chunk before its gradient arrives.
+    ``chunks``: times of a micro-batch in each chunk, in model order. ``ranks``: number of pipeline ranks. The keyword
+    ``message_s``: seconds of a message on a link. If the keyword ``recompute`` is True, each chunk is recomputed before
+    its gradient arrives.
     """
     from hpcdist.strategies.schedule.simulate import timeline
     from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
@@ -189,8 +190,8 @@ class StageTime(NamedTuple):
     """Times of a micro-batch on a pipeline rank, or in one of its model chunks.
 
     ``load``: computation and collectives. ``sent``: waits for the collectives, by axis. ``seconds``: forward and
-    backward times, including these waits. ``ahead_s``: seconds of recomputation before the gradient arrives, not in
-    ``seconds``.
+    backward times, with these waits but without ``ahead_s``. ``ahead_s``: seconds of recomputation before the gradient
+    arrives.
     """
 
     load: StageLoad
@@ -229,7 +230,7 @@ def stage_of(
 def ranks_of(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[tuple[StageTime, int]]:
-    """Return the distinct `StageTime` values of the pipeline ranks, each with its number of ranks. Local."""
+    """Return pairs (`StageTime`, number of pipeline ranks with these times). Local."""
     costs: dict[tuple[str, str, float], MessageCost] = {}
     return [
         (stage_of(load, layout, cluster, microbatches, costs), often)
@@ -240,7 +241,7 @@ def ranks_of(
 def chunks_seconds(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[PlannedSeconds]:
-    """Return the forward and backward seconds of a micro-batch in each pipeline chunk, in model order. Local."""
+    """Return the seconds per micro-batch in each pipeline chunk, in model order. A step has ``microbatches``. Local."""
     costs: dict[tuple[str, str, float], MessageCost] = {}
     of_chunks = chunk_loads(description, layout, cluster)
     return [stage_of(load, layout, cluster, microbatches, costs).seconds for load in of_chunks]
@@ -283,8 +284,8 @@ def closed_pipe(
 ) -> PipelineTime:
     """Return the step time of the pipeline of ``layout`` by a closed formula. Local.
 
-    ``m``: micro-batches per step. ``ranks``: result of `ranks_of`. ``slowest``: times of the slowest rank, the same
-    object as in ``ranks``. ``hop_s``: seconds of a message between neighbouring ranks.
+    ``m``: micro-batches per step. ``ranks``: result of `ranks_of`. ``slowest``: the slowest `StageTime` in ``ranks``.
+    ``hop_s``: seconds of a message between neighbouring ranks.
     """
     others = slowest.seconds
     if layout.pipeline > 1:
@@ -299,10 +300,10 @@ def closed_pipe(
 def closed_form(
     layout: ParallelLayout, slowest: PlannedSeconds, others: PlannedSeconds, m: int, hop_s: float, ahead_s: float = 0.0
 ) -> PipelineTime:
-    """Return the step time of a pipeline with the schedule of ``layout``, by `closed_time`. Local.
+    """Return the step time of a pipeline of ``layout`` by the formula of the function `closed_time`. Local.
 
-    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks. For the other arguments
-    see `closed_time`.
+    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks. ``slowest``, ``others``
+    and ``ahead_s`` are arguments of `closed_time`.
     """
     return closed_time(
         layout.schedule,
@@ -321,7 +322,7 @@ def closed_form(
 def simulated_pipe(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, m: int, slowest: StageTime, hop_s: float
 ) -> PipelineTime:
-    """Return the step time of a pipeline, from simulations of its schedule with and without messages. Local.
+    """Return the step time of a pipeline by simulation of its schedule. Local.
 
     ``m``: micro-batches per step. ``slowest``: times of the slowest rank. ``hop_s``: seconds of a message between
     neighbouring ranks.

@@ -55,7 +55,7 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 
 
 def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
-    """Return the number of parameters that one device, or one parameter server, updates.
+    """Return the number of parameters that one device (or parameter server) updates.
 
     ``parameters``: number of parameters of one device before sharding over ``replicas`` devices.
     """
@@ -83,7 +83,7 @@ TOKEN_BYTES: Final = 4  # largest type of stored tokens
 class MicrobatchFlow(NamedTuple):
     """Times of the micro-batches of a step in seconds, without gradient exchange and optimizer update.
 
-    - ``slowest`` and ``fullest``: times of the slowest pipeline rank, and of the rank with the most parameters.
+    - ``slowest``: times of the slowest pipeline rank. ``fullest``: times of the rank with the most parameters.
     - ``hop``: cost of a message between two ranks.
     - ``terms``: seconds of each phase, such as "forward" and "backward".
     """
@@ -103,7 +103,7 @@ def microbatch_flow(
     *,
     simulate: bool = False,
 ) -> MicrobatchFlow:
-    """Return the time of the micro-batches of a step. Local. See `timing` for the arguments and errors."""
+    """Return the times of the micro-batches of a step. Local. Raises ConfigurationError for an impossible schedule."""
     m = layout.microbatches(global_batch)
     if layout.pipeline > 1:
         _check(layout, m)
@@ -140,9 +140,9 @@ def timing(
 ) -> TimeEstimate:
     """Return the time of a step, divided into phases such as forward, backward and optimizer update. Local.
 
-    The keyword ``simulate`` selects a simulation of the pipeline schedule, instead of a formula. The keyword
-    ``spare_bytes`` is the memory for larger gradient buckets. The keyword ``flow`` is a result of `microbatch_flow` to
-    use again. Raises ConfigurationError for an impossible schedule or precision.
+    The boolean keyword ``simulate`` selects a simulation of the pipeline schedule, instead of a formula. The keyword
+    ``spare_bytes`` is the memory for larger gradient buckets. The keyword ``flow`` is a result of `microbatch_flow`, or
+    None to compute it. Raises ConfigurationError for an impossible schedule or precision.
     """
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
@@ -179,8 +179,8 @@ def data_exchange(
 ) -> ExchangeCost:
     """Return the cost of exchanging gradients and parameters over the data axis, on one pipeline rank. Local.
 
-    ``stage``: work and times of the pipeline rank. ``m``: number of micro-batches per step. ``spare_bytes``: memory for
-    larger gradient buckets.
+    ``stage``: times of the pipeline rank. ``m``: number of micro-batches per step. ``spare_bytes``: memory for larger
+    gradient buckets.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":
@@ -235,7 +235,7 @@ def _full(layout: ParallelLayout, global_batch: int) -> float:
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
     """Return the cost of summing the gradients of norm weights and similar parameters over the tensor ranks. Local.
 
-    Without sequence parallelism, no sum is needed and the cost is 0. ``load.uncut``: number of these parameters.
+    Without sequence parallelism, no sum is needed and the cost is 0. ``load``: work of one pipeline rank.
     """
     if layout.tensor == 1 or not layout.sequence_parallel:
         return NO_COST

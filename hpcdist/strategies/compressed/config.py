@@ -49,8 +49,8 @@ class CompressionConfig:
     - ``across_nodes``: compress only the traffic between nodes.
     - ``density``: fraction of gradient elements to send. ``rank``: rank of powersgd's factors. ``bits``: bits per
       element of qsgd.
-    - ``candidates``: compressors that "auto" measures.
-    - ``parameters``: compression of zero3's parameter gathers; "int8" is qwZ of ZeRO++.
+    - ``candidates``: compressors from which "auto" chooses.
+    - ``parameters``: compression of zero3's parameter gathers, such as "int8".
     """
 
     error_feedback: bool = True

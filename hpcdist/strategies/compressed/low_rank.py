@@ -62,7 +62,7 @@ class PowerSgdReduction:
         return 1.0, 1.0
 
     def kept(self, part: Range) -> list[Range]:
-        """Return [``part``], because each of its elements may have a compression residual. Local."""
+        """Return [``part``]: this rank compresses the whole range. Local."""
         return [part]
 
     def _rounds(self, part: Range) -> list[tuple[Segment, Range, Range]]:

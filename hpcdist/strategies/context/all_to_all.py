@@ -127,7 +127,8 @@ class AllToAllAttention:
     ) -> tuple[Array, Array]:
         """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
 
-        The receive buffer is in ``arrives`` if large enough, else in scratch memory after at least ``after`` elements.
+        The receive buffer is in ``arrives`` if this is large enough. Else it is in scratch memory, at an offset of
+        at least ``after`` elements.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
@@ -137,7 +138,7 @@ class AllToAllAttention:
     def _exchange(
         self, sources: list[list[Array]], widths: Sequence[int], saved: Saved, arrives: Array | None = None
     ) -> list[Array]:
-        """Exchange all heads of the local tokens for the local heads of all tokens. Collective over the axis.
+        """Send all heads of the local tokens, and receive the local heads of all tokens. Collective over the axis.
 
         ``sources[r]``: arrays to send to rank r. Return an array of shape (batch, context, width) for each of
         ``widths``, valid until the next call. ``arrives``: optional receive memory, which may overlap ``sources``.
@@ -169,8 +170,8 @@ class AllToAllAttention:
     ) -> None:
         """Send the local heads of every token to the rank with this token. Collective over the axis.
 
-        ``targets[i][r]``: array for the heads of ``wholes[i]`` from rank r, and True to add to it. ``arrives``:
-        optional receive memory, which may overlap ``wholes``.
+        ``wholes``: arrays with the local heads of all tokens. ``targets[i][r]``: array for the heads that rank r sends
+        from ``wholes[i]``, and True to add them. ``arrives``: optional receive memory, which may overlap ``wholes``.
         """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)

@@ -23,8 +23,8 @@ class ContextAxis:
     """The ranks of ``comm``, which divide the ``context`` tokens of each sample. Methods are local unless marked.
 
     ``method``: "ring" or "all_to_all". The keyword ``window``: sliding window of the model in tokens, or 0. The keyword
-    ``spans`` records waits of the ring for messages. The attribute ``watch`` searches for the first non-finite value
-    that this rank itself computed.
+    ``spans``: `SpanSink` for the waiting times of the ring. The attribute ``watch`` finds the first non-finite value
+    that this rank computed.
     """
 
     def __init__(
@@ -46,10 +46,9 @@ class ContextAxis:
         self._spent_s = 0.0
 
     def messages(self, window: int) -> tuple[Messages, Messages]:
-        """Return the communication steps of this rank in one attention, as a pair (forward, backward).
+        """Return this rank's ring operations for one attention layer, as a pair (forward, backward).
 
-        ``window``: sliding window of the attention in tokens, or 0. Raises ScheduleError if the ranks' steps do not
-        match.
+        ``window``: sliding window of the attention in tokens, or 0. Raises ScheduleError for unmatched messages.
         """
         if window not in self._messages:
             lists = zip(*(self._of_rank(rank, window) for rank in range(self.size)), strict=True)
@@ -92,7 +91,7 @@ class ContextAxis:
         return rows
 
     def wait(self, request: Request, like: Array, name: str) -> None:
-        """Wait for the MPI ``request`` on the buffer ``like``. On the host, record the wait under ``name``."""
+        """Wait for the MPI ``request`` on the buffer ``like``. For a host buffer, record the time span as ``name``."""
         if is_device(like):  # the wait includes the computation before it
             request.wait()
         elif not request.test():
@@ -105,7 +104,7 @@ class ContextAxis:
     def all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
-        """Exchange ranges of ``send`` with all ranks, as `Communicator.all_to_all` does. Collective over the axis."""
+        """Send ``send[send_ranges[q]]`` to each rank q; receive into ``receive[receive_ranges[q]]``. Collective."""
         was_finite, begin = self.watch.sees_only_finite(send), time.perf_counter()
         self.comm.all_to_all(send, receive, send_ranges, receive_ranges)
         if not is_device(send):
@@ -130,8 +129,8 @@ class ContextAxis:
 class Ring:
     """Ring of ranks that passes each rank's keys and values to all ranks whose queries see them.
 
-    Keys and values of a rank have shape (batch, tokens of the rank, ``columns``), with the batch size and dtype of
-    ``like``. ``saved`` provides scratch memory. ``most``: largest ``columns`` of all rings that share this memory.
+    A rank's keys and values have shape (batch, tokens of the rank, ``columns``). The array ``like`` has the same batch
+    size and dtype. ``saved`` provides scratch memory, which rings with up to ``most`` columns share.
     ``window``: sliding window in tokens, or 0.
     """
 
@@ -142,7 +141,7 @@ class Ring:
     def block(self, memory: str, source: int) -> Array:
         """Return a scratch buffer of the shape of rank ``source``'s keys and values.
 
-        ``memory``: name in `operations.MEMORY`.
+        ``memory``: name of the buffer, a key of `operations.MEMORY`.
         """
         batch, most = self._like.shape[0], self._axis.most_tokens
         flat = self._saved.scratch(f"context.{memory}", (batch * most * self._most,), self._like.dtype)
@@ -152,13 +151,12 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Yield the keys and values of each rank that local queries see, passed around the ring. Collective.
+        """Yield (rank, keys and values, gradients, poll) for each rank that local queries see. Collective.
 
-        Each item is (rank, block, gradients, poll). ``block`` has the keys and values of ``rank``. The first block is
-        ``local_block``, of this rank. The call ``poll()`` advances the messages in flight. ``gradients`` is None in the
-        first item, and in the forward pass. In the backward pass (the keyword ``back`` is True), the caller must write
-        the gradients of the block to it. At the end, the scratch buffer `operations.HOME` has the sum of the other
-        ranks' gradients of ``local_block``.
+        This rank comes first, with ``local_block``. The call ``poll()`` advances the messages in flight. If the keyword
+        ``back`` is False, gradients is None. If it is True (backward pass), the caller must write the gradients of the
+        keys and values to the array gradients, except for this rank. At the end, the scratch buffer `operations.HOME`
+        has the sum of the other ranks' gradients of ``local_block``.
         """
         axis, blocks = self._axis, {"keys0": local_block}
         in_flight: dict[str, tuple[Request, RingOperation]] = {}  # by memory

@@ -30,9 +30,9 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RingOperation:
-    """Operation of one rank in ring attention: an ``action`` on the key block that rank ``source`` owns.
+    """Operation of one rank in ring attention: an ``action``, such as a send, on the keys of rank ``source``.
 
-    The block is stored in buffer ``memory``. Rank numbers are ranks of the context axis. Before the first operation,
+    The keys are stored in buffer ``memory``. Rank numbers are ranks of the context axis. Before the first operation,
     the local keys are in buffer "keys0".
     """
 
@@ -49,7 +49,7 @@ class RingOperation:
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Numbers of tokens per sample that this rank sends to and receives from each rank to exchange heads."""
+    """Numbers of tokens per sample that this rank sends to and receives from each rank in an all-to-all."""
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
@@ -105,7 +105,7 @@ def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tupl
     """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
 
     ``placed``: token ranges of a sample on each rank. First, each rank receives all tokens of some heads: by one
-    all-to-all, or two in a backward pass (the keyword ``back``). The last all-to-all returns the results.
+    all-to-all, or two if the keyword ``back`` is True. The last all-to-all returns the results.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

@@ -17,8 +17,8 @@ assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a dropout mask begin at 
 class Visit:
     """Keys and values of rank ``source`` that another rank receives in ring attention.
 
-    The receiver's queries before row ``from_row`` see none of these keys. The other queries see the token ranges
-    ``keys``, except tokens that a sliding window hides.
+    The receiver's queries before row ``from_row`` see none of these keys. Later queries see the keys in the token
+    ranges ``keys``, unless a sliding window hides them.
     """
 
     source: int
@@ -43,15 +43,15 @@ def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
 
 
 def tokens(rank_pieces: Pieces) -> int:
-    """Return the total number of tokens in one rank's pieces of a sample."""
+    """Return the number of tokens in ``rank_pieces``, one rank's token ranges of a sample."""
     return rank_pieces[-1][1]
 
 
 def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return a `Visit` for each other rank's keys and values, in the order of their arrival at ``rank``.
+    """Return a `Visit` for the keys and values of each other rank, in the order of arrival at ``rank``.
 
-    ``placed``: each rank's token ranges, from `pieces`. If the keyword ``causal`` is true, queries see only earlier
-    tokens.
+    ``placed``: each rank's token ranges, from the function `pieces`. If the keyword ``causal`` is True, queries see
+    only earlier tokens.
     """
     ranks, visited = len(placed), []
     for step in range(1, ranks):
@@ -68,10 +68,9 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 
 @lru_cache(maxsize=256)
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the path of each rank's keys and values: this rank, then the ranks that use them, in ring order.
+    """Return the ranks that use each rank's keys and values, in ring order from the rank itself.
 
-    ``placed``: each rank's token ranges, from `pieces`. ``window``: sliding window in tokens, or 0. Ranks on which no
-    query sees the keys are left out.
+    ``placed``: each rank's token ranges, from the function `pieces`. ``window``: sliding window in tokens, or 0.
     """
     ranks = len(placed)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
@@ -85,14 +84,14 @@ def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...],
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return the largest distance, in token ranges, from a token range to an earlier one inside its ``window``."""
+    """Return the largest number of token ranges that the sliding ``window`` reaches back from a token range."""
     every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
     starts = [first for start, end, first in every if end > start]
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))
 
 
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of query-key pairs in one sample with a query on ``rank`` and a visible key on any rank.
+    """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
 
     ``placed``: token ranges of the sample on each rank.
     """

@@ -30,7 +30,7 @@ def slowdown(work_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0
 
 
 def overhead(cost_s: float, mtbf_s: float) -> float:
-    """Return the fraction of the run time spent on saves of ``cost_s`` seconds at the interval of `daly`."""
+    """Return the fraction of the run time spent on saves of ``cost_s`` seconds each, at Daly's optimal interval."""
     work_s = daly(cost_s, mtbf_s)
     return cost_s / (work_s + cost_s)
 

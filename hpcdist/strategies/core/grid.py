@@ -41,7 +41,7 @@ class ProcessGrid:
         """Return the grid for ``world`` ranks. The keyword ``servers`` is the number of ranks that do not compute.
 
         If the keyword ``data`` is 0, it is computed from the other degrees. Raises ConfigurationError if the product of
-        the degrees is not the number of computing ranks. The keyword ``expert`` must divide the number of replicas.
+        the degrees is not the number of computing ranks, or if ``expert`` does not divide the number of replicas.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context
@@ -53,14 +53,14 @@ class ProcessGrid:
             raise ConfigurationError(
                 f"parallel.data {grid.data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} x "
                 f"parallel.context {context} = {grid.size}, but the world has {left}; "
-                f"each degree must be a divisor of {world}: {divisors}"
+                f"choose degrees with the product {world} from {divisors}"
             )
         if grid.replicas % expert:
             divisors = [d for d in range(1, grid.replicas + 1) if grid.replicas % d == 0]
             choice = f"choose one of {divisors}" if len(divisors) > 1 else "set parallel.expert = 1"
             raise ConfigurationError(
                 f"parallel.expert = {expert} does not divide parallel.data {data} x parallel.context {context} = "
-                f"{grid.replicas}, the number of replicas that share the experts of {world} ranks; {choice}; a "
+                f"{grid.replicas}, the number of replicas with {world} ranks; {choice}; a "
                 "checkpoint can be resumed with any number of expert ranks"
             )
         return grid

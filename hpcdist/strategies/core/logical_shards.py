@@ -86,7 +86,7 @@ class LogicalShards:
     ) -> tuple[float, np.ndarray]:
         """Return the sum of all ranks' ``losses``, and the elementwise sum of all ranks' arrays ``values``. Collective.
 
-        ``losses``: one loss per logical shard of this rank. Their sum has the same bits on any number of ranks.
+        ``losses``: one loss per logical shard of this rank. The loss sum has the same bits on any number of ranks.
         ``agree``: function that sums an array over the ranks.
         """
         shard_losses = np.zeros(self.count)
@@ -100,7 +100,7 @@ class LogicalShards:
         return {"arithmetic": self.arithmetic}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if ``state`` has a different fingerprint of floating-point rounding. Local."""
+        """Raise ConfigurationError if the ranks that saved ``state`` rounded differently from these ranks. Local."""
         before = state.get("arithmetic", self.arithmetic)
         if before != self.arithmetic:
             raise ConfigurationError(

@@ -43,8 +43,8 @@ class Graph:
     """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters.
 
     Steps use the ``rounds`` cyclically. In a complete graph, ``rounds`` is empty: all ranks average with equal weights.
-    ``gap``: spectral gap per round, or NaN if not computed. It is 1 - r^(1/k) for k rounds and r, the second largest
-    absolute eigenvalue of the product of their mixing matrices.
+    ``gap``: spectral gap per round, or NaN if not computed. Let k be the number of rounds, and r the second largest
+    absolute eigenvalue of the product of all mixing matrices. Then the gap is 1 - r^(1/k).
     """
 
     name: str
@@ -97,7 +97,7 @@ def build(graph: str, size: int, edges: str = "") -> Graph:
 
 
 def _regular(name: str, shape: tuple[int, ...], rounds: Sequence[Sequence[tuple[int, ...]]]) -> Graph:
-    """Return a graph on a periodic grid. ``rounds``: grid offsets from a rank to its neighbours, for each round."""
+    """Return a graph on a periodic grid of ``shape``. ``rounds``: grid offsets to a rank's neighbours in each round."""
     size = math.prod(shape)
     sources = tuple(tuple(_neighbours(rank, shape, steps) for rank in range(size)) for steps in rounds)
     eigenvalues = np.ones(shape, np.complex128)
@@ -176,8 +176,8 @@ BLOCK: Final = 1 << 14  # elements of each replica mixed at a time, to stay in t
 class NeighbourMixing:
     """Averaging of ``parameters`` with the parameters of the neighbours in ``graph``. Construction is collective.
 
-    ``ranges``: one message per range is sent to each neighbour. All ranks must call `start` and `wait` for the same
-    round. Between both calls, the parameters must not change.
+    ``ranges``: parts of the parameter vector to send in separate messages. All ranks must call `start` and `wait` for
+    the same round. Between both calls, the parameters must not change.
     """
 
     def __init__(self, context: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
@@ -214,7 +214,7 @@ class NeighbourMixing:
     def combine(self, number: int) -> None:
         """Replace the parameters by the weighted mean of mixing round ``number``. Local; call `wait` first.
 
-        The mean is x + sum_j w_j (x_j - x), over the neighbours j in rank order. If every x_j equals x, no bit changes.
+        For parameters x, and neighbour j with parameters x_j and weight w_j, the mean is x + sum_j w_j (x_j - x).
         """
         sources, _ = self._rounds[number % len(self._rounds)]
         xp = namespace(self._parameters.array)

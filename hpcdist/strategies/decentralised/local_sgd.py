@@ -38,7 +38,7 @@ class OuterOptimizer:
         self._start.copy_from(parameters)
 
     def step(self, parameters: FlatStore) -> None:
-        """Replace the averaged ``parameters`` by the result of the outer step, with which the next period starts."""
+        """Replace the averaged ``parameters`` by the result of an outer optimizer step."""
         start, difference = self._start.array, parameters.array
         namespace(start).subtract(start, difference, out=difference)
         if self._momentum:

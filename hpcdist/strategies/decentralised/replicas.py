@@ -30,8 +30,8 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class Replicas(Exchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    Subclasses average the replicas, and set the attribute ``factor``. It is the ratio of this rank's gradient to its
-    contribution to the mean gradient of all ranks.
+    Subclasses average the replicas. They set the attribute ``factor``: this rank's gradient, divided by the addend of
+    this rank in the mean gradient of all ranks.
 
     The attribute ``distances`` maps step numbers to consensus distances: relative differences of the replicas from
     their mean. It is equal on all ranks. `new_consensus_distances` returns and clears it.
@@ -63,7 +63,7 @@ class Replicas(Exchange):
         """Ignore the operation ``op``: this rank's gradients are not averaged over the ranks. Local."""
 
     def norm_squared(self) -> float:
-        """Return the squared norm of this rank's gradient, divided by the number of ranks."""
+        """Return this rank's squared gradient norm divided by the number of ranks."""
         self._norm_squared = self.update.norm_squared() * self.factor**2
         return self._norm_squared / self.context.data.size
 
@@ -77,9 +77,9 @@ class Replicas(Exchange):
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
         """Replace ``store`` by its mean over the data axis. Return two squared norms in an array. Collective.
 
-        The first norm is of ``store`` - mean, the second of the mean. Both cover only this rank's elements. If the
-        keyword ``replace`` is false, ``store`` is unchanged. ``weight``: this rank's weight in the mean. ``total``: sum
-        of all ranks' weights. By default, all ranks have weight 1. Waits for a GPU.
+        The norms are of the difference of ``store`` from the mean, and of the mean, for this rank's elements only.
+        ``weight``: this rank's weight in the mean. ``total``: sum of all ranks' weights. By default, all ranks have
+        weight 1. If the keyword ``replace`` is False, ``store`` is unchanged. Waits for a GPU.
         """
         squares = np.zeros(2)
         for part in self.ranges:

@@ -27,8 +27,8 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Strategy of a mixture of experts: one gradient exchange for dense tensors and one for experts. Collective.
 
-    The argument ``make`` builds an `Exchange` from a `RankContext`, once for dense tensors and once for experts. The
-    argument ``replicas`` is the communicator of the ranks with the same experts. The method `close` frees it.
+    The argument ``make``, a function, builds these two exchanges. The argument ``replicas`` is the communicator of the
+    ranks with the same experts. The method `close` frees it.
     """
 
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:
@@ -89,7 +89,7 @@ class ExpertExchange(Exchange):
     def plan(self) -> list[Operation]:
         """Return the operations that exchange gradients and update parameters, for dense tensors and experts. Local.
 
-        A single AGREE operation sums the loss and the gradient norm over the ranks.
+        The loss and the gradient norm are summed over the ranks once, for both together.
         """
         agree = Operation(Kind.AGREE)
         plans = [exchange.plan() for exchange in self.both]
@@ -172,7 +172,7 @@ def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
 
 
 class JoinedStore:
-    """Parameters or gradients of a layer in two stores: dense tensors and, from flat offset ``border`` on, experts."""
+    """Parameters or gradients in two stores: ``dense`` below the flat offset ``border``, and ``experts`` from it on."""
 
     def __init__(self, dense: FlatStore, experts: FlatStore, border: int) -> None:
         self._dense, self._experts, self._border = dense, experts, border
@@ -190,7 +190,7 @@ class JoinedStore:
         return self._of(self.layout.by_key[key].range).view(key)
 
     def add(self, part: Range, values: Array) -> None:
-        """Add ``values`` to the stored elements of the flat range ``part``."""
+        """Add ``values`` to the stored elements in ``part``, a range of flat offsets."""
         self._of(part).add(part, values)
 
     def blocks(self, part: Range) -> Iterable[Array]:

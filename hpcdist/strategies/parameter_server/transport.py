@@ -24,7 +24,7 @@ BLOCK_BYTES: Final = 64 << 10  # block size when several buffers are summed: par
 
 
 class ShardTree:
-    """Fixed tree that sums the gradients of ``shards`` logical shards (micro-batches) on ``workers`` workers. Local."""
+    """Order of summing the gradients of ``shards`` micro-batches on ``workers`` workers: a fixed tree. Local."""
 
     def __init__(self, shards: int, workers: int) -> None:
         self.shards = shards
@@ -37,7 +37,7 @@ class ShardTree:
         """Write the sum of ``addends`` to ``target``, with additions in a fixed order. Local.
 
         ``addends`` yields the arrays that the workers pushed, in rank order. ``target`` may be one of them. If the
-        keyword ``lasting`` is False, only the last two yielded arrays are valid.
+        boolean keyword ``lasting`` is False, only the last two yielded arrays are valid.
         """
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -71,10 +71,10 @@ class ShardTree:
 
 
 class PartialSums:
-    """Partial sums of one worker's gradients over its micro-batches (logical shards), to be pushed. Local.
+    """Partial sums of one worker's gradients over its micro-batches, to be pushed. Local.
 
     ``tree``: order of additions. ``index``: number of the worker. ``gradients``: gradients of the current micro-batch.
-    ``slot(n)``: function that allocates a buffer like ``gradients`` for the n-th sum.
+    ``slot(n)``: function that allocates buffer n, of the size of ``gradients``.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
@@ -85,7 +85,7 @@ class PartialSums:
         self._slots = slots
 
     def add(self, shard: int, part: Range) -> None:
-        """Add the gradients of local micro-batch number ``shard`` in the flat range ``part`` to the partial sums.
+        """Add the gradients of local micro-batch ``shard`` in the parameter range ``part`` to the partial sums.
 
         The gradients of the last micro-batch must stay unchanged until they are pushed.
         """
@@ -101,20 +101,20 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return this worker's gradient sums to push for the flat range ``part``. Call it after the last `add`."""
+        """Return this worker's gradient sums for the parameter range ``part``. Call it after the last call of `add`."""
         return [store.range(part) for store in self._lies]
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
-    """Return the number of buffers for gradient sums that worker ``index`` needs in the summation ``tree``."""
+    """Return the number of buffers that the worker number ``index`` needs for its gradient sums in ``tree``."""
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return one stack operation per micro-batch of worker ``index``, and the buffer number of each sum to push.
+    """Return the additions for each micro-batch of worker ``index``, and the buffer number of each sum to push.
 
-    Operation: (partial sums on the stack before, top sums that it joins, True if a new sum stays uncopied).
+    Additions: (stored sums before, number of them to add, True if the gradients themselves are pushed).
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -144,8 +144,8 @@ PARAMETER: Final = 1
 class ServerTopology:
     """Workers and servers of the world, and the parameter ranges that each server owns.
 
-    ``shards``: number of micro-batches of all workers, to sum gradients in a fixed order. 0: each worker pushes one
-    sum. ``comm`` carries only gradients and parameters.
+    ``shards``: number of micro-batches to sum in a fixed order, or 0 if each worker pushes one sum. ``comm`` carries
+    only gradients and parameters.
     """
 
     context: RankContext
@@ -195,7 +195,7 @@ class ServerTopology:
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """Tree that defines the order of adding all micro-batches' gradients, or None if each worker pushes one sum."""
+        """Tree that sets the order of gradient additions, or None if each worker pushes the sum of its gradients."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
@@ -212,16 +212,15 @@ class ServerTopology:
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return the sums of this rank's ``gradients`` over micro-batches, or None if it pushes no partial sums."""
+        """Return a `PartialSums` of this rank's ``gradients``, or None if it pushes no partial sums."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
 
     def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> PartialSums | None:
-        """Return the `PartialSums` over the micro-batches of rank ``worker``, or None if it pushes no partial sums.
+        """Return a `PartialSums` for rank ``worker``, or None if each worker pushes only one sum.
 
-        ``gradients``: gradients of the worker's current micro-batch. ``slot(n)``: function that allocates the n-th
-        buffer.
+        ``gradients``: gradients of the worker's current micro-batch. ``slot(n)``: function that allocates buffer n.
         """
         if self.tree is None:
             return None
@@ -239,7 +238,7 @@ class ServerTopology:
 
 
 class Transport(Protocol):
-    """Interface of parameter-server transports. A rank calls the methods in the order of its operation list.
+    """Interface of parameter-server transports. Operations on a range are complete after `settle`.
 
     A rank calls `settle` twice per step: after its pushes, and after its last operation.
     """
@@ -260,7 +259,7 @@ class Transport(Protocol):
         return
 
     def publish(self, part: Range) -> None:
-        """On a server, send the new parameters of the local range ``part`` to the workers."""
+        """On a server, send the new values of ``part``, a range of this server's parameters, to the workers."""
 
     def pull(self, part: Range) -> None:
         """On a worker, receive the new parameters of the flat range ``part``. They are valid after `settle`."""
@@ -274,7 +273,7 @@ class Transport(Protocol):
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays that a worker pushes for the flat range ``part``: partial sums, if any, or gradients."""
+    """Return the arrays that a worker pushes for the parameter range ``part``: partial sums, if any, or gradients."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

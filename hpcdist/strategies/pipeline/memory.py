@@ -28,10 +28,10 @@ IN_MESSAGES: Final = 2  # buffers per kind of message
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """Numbers of micro-batches for which a pipeline chunk holds arrays at one moment.
+    """Numbers of micro-batches whose arrays a pipeline chunk holds at the same time.
 
-    ``inputs`` counts micro-batches with a stored chunk input, ``kept`` with activations for the backward pass, and
-    ``held`` with arrays for the weight gradients of a split backward pass.
+    ``inputs``: micro-batches with a stored input. ``kept``: micro-batches with activations for the backward pass.
+    ``held``: micro-batches with arrays for the weight gradients of a split backward pass.
     """
 
     inputs: int = 0
@@ -61,9 +61,10 @@ class StateBytes:
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
-        """Return the `StateBytes` for ``degrees``, the numbers of shards of parameters, gradients and optimizer state.
+        """Return the `StateBytes` of the ZeRO settings ``config``. ``itemsize``: bytes per parameter and gradient.
 
-        ``optimizer_bytes``: bytes per parameter of optimizer state and master copies, before sharding.
+        ``degrees``: numbers of shards of parameters, gradients and optimizer state. ``optimizer_bytes``: bytes per
+        parameter of optimizer state and master copies, before sharding.
         """
         cut = degrees.parameters > 1, degrees.gradients > 1
         whole = config.keep_parameters + config.keep_gradients
@@ -78,7 +79,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of temporary arrays of a stage with ``parameters`` parameters, keyed as in `StateBytes`."""
+        """Return the bytes of temporary arrays of a stage with ``parameters`` parameters, by name, e.g. "gathered"."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -88,7 +89,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the candidates for the highest memory use: the `LiveMicroBatches` of each pipeline chunk.
+    """Return the states of a step that may need most memory: the `LiveMicroBatches` of each pipeline chunk.
 
     ``steps``: the rank's operations, in order. ``chunks``: range of stages of each pipeline chunk on the rank.
     """
@@ -125,8 +126,8 @@ _CHANGES: Final = {
 class StageMemory:
     """Memory model of pipeline ranks. Local.
 
-    ``units``: costs of each model stage. ``live``: result of the function `moments` for each rank. ``copies``: maps
-    stages to the bytes of their copies of tied tensors.
+    ``units``: costs of each model stage. ``live``: result of the function `moments` for each rank. ``copies``: bytes of
+    the copies of tied tensors, by stage.
     """
 
     def __init__(
@@ -149,14 +150,14 @@ class StageMemory:
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
         """Return the memory use of ``rank`` in bytes. Its pipeline chunk i has the stages [starts[i], stops[i]).
 
-        Each bound may be an array of candidates; then the result is an array with one value per candidate.
+        If bounds are arrays, the result is an array with the memory use for each element.
         """
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
         """Return the bytes of ``rank`` by category: "states", "activations", "messages" and "scratch".
 
-        Arguments as in `on`.
+        Pipeline chunk i of ``rank`` has the stages [starts[i], stops[i]).
         """
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]

@@ -58,7 +58,7 @@ def search(
     """Return the fastest partition of model units into chunks, or None if no partition fits into memory. Local.
 
     Chunk i is computed on ``ranks[i]``. ``seconds``: time of each unit. ``speeds``, ``limits``: each rank's relative
-    speed, and memory limit in bytes (0: no limit). ``memory`` computes a rank's memory use; None ignores the limits.
+    speed, and memory limit in bytes (0: no limit). ``memory`` predicts memory use; None ignores the limits.
     ``steps``: maximum number of search steps.
     """
     task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
@@ -128,7 +128,7 @@ class _Task:
         return max(sum(self.seconds) / sum(self.speeds), max(loads))
 
     def _counts(self, unit_s: float) -> tuple[list[float], list[int]]:
-        """Return each rank's seconds and each chunk's number of inner units, if an inner unit takes ``unit_s``.
+        """Return each rank's time and each chunk's number of inner units. An inner unit takes ``unit_s`` seconds.
 
         Inner units are all model units except the first and the last.
         """
@@ -152,7 +152,7 @@ class _Task:
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return chunk boundaries that balance the ranks, if all units except the first and last take equal time."""
+        """Return chunk boundaries that balance the ranks, with the mean time for units except the first and last."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1
@@ -198,7 +198,7 @@ def _less(first: tuple[bool, float, float], second: tuple[bool, float, float]) -
 
 
 class _Walk:
-    """Branch and bound search for the best partition: depth first, over the chunks in model order."""
+    """Branch-and-bound search for the best partition. It adds one chunk after another, depth first."""
 
     def __init__(self, task: _Task, best: tuple[float, tuple[int, ...]] | None, bound: float, steps: int) -> None:
         self.task, self.best, self._bound, self._left = task, best, bound, steps
@@ -278,7 +278,7 @@ def partition(
 ) -> StagePartition | None:
     """Return the fastest partition of model units on ``devices``, or None if no partition fits into memory. Local.
 
-    The other arguments are as in `search`.
+    ``seconds``: time of each unit. ``ranks``: rank of each chunk. ``memory`` predicts memory use (None: no limits).
     """
     assert len(seconds) >= len(ranks) > 0
     if len(set(ranks)) == len(ranks):
@@ -290,7 +290,7 @@ def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory
     """Return the chunks that minimise the largest ratio of a rank's memory use to its limit. Local.
 
     ``units``: number of model units. Chunk i is a range of units on ``ranks[i]``. ``devices`` has the memory limits;
-    ``memory`` computes a rank's memory use.
+    ``memory`` predicts a rank's memory use from its chunks.
     """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
@@ -346,10 +346,9 @@ def _bytes(memory: StageMemory, rank: int, count: int) -> np.ndarray:
 
 
 def _least(costs: Sequence[np.ndarray]) -> tuple[float, tuple[range, ...]] | None:
-    """Return (largest chunk cost, chunks) of the partition that minimises the largest chunk cost.
+    """Return the chunks with the smallest maximum cost, as (maximum cost, chunks), or None if all costs are infinite.
 
-    Chunk i is a non-empty range of model units [start, stop) and costs ``costs[i][start, stop]``. Return None if every
-    partition has infinite cost.
+    Chunk i, a non-empty range [start, stop) of model units, costs ``costs[i][start, stop]``.
     """
     count = costs[0].shape[0] - 1
     filled = np.triu(np.ones((count + 1, count + 1), bool), 1)

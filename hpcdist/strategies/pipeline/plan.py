@@ -26,7 +26,7 @@ BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """Layers, compute work and memory of one pipeline rank. Work is for one micro-batch on a rank of speed 1."""
+    """Layers, compute work and memory of one pipeline rank. Work is per micro-batch, before division by speed."""
 
     units: tuple[range, ...]
     parameters: int
@@ -57,12 +57,12 @@ class PartitionPlan:
 
     @property
     def stage_units(self) -> tuple[int, ...]:
-        """Number of layers (with embedding and head) of each (virtual) stage, as in ``parallel.stage_units``."""
+        """Number of layers, including embedding and head, of each stage or virtual stage."""
         return tuple(len(chunk) for chunk in self.placement.chunks)
 
     @property
     def balance(self) -> float:
-        """Mean fraction of time that ranks are busy if the slowest rank never waits. No schedule reaches more."""
+        """Mean busy fraction of the ranks if the slowest rank never waits: an upper bound for all schedules."""
         return sum(row.share for row in self.rows) / len(self.rows)
 
     def table(self) -> list[str]:
@@ -100,8 +100,8 @@ def plan(
 ) -> PartitionPlan:
     """Return the partition of ``model`` over the pipeline ranks, for micro-batches of ``samples`` samples.
 
-    ``states``: bytes per parameter of weights, gradients and optimizer state. The keyword ``seconds``: measured times
-    of each layer. The keyword ``earlier_units``: layers per stage before a resume, which are kept. Raises
+    ``states``: bytes per parameter of weights, gradients and optimizer state. The keyword ``seconds``: list of
+    measured times per layer. The keyword ``earlier_units``: list of layers per stage, kept at a resume. Raises
     ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
     """
     ranks, count = parallel.pipeline, len(model.stages)
@@ -175,8 +175,8 @@ def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[r
         per_rank = f" x {chunks} chunks each" if chunks > 1 else ""
         raise ConfigurationError(
             f"parallel.stage_units = {list(sizes)} has {len(sizes)} numbers with the sum {sum(sizes)}; give one number "
-            f"for each of {ranks} pipeline ranks{per_rank}, with the sum {count}: the number of units of the model "
-            "(embedding, layers and head)"
+            f"for each of {ranks} pipeline ranks{per_rank}, with the sum {count}: the number of layers of the model "
+            "(with embedding and head)"
         )
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 

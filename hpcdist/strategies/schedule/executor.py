@@ -32,7 +32,7 @@ class Executor:
     """Executes the operations of one rank (passes, messages, updates), for training steps and evaluations.
 
     ``clip_norm`` bounds the norm of the mean gradient; 0 disables clipping. The keyword ``seed`` is the seed of
-    dropout. The keyword ``spans`` receives the times of every operation.
+    dropout. The keyword ``spans`` is the sink to which the times of all operations go.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Executor:
 
         - ``batches``: this replica's micro-batches, which start at sample ``first_sample`` of the global batch.
         - ``samples``: number of samples of the global batch.
-        - ``targets``: divisor of the summed loss, by default the samples times the model's tokens per sample.
-        - ``stop_requests``: the result has their sum over the ranks.
+        - ``targets``: number of targets in the global batch, by default the samples times the tokens per sample.
+        - ``stop_requests``: this rank's stop requests. The result has the sum over the ranks.
 
-        Raises NonFiniteError on every rank, before any parameter changes, if loss or gradient is not finite. A
-        loss scale skips steps with a non-finite gradient instead.
+        Raises NonFiniteError on every rank, before any parameter changes, if loss or gradient is not finite. With
+        loss scaling, a step with a non-finite gradient is skipped instead.
         """
         sizes = [len(inputs) for inputs, _ in batches]
         try:
@@ -248,7 +248,7 @@ class Executor:
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _weigh(self, weight: float) -> None:
-        """Set the factor for the gradients: number of targets / ``weight``, the sum of their weights in the loss."""
+        """Set the gradient's factor to the number of targets / ``weight``, the sum of all targets' weights."""
         exchange = self.exchange
         targets = self._targets if exchange.traits.lock_step else sum(self.sizes) * self.model.tokens_per_sample
         if not targets:  # a worker without samples in this step

@@ -33,10 +33,10 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Prepare for the operations of a step. Return the values that select each micro-batch's dropout masks.
+        """Prepare for the operations of a step. Return ``draws``, which a subclass may copy to the GPU.
 
-        ``draws``: such values, on the host. ``sizes``: number of samples of each micro-batch. ``scale``: factor of the
-        loss gradient. The keyword ``steady`` is False in an evaluation or a search for NaN.
+        ``draws``: dropout values of each micro-batch. ``sizes``: number of samples of each micro-batch. ``scale``:
+        factor of the loss gradient. The bool keyword ``steady``: False in an evaluation or a search for NaN.
         """
         return draws
 
@@ -51,11 +51,11 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run the compute operation ``op``: call the function ``call`` and return its result.
+        """Run the compute operation ``op``: return ``call(moving)``.
 
-        The argument of ``call`` is the keyword ``moving``: arrays whose addresses change between steps, by name. A
-        subclass may pass copies at fixed addresses. The arrays in ``saved`` and in the keywords ``still`` (an input),
-        ``parameters`` and ``gradients`` have fixed addresses.
+        The keyword ``moving``: dict of the arrays whose addresses change between steps. A subclass may pass copies at
+        fixed addresses to ``call``. All other arrays have fixed addresses: in ``saved``, and in the keywords ``still``
+        (an input), ``parameters`` and ``gradients``.
         """
         return call(moving)
 
@@ -75,9 +75,9 @@ class _Captured:
 
 
 class StageGraphs(KernelLaunches):
-    """Runner of a rank's forward and backward passes as CUDA graphs, with arrays from ``arena``.
+    """Runner of a rank's forward and backward passes as CUDA graphs. ``arena`` provides memory for arrays.
 
-    The keyword ``drops``: True if dropout is used. The keyword ``ledger``: account of the additional memory of graphs.
+    The bool keyword ``drops``: dropout is used. The keyword ``ledger``: `Ledger` that counts the graphs' memory.
     """
 
     own_messages = True  # sends complete at varying times, so their memory must not come from the recorded arena
@@ -115,9 +115,9 @@ class StageGraphs(KernelLaunches):
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run ``op`` as a CUDA graph and return its result. Capture ``call`` if there is no graph for its arrays.
+        """Run ``op`` as a CUDA graph and return its result. The first run with the same arrays captures the graph.
 
-        During warm-up and evaluations, in a search for NaN, or if there are too many graphs, run ``call`` directly.
+        During warm-up and evaluations, in a search for NaN, or with too many graphs, run ``call`` without a graph.
         """
         if not self._on:
             return call(moving)

@@ -32,9 +32,8 @@ def phase_of(kind: Kind) -> str:
 class PhaseTimer:
     """Timer of the operations of a step, constructed just before the first operation starts. Local.
 
-    The argument ``seconds`` is a dict, to which the timer adds the seconds of each phase, with keys such as
-    "compute_s". The timer adds the start and end times of operations to the argument ``spans``. On a GPU, consecutive
-    operations of one phase are timed together.
+    The argument ``seconds`` is a dict with keys such as "compute_s": the timer adds each phase's seconds. The argument
+    ``spans`` collects start and end times of operations. On a GPU, consecutive operations of a phase are timed as one.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return a function that calls ``handler`` in a profiler range for ``phase``, opened by the function ``ranges``."""
+    """Return ``handler`` wrapped in a profiler range. ``ranges`` opens the range for operations of ``phase``."""
 
     def run(op: Operation) -> None:
         with ranges(phase, op.kind.name, op.microbatch, op.unit):
@@ -138,12 +137,12 @@ class NanFinder:
         return self._found
 
     def look(self, what: str, values: Scalar) -> None:
-        """Record ``what``, the name of ``values``, if they have this rank's first NaN or infinity since `begin`."""
+        """Check ``values``, named ``what``, for NaN and infinity. Store the name of the first such values."""
         if self._awake and self._found is None and not _finite(values):
             self._found = what
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
-        """Record the first tensor whose gradient in ``part``, a range of ``store``, is not finite; `end` returns it."""
+        """Check the gradients in ``part``, a range of ``store``. Store the name of the first that is not finite."""
         if self._awake and self._found is None:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))
@@ -153,7 +152,7 @@ class NanFinder:
         return self._awake and _finite(values)
 
     def distrust(self, values: Array) -> None:
-        """Stop this search if ``values``, received from another rank, are not finite: the NaN is not from this rank."""
+        """Stop the search if ``values``, received from another rank, are not finite: that rank had the first NaN."""
         if self._awake and not _finite(values):
             self._awake = False
 

@@ -69,13 +69,13 @@ class StagePlacement:
 
 
 def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the round-robin placement of ``parts``, ranges of model units, with equally many parts on each rank."""
+    """Return the placement of the model ranges ``parts`` in which range i is on rank i modulo ``ranks``."""
     assert len(parts) % ranks == 0, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
 
 
 def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the V-shaped placement of ``parts``, ranges of units: rank i has parts i and 2 ``ranks`` - 1 - i."""
+    """Return the placement of the model ranges ``parts`` in which rank i has ranges i and 2 * ``ranks`` - 1 - i."""
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
 
@@ -141,10 +141,10 @@ ENDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Operation of an operation list. ``unit``: index into the model's stages, or -1 for operations without a unit.
+    """Operation of one rank in a step. ``unit``: index of the model unit, or -1 for operations without a unit.
 
-    ``recompute``: a FORWARD that runs again because its activations were freed. ``source``: only in messages over skip
-    connections, the unit in which the skip connection starts.
+    ``recompute``: True for a FORWARD that runs again because its activations were freed. ``source``: model unit in
+    which a skip connection starts. Only messages over skip connections have a source.
     """
 
     kind: Kind

@@ -49,9 +49,9 @@ class SkipExchange:
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep ``y``, the output of the forward pass ``op``, for later units that read it over skip connections.
+        """Keep ``y``, the output of the forward pass ``op``, for later model units that read it over skip connections.
 
-        With the keyword ``dropped``, the activations of this unit are freed, and ``y`` is copied if still needed.
+        The keyword ``dropped`` is True if the activations are freed after this pass. ``y`` is then copied if needed.
         """
         if dropped:
             self.end(op)
@@ -64,7 +64,7 @@ class SkipExchange:
             self._values[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), y) if copy else y
 
     def add(self, op: Operation, dy: Array) -> Array:
-        """Add to ``dy`` the gradients from all skip connections that start at the unit of ``op``. Return ``dy``."""
+        """Add the gradients of the unit's skip connections to its output gradient ``dy``. Return ``dy``."""
         for target in self._place.skips_from(op.unit):
             skip = (op.microbatch, op.unit, target)
             dy += self._gradients.pop(skip)
@@ -72,13 +72,13 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After the backward pass ``op``, keep copies of the gradients in ``saved`` for skip connections."""
+        """After the backward pass ``op``, copy the gradients of its skip connections from ``saved``, to send them."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """After the backward pass ``op``, free its inputs from skip connections."""
+        """After the backward pass ``op``, free its unit's inputs from skip connections."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
@@ -95,7 +95,7 @@ class SkipExchange:
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Keep ``values``, received by ``op``: an output or, with the keyword ``back``, the gradient of an output."""
+        """Keep ``values`` that ``op`` received: outputs, or gradients of outputs if the keyword ``back`` is True."""
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:
@@ -109,7 +109,7 @@ class Stages:
     """Executor of the compute operations and pipeline messages of one rank.
 
     ``arena``: memory of the activations. ``bound``: this rank's parameters and gradients. ``watch``: detector of
-    non-finite values. ``launches``: launcher of the kernels, directly or as CUDA graphs.
+    non-finite values. ``launches``: object that launches kernels, directly or as CUDA graphs.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Stages:
 
     @property
     def weight(self) -> float:
-        """Sum of the loss weights of all micro-batches since `begin`, or 0 without weights. Waits for the GPU."""
+        """Sum of the micro-batches' weights in the loss since `begin`, or 0 without weights. Waits for the GPU."""
         return sum(float(weight) for weight in self._weights)
 
     @cached_property
@@ -195,7 +195,6 @@ class Stages:
         return self._arena.saved(self._model.stages[op.unit].layer, op.microbatch)
 
     def _arrives(self, unit: int) -> bool:
-        """Return True if the input of model unit ``unit`` is the batch or comes from another rank."""
         return unit in self._firsts and (unit == 0 or self._place.crosses(unit))
 
     def forward(self, op: Operation) -> None:
@@ -291,7 +290,7 @@ class Stages:
         )
 
     def _attend(self, op: Operation) -> None:
-        """Call the expert-parallel collectives of ``op`` for an empty micro-batch. Collective."""
+        """Call the expert-parallel collectives of the pass ``op``, although this micro-batch is empty. Collective."""
         stage, operations = self._model.stages[op.unit], self._model.operations
         if operations.experts is None or not operations.experts.attends:
             return

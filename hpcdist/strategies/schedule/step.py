@@ -15,7 +15,7 @@ Handler: TypeAlias = Callable[[Operation], None]
 
 @dataclass(frozen=True)
 class RecomputeVerdict:
-    """Result of computing a suspicious step twice: reason for suspicion, faulty ranks, and text on the fault or ""."""
+    """Result of computing a suspicious step again: reason for suspicion, faulty ranks, description of the fault."""
 
     suspicion: str
     ranks: tuple[int, ...] = ()
@@ -26,8 +26,8 @@ class RecomputeVerdict:
 class StepResult:
     """Result of a training step: mean loss over the global batch, stop requests, and this rank's seconds by phase.
 
-    ``correction``: factor applied to the gradient. ``skipped``: True if the gradient overflowed at ``loss_scale``, so
-    nothing was updated. ``measured``: all `StepObserver.counts`, concatenated and summed over the world.
+    ``correction``: factor for weighted targets. ``skipped``: True if the gradient overflowed at ``loss_scale``,
+    so nothing was updated. ``measured``: all observers' `counts`, concatenated and summed over the world.
     """
 
     loss: float = float("nan")
@@ -86,7 +86,7 @@ class StepObserver:
     def around(self, kind: Kind, handler: Handler) -> Handler:
         """Return the function that executes operations of type ``kind``: ``handler`` or a wrapper of ``handler``.
 
-        Called once per type. With several observers, ``handler`` is the result of the previous observer.
+        The executor calls this once per type. ``handler`` may be the wrapper of another observer.
         """
         return handler
 
@@ -104,7 +104,7 @@ class StepObserver:
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Called on all ranks before the update. ``step.outcome`` has the loss and gradient norm. Collective."""
+        """Check loss and gradient norm in ``step.outcome`` before the update; by default do nothing. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
         """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""

@@ -58,8 +58,8 @@ KINDS: Final = (
 class RunEvent:
     """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
 
-    ``values``: numbers by quantity (see `quantities.key`), and texts by name. The number for a counter is its total so
-    far. ``ranks``: arrays of shape (world,), with NaN for unknown values.
+    ``values``: dict of numbers (by the key of a quantity) and texts. The number for a counter is its total so far.
+    ``ranks``: dict of arrays of shape (world,), with NaN for unknown values.
     """
 
     kind: str
@@ -149,7 +149,7 @@ def _indices(file: Any, names: Sequence[str]) -> list[int]:
 
 
 def read(file: Any) -> Observations:
-    """Return the series of values and the event texts in the open metrics file ``file``. Older files have none."""
+    """Return the series of values and the event texts in the open metrics file ``file``, or none in older files."""
     if GROUP not in file:
         return Observations()
     rows, notes = ROWS.read(file), NOTES.read(file)
@@ -164,7 +164,7 @@ def read(file: Any) -> Observations:
 
 
 def _due(file: Any, events: Sequence[RunEvent]) -> list[RunEvent]:
-    """Return the ``events`` to store now. Kinds in `THINNED` are stored less often, and when the run ends."""
+    """Return the ``events`` to store now. Types in `THINNED` are left out if one was stored shortly before."""
     due, attributes = [], file[GROUP].attrs
     last = {kind: int(attributes.get(f"{kind}_ns", 0)) for kind in THINNED}
     ends = any(event.kind == "end" for event in events)

@@ -109,8 +109,8 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 class StepRow:
     """Measurements of one step on all ranks. A value that was not measured is NaN, or missing in ``ranks``.
 
-    ``ranks`` maps names in `PER_RANK` to arrays of shape (world,), in seconds or bytes. Of these, ``data_s`` is the
-    wait for the batch, and ``exposed_s`` for overlapped reductions, which take ``overlapped_s``. ``tokens``: sum over
+    ``ranks`` maps names in `PER_RANK` to arrays of shape (world,), in seconds or bytes. ``data_s`` is the wait for the
+    batch. ``exposed_s`` is the wait for overlapped reductions, and ``overlapped_s`` their time. ``tokens``: sum over
     ranks.
     """
 
@@ -126,8 +126,8 @@ class StepRow:
 class DerivedFigures:
     """Calculator of figures, such as the speed, over the last ``window`` steps. Pass steps in order.
 
-    Figures exclude the first step after a start if they have a second. Set the keyword ``lock_step`` to false if ranks
-    do not wait for each other.
+    The first step after a start is excluded as soon as there is a second step. Set the keyword ``lock_step`` to False
+    if ranks do not wait for each other.
     """
 
     def __init__(self, window: int = WINDOW, *, lock_step: bool = True) -> None:
@@ -138,7 +138,7 @@ class DerivedFigures:
         self.scores = np.empty(0)  # (W,) `straggler_scores` of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return, for each step in ``rows``, a dict from names of figures (as from `key`) to finite values.
+        """Return a dict of finite figures for each step in ``rows``. The names in the dict are results of `key`.
 
         Only the dict of the last step has figures of the straggler, the rank with the longest compute time.
         """
@@ -188,7 +188,7 @@ class DerivedFigures:
         return _ratio(of_ranks[0][0], np.max([spent for _, spent in of_ranks], axis=0))
 
     def _sums(self, *columns: np.ndarray) -> list[np.ndarray]:
-        """Return each column's moving sums over the last ``self.window`` rows. Rows that contain NaN count as 0."""
+        """Return the moving sums of arrays over the last ``self.window`` steps. Steps with NaN count as 0."""
         is_known = np.isfinite(columns).all(axis=0)
         sums = []
         for column in columns:

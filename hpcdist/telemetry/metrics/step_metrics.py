@@ -129,7 +129,9 @@ class MetricsWriter:
         except HpcdistError:
             raise
         except OSError as error:
-            raise StorageError(f"{self.path}: cannot be changed: {error}; its earlier content is kept") from error
+            raise StorageError(
+                f"{self.path} cannot be written ({error}); it keeps its earlier content; check the disk"
+            ) from error
 
     def _begin(self, file: Any, resume_step: int | None) -> None:
         is_new = "steps" not in file
@@ -138,7 +140,9 @@ class MetricsWriter:
         for table in (STEPS, EVALUATIONS):
             unexpected = set(datasets.columns(file, table.name)) - {column.name for column in table.columns}
             if unexpected:  # new rows would lack these columns
-                raise ValueError(f"table {table.name} of the file has unknown columns: {sorted(unexpected)[:3]}")
+                raise ValueError(
+                    f"this version does not know the columns {sorted(unexpected)[:3]} of table {table.name}"
+                )
             if resume_step is not None and not is_new:
                 table.drop_from(file, resume_step + 1)  # these steps will be repeated
         _link_to_root(file)
@@ -192,7 +196,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write the buffered rows to the metrics file. Further arguments are functions for `include`."""
+        """Write the buffered rows to the metrics file. Then pass each further argument to `include`."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -210,11 +214,11 @@ class MetricsWriter:
             self._change(add)
 
     def describe(self, **attributes: Any) -> None:
-        """Set root ``attributes`` of the metrics file."""
+        """Write the keyword arguments as root attributes of the metrics file."""
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call ``append(file, session)``, with the open metrics file and the number of earlier starts, to write now."""
+        """Call ``append(file, session)`` at once, with the open metrics file and the number of earlier starts."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:

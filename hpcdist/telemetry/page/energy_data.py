@@ -28,7 +28,7 @@ NO_STEP: Final = "no step is in the spans of all ranks: it did not end, or its s
 
 @dataclass(frozen=True)
 class RankLane:
-    """Spans of a rank in one step as (begin_s, end_s, `Span`), in seconds since the first rank began the step."""
+    """Operations (``spans``) of one rank in a step. Times are in seconds after the first rank began the step."""
 
     rank: int
     host: str
@@ -134,7 +134,7 @@ def _typical(ranks: Sequence[RankSpans]) -> int | None:
 
 
 def _offsets(ranks: Sequence[RankSpans], step: int, metrics_path: Path | None) -> tuple[dict[int, int], str]:
-    """Return each rank's clock correction in ``step`` in ns, and a text about the accuracy of the corrections."""
+    """Return {rank: ns to add to its clock at ``step``}, and a text about the accuracy of these corrections."""
     boots = {rank.boot_id or rank.host for rank in ranks}
     if len(boots) == 1:  # one kernel, one clock
         return {rank.rank: 0 for rank in ranks}, ""
@@ -236,8 +236,7 @@ def read_energy(
 ) -> RunEnergy:
     """Return the energy of the run in ``run_dir``, from its energy record and its metrics file.
 
-    The energy record is preferred to the ``attributes`` of the metrics file ``metrics_path``. ``last_step`` is the
-    number of the run's last step.
+    If both differ, the energy record is used. ``attributes``: HDF5 attributes of the metrics file.
     """
     usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
@@ -272,7 +271,7 @@ def _phases(rows: Any) -> list[PhaseEnergy]:
 
 
 def total_joules(by_kind: Mapping[str, float | None]) -> float:
-    """Return the total joules: the value of "node" if it is known, else the sum of the known values."""
+    """Return the joules of "node" in ``by_kind`` if known, else the sum of the known joules."""
     if by_kind.get("node") is not None:
         return float(by_kind["node"] or 0.0)
     return math.fsum(value for value in by_kind.values() if value is not None)
@@ -295,7 +294,7 @@ def _stored_curves(path: Path) -> tuple[dict[str, EnergyCurve], bool]:
 
 
 def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:
-    """Return the energy curve of each kind of source, from tables written by `hpcdist.energy.monitor.tables`."""
+    """Return one energy curve per type of counter. ``samples``, ``sources``: tables of the metrics file."""
     keys = ("session", "node", "source")
     kinds = {
         tuple(int(sources[name][row]) for name in keys): sources["kind"][row].decode(errors="replace")
@@ -323,9 +322,9 @@ def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.nd
 def _joined_sessions(
     parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
 ) -> dict[str, EnergyCurve]:
-    """Return the energy over time for each type of energy counter, joined over all starts (sessions).
+    """Return one energy curve per type of counter, over all sessions (starts of the run).
 
-    ``parts``: (times, millijoules, node) of each counter, by session and type. ``begins``: begin by (session, node).
+    ``parts[session][type]``: list of (times, millijoules, node). ``begins[session, node]``: begin time.
     """
     lasted = {
         session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)
@@ -375,7 +374,7 @@ UTILISATION_BINS: Final = 300
 
 @dataclass(frozen=True)
 class UtilisationCurves:
-    """Utilisation over time: ``shares`` maps each of `UTILISATION_NAMES` to its values at the times ``hours``.
+    """Utilisation over time: ``shares`` maps names, such as "cpu", to values at the times ``hours``.
 
     ``hours``, of shape (points,), is the running time since the first start, without pauses between starts.
     """
@@ -396,7 +395,7 @@ def read_utilisation(path: Path | None) -> UtilisationCurves | None:
 
 
 def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
-    """Return the utilisation averaged over nodes. ``rows`` maps columns of `UTILISATION_TABLE` to their values."""
+    """Return utilisation curves averaged over nodes. ``rows`` maps columns of `UTILISATION_TABLE` to arrays."""
     seconds, at = np.zeros(len(rows["session"])), 0.0
     for session in np.unique(rows["session"]):
         in_session = rows["session"] == session

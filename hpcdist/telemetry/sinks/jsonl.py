@@ -94,7 +94,9 @@ def drop_after(path: Path, step: int) -> None:
     except ValueError as error:
         _set_aside(path, str(error))
     except OSError as error:
-        raise StorageError(f"{path} cannot be cut back to step {step}: {error.strerror or error}; {CURE}") from error
+        raise StorageError(
+            f"{path}: the lines after step {step} cannot be removed: {error.strerror or error}; {CURE}"
+        ) from error
 
 
 def _set_aside(path: Path, reason: str) -> None:
@@ -106,7 +108,7 @@ def _set_aside(path: Path, reason: str) -> None:
 def _rows(file: BinaryIO) -> Iterator[bytes]:
     while row := file.readline(MOST_LINE_BYTES):
         if len(row) == MOST_LINE_BYTES:
-            raise ValueError(f"the event file has a line of at least {MOST_LINE_BYTES} bytes, expected shorter lines")
+            raise ValueError(f"a line has at least {MOST_LINE_BYTES} bytes, but lines must be shorter")
         yield row
 
 

@@ -78,7 +78,7 @@ class AppendOnlyFile:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Identity of a run. ``resumed_step`` is None in its first start; ``owner`` is from `provenance.job_owner`."""
+    """Identity of a run. ``resumed_step`` is None if the run did not resume. ``owner``: see `provenance.job_owner`."""
 
     name: str
     directory: Path

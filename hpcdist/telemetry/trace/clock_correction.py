@@ -131,8 +131,8 @@ def find_corrections(
 ) -> ClockCorrections:
     """Return the clock corrections of all hosts in ``logs``. Local.
 
-    ``sessions``: readings of the hosts' clocks, by start of the run. If a host has no readings, the uncorrected message
-    times in ``matches`` are used.
+    ``sessions``: readings of the hosts' clocks, for each start of the run. If a host has no readings, the message times
+    in ``matches`` are used.
     """
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
@@ -267,7 +267,7 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Result of `causal_order`: numbers of checked ``pairs`` of calls, and of pairs in the ``wrong`` order.
+    """Result of `causal_order`: number of checked ``pairs`` of calls, and number of ``wrong`` pairs (wrong order).
 
     ``most_ns``: largest time difference of a wrong pair. ``beyond``: number of pairs whose difference exceeds the error
     bounds of both clocks, or None if a bound is unknown.

@@ -88,7 +88,7 @@ class CommunicationOverlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """Fraction of the communication time, without waits for late ranks, that overlaps with computation, or None."""
+        """Fraction of communication time (without waits) that overlaps with computation, or None if this time is 0."""
         whole = self.hidden_ns + self.exposed_ns - self.waited_ns
         return self.hidden_ns / whole if whole > 0 else None
 

@@ -20,9 +20,9 @@ NO_SOURCE_LINE: Final = 1 << 62
 class TimelinePiece:
     """A time interval of a rank with one activity, ``name``.
 
-    The activity is an operation, such as "REDUCE", or a communication call in it, such as "REDUCE: send". For a call,
-    ``by`` is the rank for which it waited, or this rank if it did not wait. For operations and unmatched calls, ``by``
-    is -1. ``since_ns`` is the time at which the rank ``by`` began its call.
+    The activity is an operation, such as "REDUCE", or a communication call in it, such as "REDUCE: send". ``by`` is the
+    rank for which a call waited, this rank if the call did not wait, or -1 in all other cases. ``since_ns`` is the time
+    at which the rank ``by`` began its call.
     """
 
     rank: int
@@ -43,8 +43,8 @@ class TimelinePiece:
 class RunTimeline:
     """Timeline of all ranks in some steps, on one clock.
 
-    ``lines``: log of each rank. ``matches``: messages and collectives. ``bounds_ns``: error bound of each rank's times,
-    or None if it is unknown.
+    ``lines``: logs by rank. ``matches``: messages and collectives. ``bounds_ns``: error bound of each rank's times, or
+    None if it is unknown.
     """
 
     lines: Mapping[int, RankLog]
@@ -201,7 +201,7 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Split a rank's timeline ``leaves`` at its communication ``calls``. ``causes`` is from `_causes`."""
+    """Split ``leaves``, a rank's timeline, at its communication ``calls``. ``causes``: result of `_causes`."""
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]
     parts: list[TimelinePiece] = []

@@ -38,7 +38,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
-    """Return the pipeline schedule of ``parallel.schedule_file``, or None if the recipe names a schedule. Collective.
+    """Return the pipeline schedule of ``parallel.schedule_file``, or None for a schedule without a file. Collective.
 
     All ranks raise ConfigurationError if the file is unreadable or not valid for this pipeline.
     """
@@ -60,8 +60,8 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
     if parallel.recompute and schedule.keeps:
         raise ConfigurationError(
             f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}: passes in "
-            "this file need the stored activations; set parallel.recompute = false, or use 'placement = looped' and "
-            "only the passes F and B"
+            "this file need the stored activations; set parallel.recompute = false, or write a file with 'placement "
+            "= looped' and only the passes F and B"
         )
     return schedule
 
@@ -69,10 +69,10 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
 def check_exchange(
     parallel: ParallelConfig, schedule: ScheduleText | None, context: RankContext, *, accumulates: bool
 ) -> None:
-    """Raise ConfigurationError if the strategy would reduce gradients that are not complete. Local.
+    """Raise ConfigurationError if the strategy would reduce gradients before they are complete. Local.
 
-    ``schedule``: schedule read from a file, or None. The keyword ``accumulates``: the strategy adds up the gradients of
-    all micro-batches before it reduces them.
+    ``schedule``: schedule read from a file, or None. The keyword ``accumulates`` is True if the strategy adds up the
+    gradients of all micro-batches before it reduces them.
     """
     if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
@@ -103,7 +103,7 @@ def plan_partition(
     origin: StateSource | None,
     documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
-    """Return the partition of the model ``whole`` over pipeline ranks, or None if there is only one model chunk.
+    """Return the partition of the model ``whole`` over pipeline ranks, or None if the model is not divided.
 
     ``schedule``: schedule read from a file, or None. ``origin``: state to resume from. ``documents``: query-key pairs
     per packed sample. All ranks return the same partition or raise ConfigurationError. For a measured partition, passes
@@ -129,7 +129,7 @@ def plan_partition(
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Return the pipeline partition of a recipe without MPI. ``parallel.data`` = 0 counts as one replica. Local.
+    """Return the partition of the recipe's model over pipeline stages, computed without MPI. Local.
 
     Times are measured in this process with unsharded tensors. Raises UsageError if the recipe has only one stage.
     """
@@ -150,15 +150,15 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return the partition to store in checkpoints, as {name: value}, or {} unless it was measured. Local."""
+    """Return a measured partition as {name: value} for checkpoints, or {} if the partition was not measured. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
     """Return a rank's memory for parameters, gradients and optimizer state, as a `StateBytes`. Local.
 
-    ``replicas``: number of data-parallel replicas. The keyword ``splits``: separate passes compute input gradients and
-    weight gradients.
+    ``replicas``: number of data-parallel replicas. The keyword ``splits`` is True if separate passes compute input
+    gradients and weight gradients.
     """
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working

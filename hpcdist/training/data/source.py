@@ -113,8 +113,8 @@ def _block_place(columns: Sequence[Sliceable], number: int) -> tuple[Sliceable, 
             return column, number * _rows(column)
         number -= _blocks(column)
     raise IndexError(
-        f"block {sum(map(_blocks, columns)) + number} of the training data does not exist: it has only "
-        f"{sum(map(_blocks, columns))} blocks"
+        f"the training data has {sum(map(_blocks, columns))} blocks, but the caller asks for block "
+        f"{sum(map(_blocks, columns)) + number}; ask for a smaller number"
     )
 
 
@@ -209,8 +209,7 @@ class Source:
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
         """Divide the validation samples into ``parts`` ranges; yield micro-batches of range number ``part``. Local.
 
-        All ranges have equally many micro-batches, maybe empty. If ``part`` is None, all yielded micro-batches are
-        empty.
+        All ranges have equally many micro-batches. Some may be empty. If ``part`` is None, all are empty.
         """
         if self.validation is None:
             return
@@ -221,7 +220,7 @@ class Source:
     def targets_in(self, targets: Array, per_sample: float) -> float:
         """Return the number of targets over which a loss on ``targets`` is averaged.
 
-        It is ``per_sample`` for each sample, or the number of targets except `IGNORED` for packed samples.
+        Each sample counts as ``per_sample`` targets. In packed samples, all targets except `IGNORED` are counted.
         """
         if self.padding is None:
             return len(targets) * per_sample
@@ -256,9 +255,8 @@ def open_source(
 ) -> Source:
     """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
 
-    Ranks compare hashes of some elements and, with the keyword ``digests``, a hash of all data. The keyword
-    ``kept_only`` allows only a cached hash of all data. Raises DataError for missing, short, unreadable or unsuitable
-    data.
+    Ranks compare hashes of some elements. If the keyword ``digests`` is True, they also compare a hash of all data. If
+    the keyword ``kept_only`` is True, only a cached hash is used. Raises DataError for missing or unsuitable data.
     """
     verdict: str | HpcdistError
     try:

@@ -104,7 +104,7 @@ def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSou
 
 @dataclass(frozen=True)
 class Incarnation:
-    """Session, training loop and in-memory state copies of this process for the current set of training ranks."""
+    """Session, training loop and state protection of this process, valid until the training ranks change."""
 
     session: Session
     loop: TrainingLoop | None = None
@@ -114,7 +114,8 @@ class Incarnation:
 class ElasticJob:
     """One process of a job that survives rank failures.
 
-    A new incarnation ("life") starts after each change of the training ranks. ``number`` counts incarnations from 0.
+    After each change of the training ranks, the process creates a new session and training loop. ``number``: earlier
+    changes in this job.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class EnergyRecorder:
     """Recorder of a run's energy, measured by `EnergyMonitor` and summed over all starts of the run. Collective.
 
     ``directory``: run directory, or None to store no energy record. ``spans`` returns this rank's time spans since its
-    last call; without it, the energy per activity is unknown. ``host`` is for tests.
+    last call; without it, the energy per activity is unknown. ``host``: name of this node.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class EnergyRecorder:
             self._before_j = _training_j(record["joules"])
 
     def _attend(self, host: str, bus_id: str | None) -> None:
-        """Split ranks by ``host``, and record the ranks that use each GPU. ``bus_id``: this rank's GPU. Collective."""
+        """Split ranks by node name ``host``, and list each GPU's users. ``bus_id``: this rank's GPU. Collective."""
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
@@ -216,7 +216,7 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return this node's power sensor with the least measured time, or None if all measure continuously. Local."""
+        """Return this node's sensor that measures the least time, or None if all measure continuously. Local."""
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least

@@ -181,9 +181,9 @@ class EventPublisher:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Record the background collectives and layer prefetches of a step.
+        """Record the background collectives of a step, and its layer prefetches as ``hits`` and ``misses``.
 
-        ``total_s`` is the time of the collectives, and ``exposed_s`` is the part that no computation overlaps.
+        ``total_s``: time of the collectives. ``exposed_s``: time of the collectives in which no computation runs.
         """
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
@@ -247,10 +247,11 @@ class EventPublisher:
         fetched: Sequence[Mapping[str, int]],
         data_s: float,
     ) -> None:
-        """Add an event with the time and bytes of collectives, layer prefetches and waits for batches.
+        """Add an event about collectives, layer prefetches and waits for batches.
 
-        The first three arguments have one mapping per rank. ``operations`` maps a collective to (calls, seconds,
-        bytes). ``data_s`` is the mean time that a step waits for its batch.
+        The first three arguments have one mapping per rank. ``operations``: (calls, seconds, bytes) of collectives.
+        ``overlapped``: seconds of background collectives. ``fetched``: numbers of prefetch hits and misses.
+        ``data_s``: mean time that a step waits for its batch.
         """
         figures = {"data_seconds": data_s}
         for name in sorted({name for rank in operations for name in rank}):
@@ -328,7 +329,7 @@ class EventPublisher:
         self._add("end", self._done, {})
 
     def close(self, *, normal: bool) -> None:
-        """Publish remaining events and close the sinks. The keyword ``normal``: the run ended without an error."""
+        """Publish remaining events and close the sinks. The keyword ``normal`` is True after a run without error."""
         self.publish()
         if self._stream is not None:
             self._stream.close(normal)

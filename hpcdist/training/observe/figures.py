@@ -213,8 +213,8 @@ def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) ->
     """Return the figures about stragglers for the summary. Local.
 
     ``workers`` has the measurements of each rank except parameter servers. The figure ``samples_by_replica`` is from
-    the last step, or None if samples are always divided evenly. Parameter servers add figures, such as dropped
-    gradients.
+    the last step, or None if samples are always divided evenly. With parameter servers, the result includes dropped
+    gradients or staleness.
     """
     exchange = trainer.exchange
     stragglers: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}

@@ -54,7 +54,7 @@ class NvtxRanges:
     def __call__(
         self, phase: str, name: str, microbatch: int = -1, unit: int = -1
     ) -> AbstractContextManager[object, bool | None]:
-        """Return a context manager for the profiler range of operation ``name``, coloured by ``phase``. Local."""
+        """Return a context manager for a profiler range with the text of `label`, in the colour of ``phase``."""
         annotation = self._known.get((phase, name, microbatch, unit))
         if annotation is None:
             annotation = self._annotate(
@@ -100,8 +100,8 @@ class ConsoleProgress:
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
         """Report that ``done`` steps are complete.
 
-        ``targets``: number of targets in the last step on all ranks, without dropped gradients. Of the last step's
-        ``step_s`` seconds, this rank spent ``communication_s`` seconds in communication.
+        ``targets``: number of targets in the last step on all ranks, except targets of dropped gradients.
+        ``communication_s``: this rank's communication time in the last step. ``step_s``: duration of the last step.
         """
         if not self._shown:
             return
@@ -180,10 +180,9 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the number of samples of each replica, after ``done`` steps, to the metrics.
+        """Write the load balancer's number of samples of each replica, after ``done`` steps, to the metrics.
 
-        ``first`` 0: the numbers of the next step, and all planned changes of the load balancer. -1: only the last
-        change.
+        ``first`` 0 writes the numbers of the next step and all planned changes. -1 writes only the last change.
         """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
@@ -197,8 +196,8 @@ SHIFT_SPAN: Final = "shift"
 class StepShifter:
     """Delay before each step, so that a power sensor measures all phases of a step equally often. Local.
 
-    ``sensor()`` returns a sensor that does not measure continuously, or None if all sensors do. Delaying one rank is
-    enough, because the other ranks wait for it in the step.
+    ``sensor()`` returns a sensor that measures only part of the time, or None if all sensors measure continuously.
+    Delaying one rank is enough, because the other ranks wait for this rank in the step.
     """
 
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:

@@ -67,8 +67,8 @@ _PHRASES: Final = (
 class Need:
     """Requirement of a recipe key: the key needs the setting ``what``, a text such as "parallel.pipeline > 1".
 
-    If ``excludes`` is true, the key must not be combined with this setting. If not "", ``of`` has the values of the
-    key, and ``where`` the condition, for which this applies.
+    If ``excludes`` is true, the key must not be combined with this setting. ``of``: values of the key to which this
+    applies ("": all). ``where``: condition of the requirement ("": always).
     """
 
     what: str

@@ -50,7 +50,7 @@ def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tupl
     """Return the process grid of ``recipe`` on ``world`` ranks, and the server and worker roles, or None. Local.
 
     The roles are None without parameter servers, or if every rank computes and serves. Raises ConfigurationError if the
-    recipe or, with the keyword ``chaos``, a rank in its ``[chaos]`` section does not fit.
+    recipe does not fit ``world``. If the keyword ``chaos`` is True, ranks in section ``[chaos]`` are checked, too.
     """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles

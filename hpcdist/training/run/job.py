@@ -68,9 +68,9 @@ class TrainingJob:
     def assemble(
         self, session: Session, recipe: Recipe, origin: StateSource | None
     ) -> tuple[Trainer, StateSource | None]:
-        """Return the trainer and the source of its initial state. Collective.
+        """Return the trainer, and the `StateSource` from which its state was restored. Collective.
 
-        The source is ``origin``. If ``origin`` is a damaged checkpoint, the source is an earlier checkpoint.
+        This is ``origin``, or an earlier checkpoint if ``origin`` is a damaged checkpoint.
         """
         trainer, used = from_intact_source(
             session.comm,
@@ -93,7 +93,7 @@ class TrainingJob:
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective.
 
-        ``everyone``: all living processes of the job. The keyword ``takes`` must be True on the leader only.
+        ``everyone``: all living processes of the job. If the keyword ``takes`` is True, this process takes the lock.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)

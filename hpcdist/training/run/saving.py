@@ -51,14 +51,14 @@ class CheckpointSaver:
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` must be called: all ranks have written, or a rank has failed. Local.
+        """Return True if all ranks have written or a rank has failed, so that `settle` must be called. Local.
 
         ``sums``: sum of the arrays from `numbers` over all ranks.
         """
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Continue the commit of a checkpoint that all ranks have written. Return its path if complete, else None.
+        """Continue to commit a checkpoint that all ranks have written. Return its path after the commit, else None.
 
         ``sums`` is the sum of `numbers` over all ranks. Raises StorageError on all ranks if a rank failed to write.
         """

@@ -32,8 +32,8 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 class CheckpointTimer:
     """Timer that decides when to save checkpoints, and whether the job's time is up. Local.
 
-    Only one rank decides. ``state_bytes``: size of its state. ``ends``: end of the job, in seconds since 1970.
-    ``starts``: the run's starts and failures, which give the failure rate.
+    One rank decides for all. ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since
+    1970. ``starts``: record of starts and failures of the run.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class StopRequests:
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
         """Return a `StopRequests` that handles signals. The job ends after ``limit_s`` seconds or at Slurm's limit.
 
-        Until a call of `begun`, a signal ends the process at once, after calls of the functions in the further
-        arguments. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
+        Until `begun` is called, a signal ends the process at once. Further arguments are functions to call before this
+        exit. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
         """
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
@@ -193,7 +193,7 @@ class StopRequests:
     def starts(self, *lets_go: Callable[[], object]) -> None:
         """Let signals end this process at once, until the method `begun` is called. Main thread only.
 
-        The arguments are functions to call before the exit, e.g. to release a lock.
+        Optional arguments are functions to call before the exit, e.g. to release a lock.
         """
         for action in lets_go:
             self._at_once.before(action)

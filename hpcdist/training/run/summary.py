@@ -49,8 +49,8 @@ def lock_step_throughput(
     """Return the speed of a run whose ranks make each step together. Local.
 
     ``workers`` are the items of ``ranks`` except parameter servers. ``targets`` is the mean number of targets per step.
-    A step takes the time of its slowest worker. Its sent bytes are from the rank that sends most. The result has their
-    median over the steps, or their mean if the keyword ``alike`` (all steps are alike) is False.
+    A step takes the time of its slowest worker. Its sent bytes are from the rank that sends most. The result has the
+    median of these bytes, or their mean if the bool keyword ``alike`` (all steps are alike) is False.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -74,8 +74,8 @@ def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThro
     """Return the speed of a run whose workers do not wait for each other. Local.
 
     ``workers`` are the items of ``ranks`` except parameter servers. The first step of each worker does not count.
-    Measurement begins when a worker first completes a step. The step time is the median of the workers' median step
-    times. The sent bytes per step are from the rank that sends most.
+    The token rate is measured from the end of the first step of any worker. The step time is the median of the workers'
+    median step times.
     """
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -102,7 +102,7 @@ def _most(counts: Sequence[float]) -> float:
 
 
 def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
-    """Return (seconds, bytes sent, communication seconds) of each stored step except the first, or of the only step."""
+    """Return (seconds, bytes sent, communication seconds) of sampled steps. The first step is used only if alone."""
     first = rank["first"]
     if not rank["count"] or rank["sample"]:
         return rank["sample"]
@@ -123,9 +123,9 @@ def summarise(
     val_loss: float,
     entropies: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary of the run in ``directory`` after its steps. Collective.
+    """Return the summary of the run in ``directory`` as a dict. Unknown figures are None. Collective.
 
-    Unknown figures are None. ``entropies``: n-gram entropies of the training text, on rank 0 only.
+    ``outcome``: steps made. ``entropies``: n-gram entropies of the training text, on rank 0 only.
     """
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
@@ -180,8 +180,7 @@ def summarise(
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
     """Return mean and median of the step time, and of the fraction spent in communication. Local.
 
-    ``pace`` has the step times. The fractions are means over ``workers``, the ranks that compute. Figures are None if
-    no step was made.
+    Times are from ``pace``. Fractions are means over ``workers``, the computing ranks. Figures are None without steps.
     """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
@@ -268,7 +267,7 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
     """Return the bytes moved per step, keyed by the fields of `BytesMoved`, or None if no rank made a step.
 
-    Each value is the largest of the ranks' means over steps. ``sent``, unless NaN, replaces the value of ``messages``.
+    Each value is the largest mean over steps of any rank. For the key "messages", it is ``sent`` unless NaN.
     """
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -281,7 +280,7 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the mean bytes per step that a rank reads from shared memory: the largest of all ranks, or None if 0."""
+    """Return the largest mean of bytes that a rank reads from shared memory in a step, or None if it is 0."""
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 

@@ -245,7 +245,7 @@ def _with_stripe(
 def _with_checkpoints(
     resolved: "ResolvedRecipe", options: Mapping[str, Any], site: SiteProfile
 ) -> tuple["Recipe", list[str]]:
-    """Return the recipe with a checkpoint interval, computed unless the user set it, and notes for the user."""
+    """Return the recipe with a computed checkpoint interval, and notes for the user. A user's interval is kept."""
     recipe = resolved.recipe
     if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
         return recipe, []
@@ -322,7 +322,7 @@ def _staged_data(is_requested: bool, recipe: "Recipe") -> Path | None:
     if not is_requested:
         return None
     if not recipe.data.path:
-        raise ConfigurationError("--stage-data: data.path is empty, so there is nothing to copy; leave it out")
+        raise ConfigurationError("--stage-data: data.path is empty, so there is nothing to copy; leave the option out")
     return Path(recipe.data.path)
 
 

@@ -143,14 +143,14 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
         nearest = data or max(1, workers // devices_of_replica)  # number of replicas
         near = nearest * devices_of_replica + layout.servers
         raise UsageError(
-            f"--devices is {devices}, but {product} cannot give {counted(devices, 'device')}; the nearest possible "
+            f"--devices is {devices}, but {product} does not use {counted(devices, 'device')}; the nearest possible "
             f"number is {near}"
         )
     return int(replicas)
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject`` with the kernel speed and memory of Megatron, if hpcdist is not measured on cluster ``on``.
+    """Return ``subject`` with Megatron's kernel speed and memory, if cluster ``on`` has no measurements of hpcdist.
 
     Only transformers on GPUs are changed, and only if the user chose no kernels. Layouts that Megatron does not support
     are unchanged, unless the keyword ``always`` is true.
@@ -186,7 +186,7 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
         from hpcdist.training.recipe import recipe as recipes
 
         if path is not None and not path.exists():
-            raise StorageError(f"recipe {path}: there is no such file")
+            raise StorageError(f"recipe {path}: there is no such file; correct the path")
         recipe = recipes.load(path, overrides).recipe
         return subject_of_recipe(recipe, "the default recipe" if path is None else path.stem, options)
     if overrides:
@@ -220,7 +220,7 @@ def read_cluster(named: str | None) -> Cluster:
 
 
 def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> PlanSubject:
-    """Return the model, layout and batch of ``recipe``, changed by options. Raises ConfigurationError, UsageError."""
+    """Return model, layout and batch of ``recipe``, changed by command-line ``options``. ``name``: name in the plan."""
     planned = plan_of_recipe(recipe, name)
     batch = options.get("batch") or planned.global_batch
     layout = layout_from_options(options, planned.layout)
@@ -283,7 +283,7 @@ def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:
         if not math.isclose(wide, round(wide)) or round(wide) < 1:
             raise UsageError(
                 f"--mlp-ratio {options['mlp_ratio']:g} x --hidden {options['hidden']} = {wide:g} is not an integer; "
-                "give --feed-forward"
+                "give an integer width with --feed-forward"
             )
         values["feed_forward"] = round(wide)
     shape = TransformerShape(**values)

@@ -33,7 +33,7 @@ class AccountedStep(NamedTuple):
     """Accounting record of a job step, or of a whole job (``name`` "").
 
     ``begin`` and ``end``: seconds since 1970, or 0 if not yet reached. ``joules``: None if not measured. ``of_nodes``:
-    energy of the node with the least energy and of the node with the most energy.
+    joules by node name, for the nodes with the least and the most energy.
     """
 
     name: str

@@ -25,9 +25,9 @@ from hpcdist.strategies.schedule.operations import Operation
 class Quorum:
     """Decisions of the first server about pushed gradients. A step ignores the ``spare`` slowest of ``workers``.
 
-    A decision is a `ControlFields` object, which all servers follow. If its field ``dropped`` is true, the servers
-    ignore the gradients of ``workers``. Otherwise, they apply the sum of these gradients times ``scale``. ``clock`` is
-    the step at which the workers continue.
+    All servers follow a decision, a `ControlFields` object. Its field ``workers`` lists workers. If its field
+    ``dropped`` is true, the servers ignore these workers' gradients. Otherwise, they apply the sum of these gradients
+    times the field ``scale``. Workers continue after the step in the field ``clock``.
     """
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
@@ -59,13 +59,13 @@ class Quorum:
     def leave(self, worker: int) -> list[ControlFields]:
         """Record that ``worker`` has stopped pushing. Return the decisions to drop gradients, or [].
 
-        If too few workers for an update still push, all gradients that wait for the update are dropped.
+        If the other workers are too few for an update, all gradients that wait for the update are dropped.
         """
         self._away.add(worker)
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """Let all workers push again after a pause of training. ``clock``: number of completed steps."""
+        """Let all workers push gradients again after a training pause. All workers continue after step ``clock``."""
         self._away.clear()
         self.clock = clock
 
@@ -99,7 +99,7 @@ class BackupExchange(AsynchronousServerExchange):
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return the divisor of this worker's gradient: ``batch``, the number of samples of all workers. Local."""
+        """Return ``batch``, the divisor of the gradient. This worker has ``samples`` samples, all workers ``batch``."""
         self._weight = samples, batch
         return batch
 
@@ -153,7 +153,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Apply the gradients of ``turn.workers``. Return False if gradient norms of other servers are missing."""
+        """Apply the gradients of the workers in ``turn``. Return False if gradient norms of servers are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -205,8 +205,7 @@ class BackupExchange(AsynchronousServerExchange):
         """Set the step counts of all workers to ``updates``, the number of server updates. Collective over the world.
 
         Call it while training is paused. ``clocks``: step count of each worker. If one is below ``updates``, all
-        workers receive the newest parameters. ``calls``: number of pause requests of all ranks, which the first server
-        awaits.
+        workers receive the newest parameters. ``calls``: number of pause requests of all ranks in this run.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:

@@ -51,7 +51,7 @@ class VersionVector:
             return False
         if clock != self.vector[worker] + 1:
             raise ValueError(
-                f"push {clock} of worker {worker} came after push {self.vector[worker]}: a push between them is missing"
+                f"push {clock} of worker {worker} came after push {self.vector[worker]}; send all pushes in order"
             )
         self.vector[worker] = clock
         return True
@@ -164,7 +164,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
         self._vector.convene(clock_of)
 
     def part(self) -> None:
-        """Resume training after the pause that `meet` began. A worker too far ahead first waits for slower workers."""
+        """End the pause that `meet` began. A worker beyond the staleness bound then waits for slower workers."""
         super().part()
         has_steps = self.clock < self.context.total_steps
         if self.works and has_steps and self.clock - min(self.clocks) > self._bound:

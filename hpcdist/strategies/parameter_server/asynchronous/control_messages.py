@@ -83,8 +83,8 @@ class ControlChannel:
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
         """Wait for a control message and handle it.
 
-        If the keyword ``alone`` is true, block in one receive, with the usual timeout. Otherwise, poll without a
-        timeout. The keyword ``look`` is a function to call between polls.
+        If the bool keyword ``alone`` is True, block in one receive, with the usual timeout. Otherwise, poll without a
+        timeout, and call the keyword ``look`` (a function) between polls.
         """
         if alone:
             self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
@@ -104,7 +104,7 @@ class ControlChannel:
         self._answer(message)
 
     def settle(self) -> None:
-        """Wait until all control messages that this rank sent have been received. Called after a rendezvous."""
+        """Wait until all control messages that this rank sent have been received."""
         wait_all(self._sent)
         self._sent.clear()
 
@@ -140,8 +140,7 @@ class Rendezvous:
     """Pause of all workers between steps, so that the world can run collectives. Each rank has one such object.
 
     The attribute ``called`` is true on a worker that must pause and call `meet`. The attribute ``due`` is true on the
-    first server while its replies ask workers to pause. Servers call ``left(worker)`` for each paused worker, and do
-    not wait for it.
+    first server while it asks workers to pause. Servers do not pause; they call ``left(worker)`` for paused workers.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class Rendezvous:
     def ask(self, wants: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Set ``wants``, a function that returns True if this rank requests a pause of all workers. Local.
 
-        While a worker waits for a pause, it calls ``wants()`` every `LOOK_S` seconds, and ``meanwhile()``.
+        While a worker waits for a pause, it calls ``wants()`` and ``meanwhile()`` every `LOOK_S` seconds.
         """
         self._wants, self._meanwhile = wants, meanwhile
 
@@ -206,7 +205,7 @@ class Rendezvous:
     def settle(self, calls: int) -> None:
         """Wait until this rank's control messages have been received. Local; call it while all workers are paused.
 
-        The first server also waits until it has received ``calls`` pause requests since the start of the run.
+        The first server also waits for all pause requests. ``calls``: their number since the start of the run.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

@@ -71,8 +71,8 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
         if equals:
             if key not in ("placement", "chunks") or key in header or passes:
                 raise ConfigurationError(
-                    f"{name}, line {number}: {line!r}; before the ranks' passes, only 'placement = looped', "
-                    "'placement = folded' and 'chunks = (chunks per rank)' are allowed, at most once each"
+                    f"{name}, line {number}: {line!r} is not allowed; before the passes, use only "
+                    "'placement = looped', 'placement = folded' and 'chunks = (chunks per rank)', at most once each"
                 )
             header[key] = value
         else:
@@ -85,11 +85,11 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
             "least 1"
         )
     if placement == "folded" and chunks != "2":
-        raise ConfigurationError(
-            f"{name}: placement = folded with chunks = {chunks}; a folded placement needs chunks = 2 on every rank"
-        )
+        raise ConfigurationError(f"{name}: placement = folded with chunks = {chunks} is not supported; set chunks = 2")
     if len(passes) != ranks:
-        raise ConfigurationError(f"{name} has passes of {len(passes)} ranks (a line per rank), expected {ranks} ranks")
+        raise ConfigurationError(
+            f"{name} has passes of {len(passes)} ranks (a line per rank), expected {ranks} ranks; write {ranks} lines"
+        )
     if int(chunks) > min(map(len, passes)):
         raise ConfigurationError(
             f"{name}: chunks = {chunks}, but the line of one rank has only {min(map(len, passes))} passes; every rank "
@@ -218,14 +218,13 @@ def insert_exchange(
     *,
     every_microbatch: bool = False,
 ) -> list[Operation]:
-    """Insert the operations in ``exchange``, which sum gradients and update, into the compute operations ``steps``.
+    """Insert the operations ``exchange``, which sum gradients and update parameters, into the operations ``steps``.
 
-    ``units`` maps each model unit to its range of the flat parameter vector. Operations on gradients (types in
-    `EXCHANGED`) follow as soon as all gradients of their range are complete. Other operations follow at the end. A
-    MIX_START (start of swapping parameters) comes first.
+    ``units`` maps each layer to its range of the flat parameter vector. Operations of the types `EXCHANGED` follow as
+    soon as the gradients of their range are complete: after the last micro-batch or, if the keyword
+    ``every_microbatch`` is True, after each micro-batch. A MIX_START comes first, other operations come at the end.
 
-    Gradients are complete after the last micro-batch or, with the keyword ``every_microbatch``, after each micro-batch.
-    A range with an ADD operation is summed on this rank over the micro-batches, and reduced after the last micro-batch.
+    If a range has an ADD operation, this rank sums its gradients over the micro-batches, and reduces only the sum.
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> index at which its gradients are complete
     for index, op in enumerate(steps):
@@ -262,11 +261,10 @@ def overlap_reductions(
     needs: Mapping[int, Collection[int]],
     most: int | None = None,
 ) -> list[Operation]:
-    """Replace each REDUCE in ``steps`` by a START at the same position and a WAIT as late as possible.
+    """Replace each REDUCE in the operations ``steps`` by a START, and a WAIT as late as possible.
 
-    ``units`` maps each model unit to its range of the flat parameter vector. ``needs`` maps a unit to all
-    units whose gradients its backward pass writes, such as the owner of a tied tensor. At most ``most`` reductions are
-    in flight (None: no limit).
+    ``units`` maps each layer to its range of the flat parameter vector. ``needs`` maps each layer to all layers whose
+    gradients its backward pass writes. At most ``most`` reductions are in flight (None: no limit).
     """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
@@ -294,9 +292,9 @@ def overlap_reductions(
 
 
 def prefetch_gathers(steps: Sequence[Operation], ahead: int) -> list[Operation]:
-    """Replace each GATHER in ``steps`` by a WAIT_GATHER at the same position and an earlier START_GATHER.
+    """Replace each GATHER in the operations ``steps`` by an earlier START_GATHER, and a WAIT_GATHER at its position.
 
-    At most ``ahead`` gathers are in flight. A GATHER of a unit that is never freed is not replaced.
+    At most ``ahead`` gathers are in flight. A GATHER stays if no FREE frees its parameters.
     """
     agreed = next((index for index, op in enumerate(steps) if op.kind is Kind.AGREE), len(steps))
     freed = {op.unit for op in steps[:agreed] if op.kind is Kind.FREE}

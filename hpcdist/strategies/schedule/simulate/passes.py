@@ -57,8 +57,8 @@ def program(
     if (target[code == RECV] < 0).any():
         entry = int(np.flatnonzero((code == RECV) & (target < 0))[0])
         raise ScheduleError(
-            f"chunk {chunk[entry]} waits for micro-batch {microbatch[entry]}, which no rank sends; run "
-            "schedule.verify on the passes first"
+            f"model chunk {chunk[entry]} waits for micro-batch {microbatch[entry]}, which no rank sends; find the "
+            "error by hpcdist.strategies.schedule.verify"
         )
     work = np.where(code == WORK, way, programs.OTHER).astype(np.int8)
     return Program(
@@ -113,7 +113,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return one `Peak` per rank: its largest numbers of micro-batches in progress during ``program``. Local."""
+    """Return one `Peak` per rank: the largest number of micro-batches in progress at a time. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 

@@ -31,9 +31,9 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of each pass for one micro-batch, as sequences with one value per model unit, and the cost of a message.
+    """Seconds of each pass for one micro-batch, by layer of the model, and the cost of a message.
 
-    ``backward_s`` is the time of an unsplit backward pass; ``input_s`` and ``weight_s`` are the halves of a split one.
+    ``backward_s``: unsplit backward pass. ``input_s`` and ``weight_s``: halves of a split backward pass.
     """
 
     forward_s: Sequence[float]
@@ -80,7 +80,7 @@ CODES: Final = dict(zip(COMPUTE, range(4), strict=True))  # of passes
 
 @dataclass(frozen=True)
 class Program:
-    """Simulator input: compute, send and receive entries; ``starts[r]:starts[r + 1]`` are the entries of rank r."""
+    """Operations of all ranks for the simulator. Rank r has the operations ``starts[r]:starts[r + 1]``."""
 
     starts: np.ndarray  # (ranks + 1,)
     code: np.ndarray  # (entries,), int8
@@ -106,10 +106,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Times:
-    """Simulated start and end times of all entries of a program. The time of a RECV includes waiting.
+    """Simulated start and end times of all operations. The time of a RECV includes waiting.
 
-    ``cause``: index of the matching SEND, for each RECV that waited. ``before``: index of the SEND that occupied the
-    link, for each SEND that waited. Both are -1 for other entries.
+    ``cause``: for a RECV that waited, the index of the matching SEND. ``before``: for a SEND that waited, the index of
+    the SEND that occupied the link. All other values are -1.
     """
 
     begin_s: np.ndarray  # (entries,)
@@ -133,9 +133,9 @@ def run(program: Program) -> Times:
     if stuck.size:
         rank = int(stuck[0])
         raise ScheduleError(
-            f"rank {rank} waits for ever at entry {at[rank] - program.starts[rank]} of its operation list; of all "
-            f"{len(at)} ranks, ranks {stuck.tolist()} wait for ever. A message is never sent, or ranks wait for each "
-            "other: schedule.verify.proof.verify checks operation lists, schedule.verify.liveness.prove passes"
+            f"rank {rank} waits for ever in its operation number {at[rank] - program.starts[rank]}; of all {len(at)} "
+            f"ranks, ranks {stuck.tolist()} wait for ever. A message is never sent, or ranks wait for each other; find "
+            "the error by hpcdist.strategies.schedule.verify"
         )
     return Times(begin_s, end_s, cause, before, arrival_s)
 
@@ -146,7 +146,7 @@ def _run(
 ) -> None:
     """Simulate until each rank has ended or waits for a message. Update ``at`` and ``times`` in place.
 
-    ``at``: index of each rank's next entry. ``travel_s``: a message's seconds on the link, and its latency.
+    ``at``: index of each rank's next operation. ``travel_s``: (seconds that a message occupies its link, latency).
     """
     starts, code, target, seconds = rows
     begin_s, end_s, cause, before, arrival_s = times

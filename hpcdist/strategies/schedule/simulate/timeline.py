@@ -60,7 +60,7 @@ class StepTimeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the start of the step to the end of the last program entry of any rank."""
+        """Seconds from the start of the step to the end of the last operation of any rank."""
         return float(self.times.end_s.max(initial=0.0))
 
     @property
@@ -72,13 +72,13 @@ class StepTimeline:
 
     @property
     def bubble(self) -> float:
-        """Idle fraction of the rank with the longest time between its first and its last pass."""
+        """Idle fraction of the slowest rank between its first and its last pass."""
         longest = max(stage.span_s for stage in self.stages)
         return max(stage.bubble for stage in self.stages if stage.span_s >= longest * (1 - 1e-12))
 
     @property
     def makespan_rate(self) -> float:
-        """Mean idle fraction of the ranks that compute, from the first to the last pass of all ranks."""
+        """Mean idle fraction of the computing ranks, between the first and the last pass on any rank."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
@@ -107,7 +107,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Segment of the critical path: ``rank`` executes entry ``entry`` of a `Program`, or waits for its message."""
+    """Segment of the critical path on ``rank``: operation number ``entry`` of a `Program`, or a message to it."""
 
     rank: int
     entry: int
@@ -154,7 +154,7 @@ def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, co
 
 
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
-    """Simulate ``steps``, each pipeline rank's operation list. Raises ScheduleError if a rank waits forever. Local."""
+    """Simulate ``steps``, each pipeline rank's operations. Raises ScheduleError if a rank waits forever. Local."""
     program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
 
@@ -162,6 +162,6 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Return the timeline of ``rows``: arrays of passes from `compact`, by rank. Raises ScheduleError in a deadlock."""
+    """Simulate ``rows``, each pipeline rank's passes, from `compact`. Raises ScheduleError in a deadlock."""
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

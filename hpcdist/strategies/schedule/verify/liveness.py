@@ -27,10 +27,10 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Check the ``passes`` of all ranks. Return each rank's peak number of micro-batches in progress.
+    """Check the ``passes`` of all ranks. Return each rank's largest number of micro-batches in progress.
 
-    Raises ScheduleError if ranks wait for each other in a cycle. Every micro-batch must pass once forward and once back
-    through every chunk. ``names``: names of the ranks for messages.
+    Raises ScheduleError if ranks wait for each other in a cycle, or if one of ``microbatches`` micro-batches does not
+    pass once forward and once back through every model chunk. ``placement``: ranks of the chunks. ``names``: of ranks.
     """
     names = names or [f"rank {rank}" for rank in range(len(passes))]
     assert len(passes) == placement.stages, f"passes of {len(passes)} ranks for {placement.stages}"
@@ -58,7 +58,7 @@ def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
         if kind not in DUE[before]:
             expected = " or ".join(spell((other, *at)) for other in DUE[before]) or "no more passes of this micro-batch"
             after = f", after {spell((before, *at))}" if before else ""
-            raise ScheduleError(f"{name}: found {spell(step)}, expected {expected}{after}")
+            raise ScheduleError(f"{name}: found {spell(step)}, expected {expected}{after}; reorder the passes")
         done[at] = kind
         live += (kind is Kind.FORWARD) - (kind in BACK)
         held += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
@@ -104,7 +104,6 @@ def _run(passes: Sequence[Passes], placement: StagePlacement, names: Sequence[st
 
 
 def _needed(step: Pass, chunk_numbers: Sequence[int], placement: StagePlacement) -> tuple[bool, int, int] | None:
-    """Return the pass that must end before ``step``, as (is_backward, micro-batch, chunk of the model), or None."""
     kind, microbatch, chunk = step
     if kind is Kind.FORWARD and chunk_numbers[chunk] > 0:
         return False, microbatch, chunk_numbers[chunk] - 1
@@ -146,7 +145,7 @@ class RankProgram:
 
     ``units``: parameter ranges of the model units that the rank computes.
     ``place``: (assignment of units to pipeline ranks, this rank's pipeline rank), or None on a parameter server.
-    ``needs``: by unit, all units whose parameters it uses.
+    ``needs``: a mapping from each unit to all units whose parameters it uses.
     ``accumulates``: True if gradients are exchanged once per step, not once per micro-batch.
     ``combines``: True if several ranks have the same gradient shard, so that COMBINE must follow REDUCE.
     ``refreshes``: True if a rank updates only a part of its parameter shard, so that REFRESH must get the rest.
@@ -165,7 +164,7 @@ class RankProgram:
     alone: bool
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (index, operation) of this rank's operations of the given types, in order."""
+        """Return (index, operation) of each operation whose type is one of the arguments, in order of execution."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -201,7 +200,7 @@ GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(share: RankProgram) -> None:
-    """Raise ScheduleError if the operation list in ``share`` uses freed parameters or ends with outdated ones."""
+    """Raise ScheduleError if the program ``share`` of a rank uses freed parameters, or ends with old parameters."""
     _check_gathers(share)
     _check_residence(share)
     _check_freshness(share)
@@ -342,10 +341,10 @@ def _check_freshness(share: RankProgram) -> None:
             continue
         if unit in freed:
             raise share.refuse(
-                f"the parameter shard of unit {unit} keeps old values: no REFRESH after its APPLY; add a REFRESH of "
-                "this unit after the last APPLY"
+                f"the parameter shard of unit {unit} keeps old values: it has no REFRESH after its APPLY; add "
+                "this REFRESH after the last APPLY"
             )
         if not is_covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
             raise share.refuse(
-                f"unit {unit} keeps old values of parameters: add an APPLY, PULL or later GATHER of {range_text(whole)}"
+                f"unit {unit} keeps old values at the end; add an APPLY, PULL or later GATHER of {range_text(whole)}"
             )

@@ -23,7 +23,7 @@ MAX_RANK_ROWS: Final = 128  # rows in a chart of ranks; a row then shows the slo
 
 
 def charts(data: PageData) -> dict[str, list[Chart]]:
-    """Return the charts of the page's sections "learning", "speed" and "step"."""
+    """Return the charts by HTML page section: "learning", "speed" and "step"."""
     return {
         "learning": [_loss(data), _rate(data), *_end(data), *_routers(data)],
         "speed": [_throughput(data), _phases(data), _ranks(data)],

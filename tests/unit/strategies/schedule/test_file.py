@@ -74,7 +74,7 @@ def test_written_schedule_is_read_back(name, ranks, microbatches, chunks, commen
     ("looped", "folded", r"^the file: placement = folded with chunks = 1"),
     ("chunks = 1", "chunks = ²", r"^the file: placement = looped, chunks = ²; placement must be looped or folded"),
     ("chunks = 1", "chunks = 99999999", r"^the file: chunks = 99999999, but the line of one rank has only 4 passes"),
-    ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2'; before the ranks' passes, only"),
+    ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2' is not allowed; before the passes, use only"),
     ("F0 F1 I0.0 \\\n   W0 I1", "F0 I0 W0 F1 I1", None),
     ("F0.0 B0.0 F1.0 B1.0", "F0 F1 I0 W0 I1 W1\n", None),
 )
