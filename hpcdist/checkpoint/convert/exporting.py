@@ -77,7 +77,7 @@ def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
     """Context manager that creates all files ``paths``, or none. Yields a dict from path to temporary path.
 
-    The caller writes the temporary files, and the exit renames them. Raises StorageError on failure or if a path exists.
+    The caller writes the temporary files; the exit renames them. Raises StorageError on failure or if a path exists.
     """
     for path in paths:
         if path.exists():

@@ -254,7 +254,7 @@ class LocalExperts:
         return travel.bring_back(drows, "experts.drows", saved, back=True)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
-        """Choose k experts per token. Return the token matrix, rows and gates of the choices, and experts' first rows."""
+        """Choose k experts per token. Return the token matrix, rows and gates of choices, and first rows of experts."""
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
         namespace(x).matmul(tokens, parameters["router.weight"].T, out=logits)

@@ -15,9 +15,9 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True)
 class PrefetchCounts:
-    """Numbers of prefetched gathers that were complete when the rank waited for them (hits), and that were not.
+    """Counts of prefetched gathers: hits were complete before the rank waited, misses were not.
 
-    ``exposed_s`` is the time spent starting and waiting, in seconds.
+    The attribute ``exposed_s`` is the time spent starting and waiting, in seconds.
     """
 
     hits: int = 0
@@ -26,10 +26,10 @@ class PrefetchCounts:
 
 
 class BackgroundCollectives:
-    """Collectives in flight over the data axis, by key, and the time for which the rank waits for them.
+    """Collectives in flight over the data axis, by key, and the seconds that the rank spends on them.
 
-    Construction is collective over ``data``. ``kind`` is one of `nonblocking.KINDS`. The methods that start a
-    collective are collective over ``data``, in the same order on all ranks. The other methods are local.
+    ``kind`` is one of `nonblocking.KINDS`. Construction, `close` and the methods that start a collective are collective
+    over ``data``. All ranks must start collectives in the same order. The other methods are local.
     """
 
     def __init__(self, data: Communicator, kind: str) -> None:
@@ -46,7 +46,7 @@ class BackgroundCollectives:
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to sum ``gradients`` in place; each rank gets the sum of its range of ``shares``."""
+        """Start to sum ``gradients`` in place. Rank r gets the sum of the range ``shares[r]``."""
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
 
@@ -56,12 +56,12 @@ class BackgroundCollectives:
             self._in_flight.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to all-gather ``parameters``, of which each rank has its range of ``shares``."""
+        """Start to all-gather ``parameters``. Rank r contributes the range ``shares[r]``."""
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
 
     def wait_gather(self, key: Hashable) -> None:
-        """Wait for the gather that was started under ``key``, and count whether it was complete already."""
+        """Wait for the gather that was started under ``key``, and count a hit or a miss."""
         with self._fetching():
             handle = self._in_flight.pop(key)
             if handle.test():
@@ -76,9 +76,9 @@ class BackgroundCollectives:
             self._progress.progress()
 
     def drain(self) -> None:
-        """Wait until all collectives in flight are complete, so that the communicator ``over`` can be used.
+        """Wait until all collectives in flight are complete, to use the communicator in the attribute ``over``.
 
-        Each of them must still be waited for by its key.
+        The caller must still call `wait` or `wait_gather` for every key.
         """
         with self._exposed():
             for handle in self._in_flight.values():

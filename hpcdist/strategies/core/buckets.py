@@ -24,7 +24,7 @@ def buckets_of_layers(
 ) -> list[Range]:
     """Cut ``part`` of the flat parameter vector (default: all of it) into buckets, in the order of `groups_of_layers`.
 
-    A bucket ends at the first layer border at which it has ``bucket_bytes`` or more. A larger layer is cut.
+    Groups of at least ``bucket_bytes`` (except the last) are cut into buckets of at most ``bucket_bytes``.
     ``part`` starts and ends at borders of layers, or of ``units`` if given.
     """
     longest = max(1, bucket_bytes // itemsize)

@@ -1,7 +1,7 @@
 """Base class of the strategies: an `Exchange` turns the gradients of all replicas into the next parameters.
 
-The executor drives a step through it: it begins a list of operations, calls the handler of each operation, and sums
-losses and norms over the ranks. The trainer saves and restores it.
+In each step, the executor calls `Exchange.begin` with a list of operations, calls the handler of each operation, and
+sums losses and norms over the ranks. The trainer saves and restores the exchange.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,12 +28,11 @@ Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 class Exchange:
     """Base class of a strategy on one rank.
 
-    `plan` returns the operations that the strategy adds to a step, and ``handlers`` has a function for each of their
-    kinds. Gradients are already divided by the number of samples of the global batch, so that their sum over the
-    replicas is the mean.
+    `plan` returns the operations that the strategy adds to a step. The attribute ``handlers`` maps each kind of
+    operation to a function. Gradients are already divided by the number of samples of the global batch, so that their
+    sum over the replicas is the mean.
 
-    The default methods suit ranks that make each step together and have one store each of parameters and gradients,
-    which ``update`` turns into new parameters.
+    The default methods suit lock-step ranks with one store of parameters and one store of gradients.
     """
 
     context: RankContext
@@ -47,7 +46,7 @@ class Exchange:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that this rank has read from memory written by other ranks of its node. They are not sent bytes."""
+        """Bytes that this rank has read from memory written by other ranks of the node, in addition to sent bytes."""
         return 0
 
     @property
@@ -86,9 +85,9 @@ class Exchange:
         return self.gradients
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm of the mean gradient. Local; waits for a GPU.
+        """Return this rank's summand of the squared norm of the mean gradient. Waits for a GPU.
 
-        The sum over the ranks of the world is the squared norm: every tensor is counted once.
+        The sum over the world is the squared norm. Local, or collective as `ShardedUpdate.norm_squared` is.
         """
         return self.update.norm_squared()
 
@@ -98,7 +97,7 @@ class Exchange:
         return values
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the sum of all ranks' ``losses`` (one per micro-batch), and the sum of ``values`` as in `agree`.
+        """Return the sum of ``losses`` (one per micro-batch) of all ranks, and the sum of ``values`` over the ranks.
 
         Collective over the world.
         """
@@ -116,11 +115,11 @@ class Exchange:
         """Record that the gradients of the step that begins are multiplied by ``loss_scale``. Local."""
 
     def flush(self) -> bool:
-        """Average replicas that differ, before a checkpoint or evaluation. Return True if they did. Collective."""
+        """Average replicas before a checkpoint or evaluation. Return True if replicas differed. Collective."""
         return False
 
     def new_consensus_distances(self) -> dict[int, float]:
-        """Return the consensus distances since the last call, by step, and forget them. Local."""
+        """Return the consensus distances since the last call, by step, and clear the record. Local."""
         return {}
 
     def consensus(self) -> Mapping[str, float]:
@@ -151,7 +150,7 @@ class Exchange:
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         """Record the checkpoint's ``state``, before `wanted` is called. Local.
 
-        Return the kinds of pieces that the checkpoint may lack; the exchange then keeps its initial values of them.
+        Return the kinds of pieces that the checkpoint may lack. The exchange starts missing pieces at initial values.
         """
         return ()
 
@@ -170,7 +169,7 @@ class Exchange:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the scalars that `state` returned, after the pieces were read.
 
-        Collective over the data axis if parameters are 16-bit copies, which are rounded again. Otherwise local.
+        Collective over the data axis if 16-bit parameters must be rounded from master weights. Otherwise local.
         """
         self.update.optimizer.restore(dict(state))
         if self.update.master is not None:

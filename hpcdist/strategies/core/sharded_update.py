@@ -1,6 +1,6 @@
-"""The optimizer update of the ranges that a rank owns, in the two phases of an optimizer.
+"""The optimizer update of the ranges that a rank owns.
 
-Directions come first, then the norms of layer-wise learning rates, then the new parameters.
+The update computes directions, then the norms for layer-wise learning rates, then the new parameters.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from hpcdist.strategies.tensor.axis import counted, ranges_of, sum_gradients, su
 class ShardedUpdate:
     """Optimizer update of ``parameters`` on the ranges ``parts``, by the reduced ``gradients``.
 
-    ``sharers``: communicator of the ranks that update the other parts of the same tensors, or None if tensors are
-    whole. Norms are summed over it. With ``exactly``, squares are summed without rounding, so norms have the same bits
-    however tensors are cut. ``tensor``: communicator of the tensor axis; tensors that it does not shard count once.
-    ``experts``: communicator of the ranks that have the other experts of the same tensors.
+    ``sharers``: communicator of the ranks that update other parts of the same tensors, or None if tensors are whole.
+    The keyword ``exactly``: sum squares without rounding, so norms have the same bits for all cuts of tensors. The
+    keyword ``tensor``: communicator of the tensor axis, or None. The keyword ``experts``: communicator of the ranks
+    that have other experts of the same tensors, or None. Norms are summed over these communicators.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class ShardedUpdate:
         ]
 
     def norm_squared(self) -> float:
-        """Return the sum of squares of the gradients of ``parts``. Local.
+        """Return the sum of squares of this rank's reduced gradients. Local, but collective if sums are exact.
 
-        With ``exactly`` it is collective over the sharers: the first returns the sum over all of them, the others 0.
-        The result is not finite if any gradient is not, even a gradient that another tensor rank counts.
+        If sums are exact, rank 0 of the sharers returns the sum over all sharers, and the other ranks return 0.
+        The result is not finite if any local gradient is not finite, even one that another tensor rank counts.
         """
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
@@ -94,7 +94,7 @@ class ShardedUpdate:
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
-        """Sum the norms of tensors that several ranks share. Collective over the sharers and the tensor axis."""
+        """Sum the norms of shared tensors. Collective over the sharers, the experts and the tensor axis."""
         norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)

@@ -1,4 +1,4 @@
-"""Traits of an exchange: the facts that the operation list, the training loop, the planner and the page read."""
+"""Traits of an exchange: constant facts for the operation list, the training loop, the planner and reports."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Traits:
     - ``identical``: the parameters that ranks of the data axis keep have the same bits.
     - ``accumulates``: the gradients of all micro-batches are added up first, and exchanged once per step.
     - ``degrees``: sharding degrees, or None if every replica keeps everything.
-    - ``gathers``: for each unit of the model, the units whose parameters must be gathered before it is computed and
+    - ``gathers``: for each unit of the model, the units whose parameters are gathered before the unit is computed and
       freed afterwards; empty if nothing is gathered for use.
     - ``keeps_parameters``: gathered parameters stay from their first use in a step to their last.
     - ``alternates``: the gradients of consecutive steps go to two stores in turn, and are applied one step late.

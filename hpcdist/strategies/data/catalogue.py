@@ -11,9 +11,9 @@
     communication.compression  CodedSum, CodedScatter; Dgc and OneBit replace the momentum
     compression.parameters  as above                         CodedGatherer
 
-ZeRO (Rajbhandari et al., arXiv:1910.02054) cuts every layer over the replicas, and each rank updates its own cut with
-the sum of its gradients. The stages differ only in the sharding degrees d_p | d_g | d_o | p of parameters, gradients
-and optimizer state (see `cuts`), and so do other authors' ideas:
+ZeRO (Rajbhandari et al., arXiv:1910.02054) cuts every layer over the p data ranks. Each rank updates one cut with the
+summed gradients of this cut. ZeRO's stages, and similar methods, differ only in the sharding degrees d_p | d_g | d_o of
+parameters, gradients and optimizer state. Each degree divides the next, and d_o divides p (see `cuts`):
 
     zero1   (1, 1, p)    zero2   (1, p, p)    zero3   (p, p, p)
     MiCS (Zhang et al., arXiv:2205.00119)                     (d, d, d)   d ranks hold a model; the others are replicas
@@ -30,14 +30,14 @@ With Psi bytes of parameters on this rank and m micro-batches per step, each ran
                  2 m Psi (1 - 1/d_p)     for each use, once forward and once backward; consecutive uses of a layer are
                                          one use; up to 3 m if a pipeline computes forward passes again
 
-so zero1 sends 2 Psi (p-1)/p, zero2 (1 + m) and zero3 3 m times Psi (p-1)/p. If m is large, as in a pipeline, memory
-saves bytes: ``keep_gradients`` sums the gradients of a step and reduces once (Psi more memory); ``keep_parameters``
-gathers once per step (Psi more). zero3 with both sends what zero1 does. The state takes Psi/d_p + Psi/d_g + K Psi/d_o,
-with K = 2 for Adam, plus memory for one or two whole layers if d_p or d_g is above 1.
+so zero1 sends 2 Psi (p-1)/p, zero2 (1 + m) and zero3 3 m times Psi (p-1)/p. Two keys of `ZeroConfig` send fewer bytes
+for Psi more memory each: ``zero.keep_gradients`` reduces once per step, ``zero.keep_parameters`` gathers once per step.
+With both keys, zero3 sends as many bytes as zero1. The state takes Psi/d_p + Psi/d_g + K Psi/d_o bytes, with K = 2 for
+Adam. If d_p or d_g is above 1, one or two whole layers are also in memory.
 
 A layer with tied tensors stays gathered from its first use in a micro-batch to its last. A layer of fewer than
-``persistent_below`` elements (S bytes) always stays gathered: it sends S (1 - 1/d_o) after its update, and nothing for
-each use. So does a layer with a tensor that another pipeline rank has a copy of.
+``zero.persistent_below`` elements always stays gathered. With S bytes per layer, a rank sends S (1 - 1/d_o) after the
+update, and nothing for each use. A layer with a tensor that is tied to another pipeline rank also stays gathered.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 
 
 def allreduce(context: RankContext, shards: LogicalShards | None = None) -> DataExchange:
-    """Return the exchange of replicas that all hold the whole model. Collective over the data axis."""
+    """Return the allreduce of gradients, with logical ``shards`` in a fixed tree. Collective over the data axis."""
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
     reducer = Sum(context, update, background) if shards is None else TreeSum(context, update, shards)
@@ -102,7 +102,7 @@ def compressed(context: RankContext, compression: Compression) -> DataExchange:
 
 
 def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool = True) -> DataExchange:
-    """Return deep gradient compression; see `Dgc` for ``masks_velocity``. Collective over the data axis."""
+    """Return deep gradient compression, with the keyword ``masks_velocity`` of `Dgc`. Collective over the data axis."""
     optimizer = replace(context.optimizer, momentum=0.0, nesterov=False)  # the compressor has the momentum
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = Dgc(context, update, config, masks_velocity=masks_velocity)
@@ -181,7 +181,7 @@ def zero(
 ) -> DataExchange:
     """Return ZeRO of ``stage`` 1, 2 or 3. Collective over the world.
 
-    Raises ConfigurationError on every rank for a combination of keys that is not built.
+    ``shards``: logical shards, or None. Raises ConfigurationError on every rank for unsupported combinations of keys.
     """
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 
@@ -278,7 +278,7 @@ class _Zero:
         )
 
     def _transient(self, category: str, units: Sequence[int], cut: int) -> TransientLayers:
-        """Return memory for whole layers of ``units``, which are exchanged at the levels above ``cut``. Local."""
+        """Return memory for whole layers of ``units``, as ``category`` of the memory report. Local."""
         context, background = self.context, self.background
         if background is not None and (category == "gradients" or self.config.prefetch):
             return TransientLayers(context, category, units, background.over, background.drain)
@@ -287,7 +287,7 @@ class _Zero:
     def _parameters(
         self, owned: list[Range], whole: TransientLayers
     ) -> tuple[Callable[[ShardedUpdate], Gatherer], FlatStore]:
-        """Return the function that makes the gatherer, and the store of parameters that owners update."""
+        """Return the constructor of the gatherer, and the store of the parameters ``owned`` by this rank."""
         context, cuts = self.context, self.cuts
         if self.config.shared_parameters:
             node = NodeParameters(context, [*map(cuts.of_all, cuts.cuts)])

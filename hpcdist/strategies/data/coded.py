@@ -1,7 +1,7 @@
 """Compressed messages around the reducers and the gatherer, with error feedback.
 
-Gradients are summed as float32 without loss scale. A step that is given up restores the residuals of before it. On one
-data rank nothing is compressed. Residuals of a checkpoint are then added to the gradients in full.
+Gradients are summed as float32 without loss scale. If a step is given up, the previous step's residuals are restored.
+On one data rank nothing is compressed: the residuals of a checkpoint are added to the gradients in full.
 
 ZeRO with compressed messages is ZeRO++ (Wang et al., arXiv:2306.10209):
 
@@ -11,8 +11,8 @@ ZeRO with compressed messages is ZeRO++ (Wang et al., arXiv:2306.10209):
 
 qgZ: an owner adds the payloads to its own gradients in float32, and the sum is not encoded again. So there is one
 compression error per level of the cuts. With c bytes of payload per value, a rank sends (p-1)/p c n bytes of n values
-if a layer is cut at one level. Error feedback takes 4 bytes for each parameter of a rank's stages, 8 with 16-bit
-parameters, whatever is cut: residuals of everything that is sent to the other ranks.
+if a layer is cut at one level. Error feedback takes 4 bytes for each parameter of a rank's stages, and 8 bytes with
+16-bit parameters. The sharding degrees do not change this.
 
 qwZ: each owner encodes its cut, tensor by tensor, rounding to nearest. All ranks compute with the decoded values, the
 owner too, so replicas have equal bits. The update and checkpoints use the owners' exact weights. An evaluation during
@@ -62,7 +62,7 @@ from hpcdist.strategies.schedule.operations import Operation
 class CodedSum(Sum):
     """Allreduce of gradients compressed by ``name``. Construction is collective over the data axis.
 
-    ``seed``: seed of the run. With the step, the rank and the place of a tensor, it selects the random numbers.
+    ``seed``: seed of the run. Random numbers depend on seed, step, rank and the position of a tensor.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class CodedSum(Sum):
         return self._codes.pieces(self._coded.kept()) if isinstance(self._codes, PowerSgdReduction) else []
 
     def pieces(self) -> list[Piece]:
-        """Return residuals. The first rank adds the low-rank factors, which are equal on all ranks. Local."""
+        """Return pieces of the residuals and, on rank 0, of the low-rank factors that all ranks share. Local."""
         self._give_up()
         return [*super().pieces(), *(self._factors() if self._coded.comm.rank == 0 else [])]
 
@@ -158,10 +158,10 @@ _NAMES: Final = {
 
 
 def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
-    """Return, for each level of ``cuts`` and last for the replicas, True if it exchanges payloads. Collective.
+    """Return one flag per level of ``cuts``, and a last flag for the replicas: True if messages are compressed.
 
-    With ``across_nodes``, these are the levels between nodes; other levels are not compressed. Raises
-    ConfigurationError on every rank if a level is neither within nodes nor between them.
+    With the keyword ``across_nodes``, only levels between nodes are compressed. Raises ConfigurationError on every rank
+    if a level is neither within nodes nor between nodes. Collective over the communicator ``data``.
     """
     comms = [*cuts.comms, cuts.replicas]
     if not across_nodes:
@@ -187,7 +187,7 @@ def _kind(comm: Communicator | None) -> str:
 
 
 def float32_scratch(store: FlatStore, layer: int, cut: int, cuts: Cuts) -> FlatStore:
-    """Return float32 scratch memory for cut number ``cut`` of ``layer``; the next call uses it again. Local."""
+    """Return scratch memory in float32 for cut number ``cut`` of ``layer``. The next call reuses the memory. Local."""
     return FlatStore(
         store.layout,
         FLOAT32,
@@ -253,7 +253,7 @@ class CodedScatter(Scatter):
 
     @property
     def is_compressing(self) -> bool:
-        """True if the gradients of the next update are encoded, or lack residuals."""
+        """True if the next update encodes gradients, or adds residuals of a checkpoint."""
         if self.update.optimizer.count < self._warmup_steps:
             return False
         return not self._alone or (self._residuals is not None and self._residuals.are_owed)
@@ -315,7 +315,7 @@ class CompressedGathers:
         self.keeps_decoded = any(level in self._reductions for level in range(PARAMETERS, OPTIMIZER))
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Gather like `Cuts.gather`, with compressed messages at some levels. Collective over these levels."""
+        """Gather like `Cuts.gather`, with compressed messages at some levels. Collective."""
         for level in reversed(range(start, stop)):
             if level in self._reductions:
                 self._decode(store, layer, level)
@@ -339,7 +339,7 @@ class CompressedGathers:
 class CodedGatherer(CutGatherer):
     """All-gathers of parameters by ``gathers``, compressed. Layers that are kept whole stay uncompressed.
 
-    ``decoded``: store of the shards with decoded values, or None if owners update the shards themselves.
+    ``decoded``: store of the decoded shards, or None if decoded values are not kept apart from exact weights.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class CodedGatherer(CutGatherer):
 
     @property
     def parameters(self) -> FlatStore:
-        """The parameters that this rank computes with or gathers from: decoded values, if they are kept."""
+        """The decoded shards if this rank keeps them, else the parameters of the update."""
         return self.update.parameters if self._decoded is None else self._decoded
 
     def begin(self) -> None:

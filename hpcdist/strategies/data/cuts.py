@@ -1,8 +1,8 @@
-"""Nested cuts of every layer over the data axis: reduce-scatters along them down, all-gathers up.
+"""Nested cuts of every layer over the data axis, for reduce-scatters and all-gathers level by level.
 
-A layer is cut over the ranks of a parameter group. Each of these shards is cut again over the ranks of a gradient group
-that hold it, and each of those over the ranks of an optimizer group. Groups are blocks of consecutive data ranks. With
-the sharding degrees d_p | d_g | d_o of p data ranks:
+A layer is cut over the ranks of a parameter group. Each shard of parameters is cut over the ranks of a gradient group
+that hold the shard. Each shard of gradients is cut over the ranks of an optimizer group in the same way. Groups are
+blocks of consecutive data ranks. With the sharding degrees d_p | d_g | d_o of p data ranks:
 
     level 0   d_p consecutive ranks                                 whole layer      -> shard of the parameters
     level 1   d_g/d_p ranks, d_p apart: one of each parameter group                  -> shard of the gradients
@@ -10,7 +10,7 @@ the sharding degrees d_p | d_g | d_o of p data ranks:
     replicas  p/d_o ranks, d_o apart, that own the same cut
 
 If d_p ranks share a node, level 0 stays inside it and the other levels go between nodes. Reduce-scatters down the
-levels send as much as one over all of them: 1 - 1/d_p + (1/d_p) (1 - d_p/d_g) = 1 - 1/d_g of the layer.
+levels send as much as a single one over all ranks: 1 - 1/d_p + (1/d_p) (1 - d_p/d_g) = 1 - 1/d_g of the layer.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ OPTIMIZER: Final = 3
 class Cuts:
     """Nested cuts of each layer on this rank, and their communicators. Construction is collective over the world.
 
-    ``cuts[layer]`` are four ranges of the flat parameter vector, each inside the one before: the whole layer, the shard
-    of its parameters, the shard of its gradients, and the cut that this rank updates. The communicators are None if
-    this rank is alone: ``comms``, one for each level; ``sharers``, the ranks whose last cuts make up the model once;
+    ``cuts[layer]`` are four nested ranges of the flat parameter vector: the whole layer, the shard of parameters, the
+    shard of gradients, and the last cut, which this rank updates. Communicators, or None for a single rank, are the
+    attributes ``comms``, one per level; ``sharers``, ranks whose last cuts together cover each layer once; and
     ``replicas``, the ranks with the same last cut.
     """
 
@@ -59,9 +59,9 @@ class Cuts:
             self.cuts[layer], self._shares[layer] = self._cut(whole, context.dtype.itemsize)
 
     def _between(self, inner: int, outer: int) -> Communicator | None:
-        """Return the ranks of a block of ``outer`` ranks with the same index in their blocks of ``inner`` ranks.
+        """Return the communicator of one level, or None for a single rank. Collective over the data axis.
 
-        The result is None for one rank, and the data axis itself for all of its ranks. Collective over the data axis.
+        Members are in the same block of ``outer`` ranks, and have the same index in their blocks of ``inner`` ranks.
         """
         data = self._data
         if (inner, outer) not in self._made:
@@ -104,9 +104,9 @@ class Cuts:
         return next((comm for comm in self.comms[start:stop] if comm is not None), None)
 
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Sum cut ``start`` of ``layer`` to this rank's cut ``stop``, in place. Collective over these levels.
+        """Reduce-scatter ``layer`` in place, from cut number ``start`` to cut number ``stop`` of each rank.
 
-        The last cut is also summed over the ranks that own the same one. The rest of cut ``start`` becomes undefined.
+        The last cut is also summed over its replicas. The rest of cut ``start`` becomes undefined. Collective.
         """
         for level in range(start, stop):
             comm, part = self.comms[level], self.cuts[layer][level]
@@ -116,7 +116,7 @@ class Cuts:
             self.sum_replicas(store, layer)
 
     def reduce_level(self, store: FlatStore, layer: int, level: int) -> None:
-        """Sum cut ``level`` of ``layer`` to this rank's next cut, in place. Collective over the level."""
+        """Reduce-scatter cut number ``level`` of ``layer`` in place, at one level. Collective over this level."""
         comm, part = self.comms[level], self.cuts[layer][level]
         if comm is not None and part:
             self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
@@ -126,20 +126,20 @@ class Cuts:
         return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
 
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
-        """Sum this rank's last cut of ``layer`` over the ranks that own it too, in place. Collective over them."""
+        """Sum the last cut of ``layer`` over its replicas, in place. Collective over the attribute ``replicas``."""
         part = self.cuts[layer][OPTIMIZER]
         if self.replicas is not None and part:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)
 
     def of_replicas(self, parts: Sequence[Range]) -> list[Range]:
-        """Return this rank's share, by bytes, of each of its last cuts ``parts``, which replicas also own. Local."""
+        """Return one share of each range in ``parts``: replicas split each last cut equally, by bytes. Local."""
         if self.replicas is None:
             return list(parts)
         count, rank = self.replicas.size, self.replicas.rank
         return [split(part.size, count, self._itemsize)[rank].shift(part.start) for part in parts]
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """All-gather cut ``start`` of ``layer`` from the ranks' cuts ``stop``. Collective over these levels."""
+        """All-gather cut number ``start`` of ``layer`` from cut number ``stop`` of each rank. Collective."""
         for level in reversed(range(start, stop)):
             comm, part = self.comms[level], self.cuts[layer][level]
             if comm is not None and part:
@@ -164,11 +164,11 @@ class Cuts:
 
     @property
     def at_once(self) -> bool:
-        """True if each layer is cut over all data ranks at a single level."""
+        """True if the data axis is the only communicator of the levels and the replicas."""
         return [comm for comm in (*self.comms, self.replicas) if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
-        """Return the cuts of all data ranks, relative to the start of ``layer``, if the cuts are `at_once`. Local."""
+        """Return the ranges of `of_all`, relative to the start of ``layer``. Local."""
         return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
 
     def of_all(self, layer: int) -> list[Range]:

@@ -10,9 +10,9 @@ clipping and the optimizer's count all belong to the step that produced the grad
 a staleness of exactly one (Zinkevich, Smola & Langford, "Slow learners are fast", NIPS 2009; Pipe-SGD, Li et al.,
 arXiv:1811.03619), equal on all ranks and reproducible bit for bit.
 
-A checkpoint has the sum that is not applied yet, as pieces of the kind `PENDING`. So the step at which a run saves
-changes no bit. An evaluation during training uses parameters without that gradient. At the end of the run,
-`DelayedExchange.finish` applies it: w'_{t+1} = w_{t+1} - eta_t d(g_t(w_t)).
+A checkpoint includes the pending gradient, as pieces of the kind `PENDING`. A resumed run therefore has the same bits
+as an uninterrupted run. An evaluation during training uses parameters without the pending gradient. At the end of the
+run, `DelayedExchange.finish` applies the pending gradient: w'_{t+1} = w_{t+1} - eta_t d(g_t(w_t)).
 
 Memory: two gradients instead of one. Each of p ranks sends 2 Psi (p-1)/p per step, as without delay. A checkpoint is
 larger by Psi bytes.
@@ -43,10 +43,10 @@ PENDING: Final = "gradients.pending"  # kind, in a checkpoint, of the summed gra
 
 
 class DelayedExchange(DataExchange):
-    """Allreduce whose buckets are summed during the next step (DEFER, SETTLE), and applied at its end.
+    """Allreduce whose buckets are summed during the next step, and applied at the end of the next step.
 
-    Collective over the data axis. The backward pass writes into ``written``, while the previous step's gradients are
-    summed in the store of ``update``. After the update, the two stores are swapped.
+    The backward pass writes into the store ``written``, while the previous step's gradients are summed in the store of
+    ``update``. After the update, the two stores are swapped. Handlers are collective over the data axis.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DelayedExchange(DataExchange):
             self._in_flight.remove(key)
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm of the gradient that this step applies, or 0 without one."""
+        """Return this rank's summand of the squared norm of the pending gradient, or 0 if no gradient is pending."""
         return super().norm_squared() * self._pending_correction**2 if self._is_pending else 0.0
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
@@ -131,7 +131,7 @@ class DelayedExchange(DataExchange):
         self._pending_correction = self.correction
 
     def finish(self) -> bool:
-        """Apply the gradient of the last step. Collective over the world; raises NonFiniteError on every rank."""
+        """Apply the pending gradient. Raises NonFiniteError on every rank if its norm is not finite. Collective."""
         if not self._is_pending:
             return False
         self._settle_all()
@@ -156,7 +156,7 @@ class DelayedExchange(DataExchange):
     def pieces(self) -> Sequence[Piece]:
         """Return the pieces of the update, and this rank's share of a pending gradient.
 
-        Collective over the data axis if the sum of this gradient is in flight.
+        Collective over the data axis if the sum of the pending gradient is in flight.
         """
         if not self._is_pending:
             return super().pieces()

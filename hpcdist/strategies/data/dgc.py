@@ -1,7 +1,7 @@
-"""Deep gradient compression (Lin et al., arXiv:1712.01887): SGD with momentum, of which the largest values are sent.
+"""Deep gradient compression (Lin et al., arXiv:1712.01887): SGD with momentum that sends only the largest values.
 
 Each rank keeps a velocity and an unsent value for each element, 8 bytes. It sends the largest unsent values to all
-other ranks. They sum the received values in rank order, and step by the sum without momentum. For a tensor of n
+other ranks. Every rank adds the values in rank order, and steps by the sum without momentum. For a tensor of n
 elements (or a piece of one, if buckets cut it) and the density d, each of p ranks sends (p-1) 8 ceil(d n) bytes per
 step, plus at most 63 bytes of alignment: less than the 2 (p-1)/p 4 n of a dense sum if d < 1/p.
 
@@ -11,8 +11,8 @@ The density is 1/4, 1/16, 1/64 and 1/256 in the four quarters of ``compression.w
 Weight decay is added to the sum by the owner of the weights, as in SGD (coupled, L2, on matrices). It does not pass
 through the momentum. Plain SGD sums the decay up to 1 / (1 - momentum) times, so use a decay larger by this factor.
 
-On one data rank, a step equals a step of SGD with momentum, but for the decay. A checkpoint for another number of ranks
-keeps the sums over the ranks, of the velocities and of the unsent values: both enter the step as sums.
+On one data rank, a step equals a step of SGD with momentum, except for the decay. A restore on another number of ranks
+keeps the sum of the velocities, and the sum of the unsent values, over the ranks.
 """
 
 from collections.abc import Mapping
@@ -45,15 +45,15 @@ class DgcCoder(GradientCoder):
         self._states = states
 
     def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
-        """Write the payload of the tensor ``unit``, and clear the sent values from the unsent ones."""
+        """Write the payload of the tensor ``unit``, and set the sent elements of the unsent values to 0."""
         self._states[unit.where].encode(payload)
 
 
 class Dgc(LocalGradients):
     """Reducer that exchanges sparse velocities over the data axis.
 
-    Without ``masks_velocity``, elements that are sent keep their velocity: if all are sent, this is momentum SGD.
-    ``context.optimizer`` is the optimizer with momentum; the optimizer of ``update`` has none.
+    The keyword ``masks_velocity``: set the velocity of sent elements to 0. If False, density 1 is SGD with momentum.
+    ``context.optimizer`` is the optimizer with momentum; the optimizer of ``update`` has no momentum.
     """
 
     def __init__(

@@ -22,9 +22,9 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class DataExchange(Exchange):
     """Exchange of a ``reducer``, an ``update`` and a ``gatherer``, with AGREE on loss and norm after the reducer.
 
-    ``saved``: ranges of parameters and optimizer state that this rank saves in a checkpoint. ``background``: the
-    collectives in flight, if the reducer or the gatherer starts some. ``shards``: logical shards whose fixed tree
-    decides the order of all sums.
+    ``saved``: ranges of parameters and optimizer state that this rank saves in a checkpoint. The keyword
+    ``background``: background collectives of the reducer and the gatherer, or None. The keyword ``shards``: logical
+    shards whose fixed tree decides the order of all sums, or None.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class CutGatherer(Gatherer):
     """All-gathers along ``cuts``. Handlers are collective over the data axis.
 
     ``cut_units``: units of the model whose parameters are gathered for each use, into the memory ``whole``.
-    ``background``: collectives that run while other layers are computed; ``ahead``: number of layers that they gather
-    before their use.
+    ``background``: collectives that run while other layers are computed, or None. ``ahead``: number of layers to
+    prefetch in the background.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CutGatherer(Gatherer):
         return plan
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``. A layer that is cut exists between GATHER and FREE. Local."""
+        """Return the store of the whole ``layer``. The store of a cut layer is valid from GATHER to FREE. Local."""
         return self._whole.at(layer) if layer in self._cut_layers else self.parameters
 
     def gather(self, op: Operation) -> None:

@@ -1,8 +1,8 @@
 """Guard on the order of collectives, for layers whose parameters are gathered for each use.
 
-A rank that takes another branch than the others would meet them in a collective of another layer. The ranks would hang
-or mix up two layers of equal size. So all ranks agree on the order of the first step. From then on, each compares its
-operations with this order, without a message.
+If one rank takes another branch than the other ranks, collectives of different layers match. The ranks would then hang,
+or mix up two layers of equal size. So all ranks agree on the order of the first step. In later steps, each rank
+compares the local operations with this order, without a message.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START)
 
 
 class LockStepGuard:
-    """Guard on the order of collectives: one order for training steps, and one for evaluations, without AGREE."""
+    """Guard on the order of collectives, with one order for training steps and one order for evaluations."""
 
     def __init__(self, data: Communicator, algorithm: str) -> None:
         self._data, self._algorithm = data, algorithm
@@ -31,7 +31,7 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nothing is compared
 
     def guarded(self, handlers: Handlers) -> Handlers:
-        """Return ``handlers`` that, for `GUARDED` kinds, first compare the operation with the agreed order."""
+        """Wrap ``handlers`` of `GUARDED` kinds: each first compares the operation with the agreed order. Local."""
         return {kind: self._around(handler) if kind in GUARDED else handler for kind, handler in handlers.items()}
 
     def _around(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
@@ -42,9 +42,9 @@ class LockStepGuard:
         return compare_and_handle
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Compare ``operations`` with the agreed order. Local; the first time, collective: agree on the order.
+        """Compare ``operations`` with the agreed order. The first call agrees on the order, and is collective.
 
-        Raises ScheduleError: on all ranks if their first orders differ, later on the rank that differs.
+        Raises ScheduleError: in the first call on all ranks, in later (local) calls only on the differing rank.
         """
         self._pass = "a step" if any(op.kind is Kind.AGREE for op in operations) else "an evaluation"
         order = [op for op in operations if op.kind in GUARDED]
@@ -89,7 +89,7 @@ class LockStepGuard:
 
 
 def _first_difference(first: Sequence[Operation], second: Sequence[Operation]) -> int:
-    """Return the number, from 1, of the first entry in which two orders differ. One of them may have ended there."""
+    """Return the number, from 1, of the first entry in which two orders differ. One order may end before it."""
     same = [a == b for a, b in zip(first, second, strict=False)]
     return same.index(False) + 1 if False in same else len(same) + 1
 

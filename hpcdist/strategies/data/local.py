@@ -1,8 +1,8 @@
 """Reducers of compressors that take the place of the optimizer's momentum: DGC and 1-bit Adam.
 
 Their payloads are not sums of gradients, and their state must not change in a step that is given up. So a step is:
-gradients are complete and nothing is sent (KEEP); all ranks agree that loss and gradients are finite (AGREE); payloads
-travel and become the update directions (COMPRESS); the update follows.
+gradients are complete and nothing is sent (KEEP, or REDUCE after the warm-up); all ranks agree that loss and gradients
+are finite (AGREE); payloads travel and become the update directions (COMPRESS); the update follows.
 
 The norm of the summed gradient is not known. The reported norm is sqrt(sum over the ranks of |g_r|^2), where g_r is
 divided by the samples of the global batch. It is the norm of the sum if the gradients of different ranks are
@@ -58,7 +58,7 @@ class LocalGradients(Reducer):
         return squared
 
     def clip_factor(self, correction: float) -> float:
-        """Return the factor that clips this rank's gradients, times ``correction``; equal in its replica. Local."""
+        """Return the clipping factor of this replica's gradients, times the factor ``correction``. Local."""
         limit = self.context.optimizer.clip_norm
         replica = self._replica * correction**2
         return correction * (dgc.clip_factor(replica, limit, self.context.data.size) if limit else 1.0)

@@ -128,7 +128,7 @@ class NodeShared(Gatherer):
 
     @property
     def parameters(self) -> FlatStore:
-        """The current parameters: during an update still the old ones."""
+        """The current parameters. During an update, these are the parameters before the update."""
         return self._node.front
 
     def plan(self) -> list[Operation]:

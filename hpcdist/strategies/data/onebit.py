@@ -15,12 +15,12 @@ scales in another, because their gradients differ most. Tensors that the tensor 
 sharded ones, because they must have equal bits on all tensor ranks.
 
 Weight decay is decoupled, as in AdamW: only the momentum travels. In the warm-up, gradients are clipped by their global
-norm; afterwards each replica clips its own, see `hpcdist.strategies.data.local`.
+norm; afterwards each replica clips its gradients, see `hpcdist.strategies.data.local`.
 
-On one data rank nothing is compressed or frozen: it is AdamW. A checkpoint has the moments once, the worker errors of
+One data rank compresses and freezes nothing: the step is AdamW. A checkpoint has the moments once, the worker errors of
 each rank, and the server errors once. For another number of ranks p', the mean of the worker errors is kept: each rank
-takes p'/p of their sum in its own chunks. A checkpoint of AdamW, or of the warm-up, starts with no errors. A frozen one
-stays frozen, except on one data rank, which applies the errors at once and continues with Adam.
+takes p'/p of their sum in its own chunks. A checkpoint of AdamW, or of the warm-up, starts with no errors. A frozen
+variance stays frozen, except on one data rank, which applies the errors at once and continues with Adam.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ LEAST: Final = 1 << 12  # smallest number of elements in a chunk of a single ten
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Tensors that are encoded together, one after the other: pairs (segment, range of the flat parameter vector)."""
+    """Tensors that are encoded together, in this order: pairs (segment, range of the flat parameter vector)."""
 
     tensors: tuple[tuple[Segment, Range], ...]
 
@@ -89,7 +89,7 @@ class ScaleGroup:
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
         """Yield checkpoint pieces of ``array``, which has the elements ``within`` of the group.
 
-        ``parts``: ranges of the flat parameter vector; elements outside of them are left out.
+        Only elements in ``parts``, which are ranges of the flat parameter vector, are saved.
         """
         ranges = list(parts)
         for (segment, where), place in zip(self.tensors, self.places, strict=True):
@@ -174,11 +174,11 @@ class OneBit(LocalGradients):
             collectives.allreduce(self.context.data, self.update.gradients.range(op.part), self.context.algorithm)
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm: of the sum in the warm-up, then of its own gradients."""
+        """Return this rank's summand of the squared norm: of the sum in the warm-up, then of local gradients."""
         return super().norm_squared() if self.is_compressing else Reducer.norm_squared(self)
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Freeze the variance when the warm-up ends. Return 1: the directions include all factors. Local."""
+        """Freeze the variance after the warm-up, and return 1 because directions include all factors. Local."""
         freezes = self.is_compressing
         if freezes:
             # Gradients are summands of the mean over all samples; later the mean over the ranks is taken.

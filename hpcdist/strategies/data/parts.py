@@ -18,7 +18,7 @@ from hpcdist.strategies.tensor.axis import counted
 
 
 def saved_shares(context: RankContext) -> list[Range]:
-    """Return the ranges that this rank saves of state that all data ranks hold: equal shares, by bytes. Local."""
+    """Return the ranges of replicated state that this rank saves: an equal share of bytes per data rank. Local."""
     data, dtype = context.data, context.dtype if context.working is None else context.master_dtype
     shares = [split(part.size, data.size, dtype.itemsize)[data.rank].shift(part.start) for part in context.parts]
     return counted(context.layout, shares, context.tensor)
@@ -27,8 +27,8 @@ def saved_shares(context: RankContext) -> list[Range]:
 class Reducer:
     """Base class of parts that sum gradients over the replicas and bring the sums to the ranks that update.
 
-    ``update`` is the optimizer update of this rank, and ``counts`` is True if this rank counts the norm of its parts.
-    Handlers are collective over the data axis, unless they say local.
+    ``update``: this rank's optimizer update. The keyword ``counts``: if False, this rank's summand of the norm is 0,
+    because another rank adds it. Handlers are collective over the data axis, unless their docstrings say local.
     """
 
     handlers: Handlers = MappingProxyType({})
@@ -55,7 +55,7 @@ class Reducer:
         return self.update.gradients
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm of the mean gradient. Local."""
+        """Return this rank's summand of the squared norm of the mean gradient, as `Exchange.norm_squared` does."""
         squared = self.update.norm_squared()
         return squared if self.counts else 0.0
 
@@ -79,7 +79,7 @@ class Reducer:
         return self.feedback.prepare_restore(state)
 
     def wanted(self) -> list[Piece]:
-        """Return views of the memory into which these pieces are read. Local."""
+        """Return views of the memory into which the pieces of a checkpoint are read. Local."""
         return self.feedback.wanted()
 
     def state(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Reducer:
 class Gatherer:
     """Base class of parts that bring updated parameters to all ranks that compute with them.
 
-    Without further methods, every rank updates all parameters that it computes with, and nothing is gathered.
+    The base class gathers nothing: every rank updates all parameters that it computes with.
     """
 
     handlers: Handlers = MappingProxyType({})
@@ -104,7 +104,7 @@ class Gatherer:
 
     @property
     def parameters(self) -> FlatStore:
-        """The parameters that this rank computes with or gathers from, and keeps between steps."""
+        """The store of the parameters that stay on this rank between steps."""
         return self.update.parameters
 
     def parameters_at(self, layer: int) -> FlatStore:
@@ -122,7 +122,7 @@ class Gatherer:
         """Prepare for the update of a step. Local."""
 
     def spread(self) -> None:
-        """Send this rank's parameters as after an update. Collective over the data axis."""
+        """Send this rank's parameters by the operations of `plan`. Collective over the data axis."""
         for op in self.plan():
             self.handlers[op.kind](op)
 

@@ -56,9 +56,9 @@ class Sum(Reducer):
 class TreeSum(Reducer):
     """Allreduce of the gradients of logical shards in a fixed tree: the same bits on any number of ranks.
 
-    Every rank has as many micro-batches as the rank with the most shards; its last one may be empty. ADD takes the
-    gradients of a micro-batch into this rank's partial sums. For the last micro-batch, REDUCE also completes the sums
-    with the other ranks.
+    Every rank has as many micro-batches as the rank with the most shards; the last micro-batch may be empty. ADD adds
+    the gradients of a micro-batch to this rank's partial sums. REDUCE does so for the last micro-batch, and completes
+    the sums with the other ranks.
     """
 
     def __init__(self, context: RankContext, update: ShardedUpdate, shards: LogicalShards) -> None:

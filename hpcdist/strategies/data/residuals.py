@@ -1,6 +1,6 @@
 """Error feedback: residuals of compression, across skipped steps, checkpoints and changed numbers of ranks.
 
-Each of the p ranks that send payloads has residuals; their sum is what the gradients still lack. With the same number
+Each rank that sends payloads has residuals: the values that its payloads have not sent yet. With the same number
 of ranks, a checkpoint returns each rank's residuals, to the bit. With another number, each rank takes the sum over all
 old ranks for its share of the elements, and zeros elsewhere: nothing is lost or counted twice, and every byte is read
 once. A checkpoint without residuals starts with zeros.
@@ -31,10 +31,10 @@ FLOAT32: Final = np.dtype(np.float32)
 
 
 class Residuals:
-    """Residuals of the ranges ``parts`` on this rank, number ``rank`` of ``ranks`` ranks with residuals. Local.
+    """Residuals of the ranges ``parts`` on this rank. Local.
 
-    ``can_roll_back``: a step may be given up after its gradients were encoded. ``kind``: prefix of the kind of the
-    pieces in a checkpoint, followed by the rank.
+    This rank is number ``rank`` of the ``ranks`` ranks with residuals. The keyword ``can_roll_back``: a step may be
+    given up after encoding. Pieces in a checkpoint have the kind "<kind>.<rank>", with the keyword ``kind``.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Residuals:
         self.feedback.keep()
 
     def settle(self) -> None:
-        """End a step that was given up: restore the residuals of before it.
+        """End a step that was given up: restore the residuals of the step before.
 
-        Without ``can_roll_back``, keep the new ones: the run ends, because a gradient was not finite.
+        Without rollback, the new residuals stay: the run ends, because a gradient was not finite.
         """
         if self._can_roll_back:
             self.feedback.rollback()
@@ -79,7 +79,7 @@ class Residuals:
         return f"{self.kind}.{rank}"
 
     def prepare_restore(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Record how many ranks had residuals in the checkpoint to be read. Return the kinds that it may lack."""
+        """Record the number of ranks with residuals in the checkpoint ``state``. Return the kinds it may lack."""
         ranks = state.get(STATE, self.ranks)
         if not (isinstance(ranks, int) and ranks > 0):
             raise StorageError(f"the checkpoint says that {ranks!r} ranks had residuals of compression; it is damaged")
@@ -103,7 +103,7 @@ class Residuals:
         ]  # fmt: skip
 
     def restored(self) -> None:
-        """After the pieces were read, sum the residuals of all old ranks if their number was another."""
+        """Finish a restore: sum the old ranks' residuals if the number of ranks has changed."""
         if self._old_ranks == self.ranks:
             return
         self._store.zero()
@@ -116,9 +116,9 @@ class Residuals:
 class StepResiduals(Residuals):
     """Residuals of ZeRO's layers, which are encoded once per micro-batch. Local.
 
-    What one micro-batch leaves is added to the next. A step that is given up restores the residuals of before its first
-    micro-batch. ``layers``: range of each layer. ``plain``: ranges of each layer that this rank does not encode. A
-    checkpoint of other cuts can have residuals there; they are added to the gradients in full.
+    The residuals of one micro-batch are added to the next micro-batch. If a step is given up, the previous step's
+    residuals are restored. ``layers``: range of each layer. ``plain``: ranges of each layer that this rank does not
+    encode. Residuals of these ranges, from a checkpoint of other cuts, are added to the gradients in full.
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class StepResiduals(Residuals):
 
     @property
     def are_owed(self) -> bool:
-        """True if gradients that are not encoded may lack residuals."""
+        """True if residuals of a checkpoint may still have to be added to plain ranges."""
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
-        """Start to encode the float32 ``gradients`` of ``layer``. Add the residuals of its plain ranges to them."""
+        """Start to encode the float32 ``gradients`` of ``layer``, and add residuals that are still due."""
         self.feedback.keep()  # the residuals of earlier micro-batches are final
         if layer not in self._open:
             self._open.add(layer)
@@ -185,7 +185,7 @@ class StepResiduals(Residuals):
 class Feedback:
     """All residuals of one exchange, through a step and a checkpoint. Local.
 
-    An encoder sets ``is_open``. A step that is still open when the next one begins was given up.
+    An encoder sets the attribute ``is_open``. A step that is still open when the next step begins was given up.
     """
 
     def __init__(self, *residuals: Residuals) -> None:
@@ -193,7 +193,7 @@ class Feedback:
         self.is_open = False  # gradients were encoded that are not applied yet
 
     def give_up(self) -> None:
-        """Restore the residuals of before a step that was given up, if there was one."""
+        """If a step was given up, restore the residuals of the step before."""
         if self.is_open:
             for residuals in self.residuals:
                 residuals.settle()
@@ -229,9 +229,9 @@ class Feedback:
 
 
 def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:
-    """Return float32 ``gradients`` themselves, or float32 copies of 16-bit ones, divided by ``loss_scale``. Local.
+    """Return float32 ``gradients`` unchanged, or 16-bit ``gradients`` as float32, divided by ``loss_scale``. Local.
 
-    Copies are written to ``wide``, by default to scratch memory that the next call uses again.
+    Copies are written to ``wide``, by default to scratch memory that the next call reuses.
     """
     if gradients.dtype == FLOAT32:
         return gradients

@@ -1,4 +1,4 @@
-"""Reducers of ZeRO: each layer's gradients are summed to the ranks that update them, and freed.
+"""Reducers of ZeRO: sum each layer's gradients to the ranks that update the layer.
 
 REDUCE    sum a layer to the shards of its gradients, or to the cuts of the optimizer if gradients are kept whole
 COMBINE   once per step, sum the shards over the ranks that hold the same shard, to the cuts of the optimizer
@@ -25,9 +25,9 @@ SumCuts: TypeAlias = Callable[[FlatStore, int, int, int], None]
 class Scatter(Reducer):
     """Reduce-scatter of each layer's gradients along ``cuts``.
 
-    ``whole``: memory for layers whose gradients are freed after REDUCE, which then follows each micro-batch; None if
-    all gradients are kept, and reduced once per step. ``background``: collectives that run while other layers are
-    computed.
+    ``whole``: memory for whole layers. Each micro-batch then ends with REDUCE, which frees the layers. None: all
+    gradients are kept, and reduced once per step. ``background``: collectives that run while other layers are
+    computed, or None.
     """
 
     _kept_cut = GRADIENTS
@@ -62,7 +62,7 @@ class Scatter(Reducer):
         self._summed.clear()  # the previous step may have been given up
 
     def gradients_at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``. If gradients are freed, it exists until REDUCE. Local."""
+        """Return the store of the whole ``layer``. A store that REDUCE frees is valid until then. Local."""
         return self.update.gradients if self._whole is None else self._whole.at(layer)
 
     def reduce(self, op: Operation) -> None:
@@ -101,9 +101,9 @@ class Scatter(Reducer):
 class TreeScatter(Scatter):
     """Sum of the gradients of logical shards in a fixed tree that ends at the owners of the optimizer's cuts.
 
-    Each rank first sums whole layers of its shards: log2(shards per rank) Psi bytes. So stages 2 and 3 save memory of
-    gradients only if every rank has one shard. Messages have k Psi (p-1)/d_o bytes, k = 1 if the number of shards per
-    rank is a power of two.
+    Each rank keeps log2(shards per rank) Psi bytes of partial sums of whole layers. So stages 2 and 3 save memory of
+    gradients only if every rank has one shard. Each rank sends k Psi (p-1)/d_o bytes, with k = 1 if the number of
+    shards per rank is a power of two.
     """
 
     _kept_cut = OPTIMIZER

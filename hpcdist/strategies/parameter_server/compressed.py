@@ -1,8 +1,8 @@
 """The lock-step parameter server with compressed gradients: push payloads, pull uncompressed parameters.
 
 A worker encodes the gradients of each range, tensor by tensor, and sends them as one message (`PayloadTransport`). A
-server decodes and adds in float32, in the order of the workers. Its own gradients are not encoded. There is one
-compression error per worker and element, and none of the sum.
+server decodes and adds in float32, in the order of the workers. A colocated server does not encode local gradients.
+There is one compression error per worker and element, and the sum adds no further error.
 
 With n values and c bytes of payload per value, a dedicated worker sends c n per step instead of 4 n, and its servers
 send 4 n to it. If all p ranks serve, each sends (c + 4) n (p-1)/p. With ``communication.algorithm = "hierarchical"``,
@@ -10,10 +10,10 @@ the workers of a node sum in float32 first, and one worker of the node encodes a
 
 A step has the same bits in every run, and all workers have the same parameters, as if one process encoded and decoded
 for every worker. Another number of servers gives the same bits only if tensors are cut alike, because each
-piece of a tensor has its own scale. Colocated servers give other bits than dedicated ones.
+piece of a tensor has a separate scale. Colocated servers give other bits than dedicated ones.
 
-Residuals of error feedback are on the rank that encodes, for all ranges, so that other servers may serve them after a
-restore. Residuals of a range that the rank now serves itself are added in full to its next gradient. In the first
+The rank that encodes has residuals of all ranges, so that other servers may serve the ranges after a restore. If this
+rank serves a range after a restore, the residuals are added in full to the next gradient. In the first
 ``compression.warmup_steps`` updates, gradients are not compressed.
 """
 
@@ -49,8 +49,8 @@ _BYTES: Final = np.dtype(np.uint8)
 class PayloadTransport(MessageTransport):
     """Message transport of gradients that ``coder`` encodes. Construction is collective over the world.
 
-    The attributes of a step: ``compresses``, True if gradients are encoded; ``loss_scale``, their factor; ``owes``,
-    True if ranges that this rank serves may have residuals.
+    The keyword ``compresses`` is True if gradients are encoded. The attribute ``loss_scale`` is the factor of the
+    gradients. The attribute ``owes`` is True if ranges that this rank serves may have residuals.
     """
 
     def __init__(self, topology: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
@@ -59,7 +59,7 @@ class PayloadTransport(MessageTransport):
         self._payloads: dict[Range, Array] = {}
 
     def begin(self, *, compresses: bool) -> None:
-        """Record if the gradients of the next step are compressed, equal on all ranks. Local."""
+        """Prepare for a step. The keyword ``compresses`` (equal on all ranks): True if gradients are encoded. Local."""
         if compresses != self.compresses:
             self.compresses = compresses
             self._arrivals = self._receiver()
@@ -88,7 +88,7 @@ class PayloadTransport(MessageTransport):
             self._sent.append(self.comm.isend(payload, server, GRADIENT))
 
     def _payload(self, part: Range) -> Array:
-        """Return the memory for the payload of ``part``, which is in use until `settle`. Local."""
+        """Return the memory for the payload of ``part``. The memory is in use until `settle`. Local."""
         if not self._payloads:
             leaving = [leaving_part for leaving_part, server in self.topology.messages if server != self.topology.rank]
             sizes = [self.coder.message(leaving_part).nbytes for leaving_part in leaving]
@@ -113,7 +113,7 @@ class PayloadTransport(MessageTransport):
         with_loss_scale(total, gradients, self.loss_scale)
 
     def _add_all(self, part: Range, total: Array) -> None:
-        """Add the workers' payloads to ``total``, which has this rank's gradients if it is a worker."""
+        """Add the workers' payloads to ``total``. On a worker, ``total`` starts as this rank's gradients."""
         message, place = self.coder.message(part), total
         if self.speaks and self.speakers[0] != self.topology.rank:  # another worker comes first in rank order
             place = scratch("parameter_server.sum", total.size, total.dtype, total)

@@ -5,12 +5,12 @@
 
 A gradient is pushed as soon as the backward pass has completed it. A server adds the pushed gradients in the order of
 the workers' ranks, whatever arrives first. So a step has the same bits in every run, for any number of servers, both
-placements and all transports (except the norm for clipping, whose partial sums depend on the cut).
+placements and all transports. The norm for clipping is an exception: partial sums depend on the cut.
 
 With logical shards (`hpcdist.strategies.core.logical_shards`), a step has the bits of an allreduce with equally many
-shards, on any number of workers and servers. A worker takes the gradients of each shard into its partial sums (ADD),
-and pushes these sums with the last one; servers complete the tree (`transport.ShardTree`). A worker pushes k Psi, with
-k = 1 if its number of shards is a power of two.
+shards, on any number of workers and servers. A worker adds the gradients of each shard to partial sums (ADD), and
+pushes the partial sums after the last shard. Servers complete the tree (`transport.ShardTree`). A worker pushes k Psi,
+with k = 1 if the number of shards of the worker is a power of two.
 
 The transport sends gradients and parameters: `messages`, `shared_memory` or `rma`. Values that all ranks agree on are
 sent by the MPI library if ``communication.algorithm`` is native, otherwise by counted messages.
@@ -65,7 +65,7 @@ class Push(Reducer):
         self.handlers = {Kind.ADD: self.add, Kind.PUSH: self.push, Kind.COLLECT: self.collect}
 
     def plan(self) -> list[Operation]:
-        """Return PUSH of each message, or ADD and PUSH of whole layers with shards; COLLECT on a server. Local."""
+        """Return PUSH of each message (with shards: ADD and PUSH of each layer), and COLLECT on a server. Local."""
         pushes: list[Operation] = []
         if self.topology.works and self._shards is None:
             pushes = [Operation(Kind.PUSH, range=part) for part, _ in self.topology.messages]
@@ -74,12 +74,12 @@ class Push(Reducer):
         return [*pushes, *(Operation(Kind.COLLECT, range=part) for part in self.topology.own)]
 
     def add(self, op: Operation) -> None:
-        """Add the gradients of a logical shard to the partial sums, before the next one overwrites them. Local."""
+        """Add the gradients of a logical shard to the partial sums of this worker. Local."""
         assert self.transport.partials is not None
         self.transport.partials.add(op.microbatch, op.part)
 
     def push(self, op: Operation) -> None:
-        """Start to send the gradients of a range to their server. They must not change until the agreement."""
+        """Start to send the gradients of a range to a server. The gradients must not change until AGREE."""
         if self._shards is not None:
             self.add(op)
         for part in self._messages[op.part]:
@@ -91,7 +91,7 @@ class Push(Reducer):
 
 
 class Pull(Gatherer):
-    """Gatherer that sends updated parameters to the workers (PUBLISH), which receive them (PULL)."""
+    """Gatherer of updated parameters: servers send (PUBLISH), and workers receive (PULL)."""
 
     def __init__(self, update: ShardedUpdate, topology: ServerTopology, transport: Transport) -> None:
         super().__init__(update)
@@ -123,7 +123,7 @@ class Pull(Gatherer):
             self.transport.settle()
 
     def _settle(self, op: Operation) -> None:
-        """Wait for all messages after the last operation of a step."""
+        """If ``op`` is the last operation of a step, wait for all messages."""
         if op == self._last:
             self.transport.settle()
 
@@ -131,9 +131,9 @@ class Pull(Gatherer):
 class LockStepExchange(DataExchange):
     """Parameter server in lock-step: push, sum in rank order, update, pull. Collective over the world.
 
-    Workers and servers are `RankContext.members`: with a pipeline or tensor axis, each place on it has its own servers.
-    ``servers``: communicator of the ranks that serve, or None on other ranks. It is freed by `close`. ``reducer``
-    replaces `Push`; it is built from the update, the topology and the transport.
+    Workers and servers are `RankContext.members`: each position on a pipeline or tensor axis has separate servers.
+    ``servers``: communicator of the ranks that serve, or None on other ranks; `close` frees the communicator. The
+    keywords ``carry`` and ``reducer`` replace the constructors of the transport and of `Push`.
     """
 
     def __init__(

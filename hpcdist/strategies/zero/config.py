@@ -49,10 +49,10 @@ class ZeroConfig:
     ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees. On p data ranks their defaults (0) are
     (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree must divide the next, and the last
     must divide p. Groups are blocks of consecutive data ranks: if ``parameters`` is the number of ranks per node, zero3
-    gathers only within nodes. Parameters of a layer with fewer than ``persistent_below`` elements are not sharded; its
-    optimizer state is. With ``shared_parameters`` the ranks of a node keep one copy of the parameters in shared memory,
-    and gather nothing within the node (zero1 and zero2 on CPUs). With ``prefetch`` this number of layers is gathered
-    ahead, each into its own memory (zero3; needs ``communication.overlap``).
+    gathers only within nodes. A layer with fewer than ``persistent_below`` elements shards only the optimizer state.
+    With ``shared_parameters`` the ranks of a node keep one copy of the parameters in shared memory, and gather nothing
+    within the node (zero1 and zero2 on CPUs). ``prefetch``: number of layers to gather ahead, each into separate memory
+    (zero3; needs ``communication.overlap``).
 
     With several micro-batches per step, sharded gradients are reduced after each micro-batch, and sharded parameters
     are gathered for each use. ``keep_gradients`` accumulates whole gradients and reduces them once per step;
@@ -80,7 +80,7 @@ class ZeroConfig:
         check_section(RULES, "zero", self)
 
     def degrees(self, stage: int, ranks: int) -> ShardingDegrees:
-        """Return the degrees on ``ranks`` data ranks. Raises ConfigurationError with the whole equation. Local."""
+        """Return the degrees of ZeRO ``stage`` on ``ranks`` data ranks. Raises ConfigurationError if invalid. Local."""
         settings = (self.parameters, self.gradients, self.optimizer)
         by_stage = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks)
         degrees = [setting or default for setting, default in zip(settings, by_stage, strict=True)]

@@ -1,8 +1,8 @@
 """Offload of optimizer state, and of shards of parameters and gradients, to the host or to a file.
 
-ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857). Offloaded state is
-used in a fixed order, so it is updated block by block: while the host computes with one block, the next block is read
-and the previous one is written. Only three sets of blocks stay in memory.
+Sources: ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857). The host
+updates offloaded state block by block, in a fixed order. While the host computes with one block, the next block is read
+and the previous block is written. Only three sets of blocks stay in memory.
 
 Bytes that a rank moves between memory and file per step, with psi bytes in each of its shards, s optimizer slots (2 for
 adamw and lamb, 1 for lars and sgd with momentum) and m micro-batches:
@@ -47,9 +47,9 @@ Wait = Callable[[], object]
 
 
 class Offload:
-    """Stores and optimizer of a rank, in memory, on the host or in a file, as ``config`` says. Local.
+    """Factory of a rank's stores and optimizer, in memory, on the host or in a file. Local.
 
-    Raises ConfigurationError for unsupported combinations, and StorageError if the directory has too little space.
+    Raises ConfigurationError for unsupported combinations. Stores raise StorageError if the disk has too little space.
     """
 
     def __init__(self, context: RankContext, config: ZeroConfig) -> None:
@@ -118,7 +118,7 @@ class BlockedOptimizer(WrappedOptimizer):
         self._scale = 1.0
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Turn the gradient on ``piece`` into the direction, or leave it to `apply` if no norms are needed."""
+        """Turn the gradient on ``piece`` into the direction. If no norms are needed, `apply` does this instead."""
         inner, self._scale = self._inner, scale
         if not inner.needs_norms:
             return
@@ -186,12 +186,12 @@ class BlockedOptimizer(WrappedOptimizer):
                     wait()
 
     def _window(self, name: str, number: int, block: Range) -> FlatStore:
-        """Return a store of ``block`` over the memory into which it was read."""
+        """Return the store of ``block``, whose memory is the buffer of the block."""
         buffer = self._buffer(name, number, block)
         return FlatStore(self._inner.layout, self._inner.dtype, block, allocate=lambda size, dtype: buffer)
 
     def _buffer(self, name: str, number: int, block: Range) -> np.ndarray:
-        """Return memory for block ``number`` of the store ``name``, allocated at the first use."""
+        """Return the buffer of ``block``, number ``number`` of the store ``name``, allocated at the first use."""
         sets = self._buffers.setdefault(name, [])
         while len(sets) <= number % SETS:
             sets.append(self._take())

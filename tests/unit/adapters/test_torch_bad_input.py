@@ -73,7 +73,9 @@ def test_parameters_of_two_types_are_rejected():
     module = nn.Sequential(*linear_layers(5, 4, 3))
     module[1].to(torch.float64)
     assert_wrap_rejected(
-        ConfigurationError, r"1\.weight of .* is torch\.float64 on cpu, 0\.weight is torch\.float32", module
+        ConfigurationError,
+        r"1\.weight of .* is torch\.float64 on cpu, but parameter 0\.weight is torch\.float32",
+        module,
     )
 
 

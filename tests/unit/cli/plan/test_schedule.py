@@ -71,7 +71,7 @@ def test_invalid_schedules_are_rejected(tmp_path):
     file.write_text("F0 B0 F1 B1\nF1 B1 F0 B0\n")
     output = error_text(ConfigurationError, "--file", file, "--stages", 2, "--microbatches", 2)
     assert str(file) in output and "cyclic wait" in output
-    assert "as many as there are ranks" in error_text(ConfigurationError, "interleaved", "--microbatches", 2)
+    assert "needs at least 4 micro-batches" in error_text(ConfigurationError, "interleaved", "--microbatches", 2)
     assert "choose from gpipe, 1f1b" in error_text(UsageError, "1f2b")
     assert "choose from gpipe, 1f1b" in error_text(UsageError, "sequential")
     assert "no schedule is given" in error_text(UsageError)

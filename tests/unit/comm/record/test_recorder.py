@@ -235,7 +235,7 @@ def test_foreign_files_are_rejected(tmp_path, data):
     path.write_bytes(data)
     with pytest.raises(StorageError, match="not a file of the flight recorder"):
         flight_recorder.read(path)
-    with pytest.raises(StorageError, match="cannot read"):
+    with pytest.raises(StorageError, match="cannot be read"):
         flight_recorder.read(tmp_path / "absent.rec")
 
 

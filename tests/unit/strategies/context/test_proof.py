@@ -148,7 +148,7 @@ def test_head_exchange_lists_are_proven():
     assert_rejected(lists, False, "tokens to rank")
     lists = heads(37, 3)
     lists[0][0] = HeadExchange(lists[0][0].sends, (1, 2, 3))
-    assert_rejected(lists, False, "exchange 0: rank 1[0-2] sends")
+    assert_rejected(lists, False, "rank 1[0-2] sends .* in exchange 0")
     assert_rejected([*heads(37, 3)[:2], rings(3, back=False)[2]], False, "share samples")
 
 

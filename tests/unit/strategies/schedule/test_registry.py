@@ -142,7 +142,7 @@ def test_evaluation_passes_all_chunks_once():
 
 def test_impossible_sizes_are_rejected_with_the_possible_ones():
     for name, p, m, v, match in (
-        ("interleaved", 4, 3, 2, r"microbatches = 3: .* set parallel.microbatches = 4 or above"),
+        ("interleaved", 4, 3, 2, r"microbatches = 3: .* set parallel.microbatches to 4 or above"),
         ("interleaved", 4, 8, 1, r"parallel.chunks = 1 .* needs 2 or more chunks"),
         ("1f1b", 4, 8, 2, r"parallel.chunks = 2 .* the schedule has 1 on every rank"),
         ("zb-v", 4, 8, 3, r"parallel.chunks = 3 .* the schedule has 2 on every rank"),

@@ -100,7 +100,7 @@ def test_zero3_warns_if_one_stage_has_all_parameters(kind, layers, warned):
     ("run.device=cpu precision.mode=bfloat16", ""),
     (
         "run.device=gpu",
-        "activations in float32; precision.mode = 'bfloat16' with precision.activations = 'working' takes tensor cores",
+        "activations in float32; precision.mode = 'bfloat16' with precision.activations = 'working' uses tensor cores",
     ),
     ("run.device=gpu precision.mode=float64", "matrix products and activations in float64"),
     (
@@ -109,7 +109,8 @@ def test_zero3_warns_if_one_stage_has_all_parameters(kind, layers, warned):
     ),
     (
         "run.device=gpu precision.mode=float16 precision.activations=working",
-        "activations in float16, their sums and the master weights in float32; without precision.mode all is float32",
+        "activations in float16, their sums and the master weights in float32; without precision.mode, everything is "
+        "float32",
     ),
 )
 def test_gpu_description_names_the_type_of_its_products(keys, expected):

@@ -173,7 +173,10 @@ def test_evaluation_between_steps_does_not_change_the_graphs(gpu, words):
         ("parallel.context=2", "parallel.context = 2: its ranks send messages within a layer"),
         ("model.experts=4", "the host waits for the number of tokens of each"),
         ("model.experts=4 parallel.expert=2", "run.cuda_graph"),
-        ("data.packed=true", "documents begin elsewhere in every sample; set run.cuda_graph = false, or data.packed"),
+        (
+            "data.packed=true",
+            "documents begin at different positions in every sample; set run.cuda_graph = false, or data.packed",
+        ),
         ("model.kind=import model.factory=a:b", "is not built in this version"),
     ],
 )

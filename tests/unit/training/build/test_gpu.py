@@ -220,4 +220,4 @@ def test_model_is_inspected_on_the_cpu_without_a_gpu(monkeypatch, capsys):
     recipe = recipes.load(None, ["run.device=gpu", "run.seed=5"]).recipe
     result = inference.on_available_device(recipe)
     assert result.run == replace(recipe.run, device="cpu") and result.model == recipe.model
-    assert "cupy cannot be imported. It is looked at on the CPU" in capsys.readouterr().err
+    assert "cupy cannot be imported. The CPU is used instead" in capsys.readouterr().err

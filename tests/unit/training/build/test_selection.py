@@ -128,7 +128,7 @@ def test_agreements_use_the_algorithm_for_small_buffers(tmp_path):
 
 @pytest.mark.parametrize("table", ["nccl", "native<=4096,nccl", "nccl<=4096,native"])
 def test_gpu_algorithms_are_rejected_on_cpus(tmp_path, table):
-    with pytest.raises(ConfigurationError, match="is for GPUs, and run.device = cpu"):
+    with pytest.raises(ConfigurationError, match="needs GPUs, but run.device = cpu"):
         run(tmp_path, 2, communication__algorithm=table)
 
 
@@ -149,7 +149,7 @@ def test_table_with_nccl_requires_nccl(monkeypatch):
 )
 def test_shared_memory_across_nodes_is_rejected(tmp_path, algorithm, strategy):
     keys = {"communication__algorithm": algorithm, "parallel__strategy": strategy}
-    with pytest.raises(ConfigurationError, match=r"communication\.algorithm = node_shared.* are on 2; choose"):
+    with pytest.raises(ConfigurationError, match=r"communication\.algorithm = node_shared.* are on 2 nodes; choose"):
         run(tmp_path, 4, ranks_per_node=2, **keys)
     with pytest.raises(ConfigurationError, match=r"set communication\.ranks_per_node = 0"):
         run(tmp_path, 4, ranks_per_node=2, communication__ranks_per_node=2, **keys)

@@ -308,7 +308,7 @@ def test_recipe_module_imports_no_heavy_modules():
     (["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.microbatches=4"], "chunks = 2 or above"),
     (
         ["parallel.pipeline=4", "parallel.schedule=interleaved", "parallel.microbatches=2", "parallel.chunks=2"],
-        "set parallel.microbatches = 4 or above",
+        "set parallel.microbatches to 4 or above",
     ),
     (["parallel.pipeline=2", "parallel.chunks=2"], "parallel.chunks = 2 with parallel.schedule = '1f1b'"),
     (["parallel.pipeline=2", "parallel.schedule=file"], "name the schedule file"),
