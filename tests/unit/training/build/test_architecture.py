@@ -109,8 +109,7 @@ def test_zero3_warns_if_one_stage_has_all_parameters(kind, layers, warned):
     ),
     (
         "run.device=gpu precision.mode=float16 precision.activations=working",
-        "activations in float16, their sums and the master weights in float32; without precision.mode, everything is "
-        "float32",
+        "activations in float16, their sums and the master weights in float32; without precision.mode, everything",
     ),
 )
 def test_gpu_description_names_the_type_of_its_products(keys, expected):
