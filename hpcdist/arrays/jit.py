@@ -259,7 +259,7 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Add sample arguments for which the function `warm` compiles this kernel. ``arguments()`` returns a tuple."""
+        """Add a function that returns a tuple of sample arguments. `warm` compiles this kernel for their types."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:

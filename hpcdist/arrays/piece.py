@@ -57,8 +57,8 @@ class Piece:
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
         """Return the `Piece` for ``array``, which holds consecutive elements of one tensor.
 
-        ``kind``: name of the state ("optimizer.m"). ``segment``: the tensor and its range in the layout's flat array.
-        ``touched``: range of ``array`` in this flat array.
+        ``kind``: name of the state ("optimizer.m"). ``segment``: the tensor and its range in the flat array of a
+        layout. ``touched``: range of that flat array which ``array`` holds.
         """
         spec = segment.spec
         shape = spec.whole or spec.shape
@@ -115,7 +115,7 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the tensor elements that two arrays both hold. ``left`` and ``right`` describe the elements of each array.
+    """Return the tensor ranges that two arrays both hold. ``left`` and ``right``: tensor ranges of the two arrays.
 
     The result has three arrays, with one value per common range: offset in the left array, offset in the right array,
     and size.

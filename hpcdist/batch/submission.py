@@ -187,7 +187,7 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Pat
     """Submit the (job, script) pairs ``links`` at ``site``. Each job starts after the previous job has ended.
 
     Logs go into ``folder``. Each job is recorded in its run directory and yielded before the next job is submitted.
-    Raises StorageError and the errors of `slurm.submit`.
+    Raises HpcdistError if a job cannot be submitted or recorded.
     """
     if site.scheduler.kind == "slurm":
         from hpcdist.batch.schedulers.slurm import submit

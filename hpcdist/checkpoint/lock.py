@@ -61,8 +61,8 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        If that process may be dead, wait for a sign of life, unless the keyword ``waits`` is False. The keyword
-        ``otherwise`` is advice for the error message.
+        If that process may be dead, wait for a heartbeat, unless the keyword ``waits`` is False. The keyword
+        ``otherwise``: text of advice for the error message.
         """
         path = directory / LOCK_FILE
         if path.is_dir():
@@ -190,7 +190,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in the lock file ``path``, {} if it is invalid, or None if it is a copy from elsewhere."""
+    """Return the JSON object in the lock file ``path``, {} if invalid, or None if copied from another directory."""
     entry = regular.json_value(path, MAX_BYTES)
     if not isinstance(entry, dict):
         return {}
@@ -213,7 +213,7 @@ def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> st
 
 
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
-    """Return (content, age in seconds) of the lock file. The content is {} if unreadable, None if missing or copied."""
+    """Return (content, age in seconds) of a lock file. Content: {} if unreadable, None if missing or a copy."""
     now, age_s = atomic.temporary_path(path), 0.0
     try:
         os.close(atomic.create(now))

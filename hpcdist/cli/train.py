@@ -76,7 +76,7 @@ def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
 
 
 def time_limit_s(walltime: str | None) -> int | None:
-    """Convert the value of --time-limit to seconds (None if not given). Raises UsageError."""
+    """Return the seconds in ``walltime``, the value of --time-limit, or None without it. Raises UsageError."""
     from hpcdist.batch.job import walltime_s
 
     return None if walltime is None else walltime_s(walltime, "--time-limit")

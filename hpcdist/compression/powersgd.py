@@ -29,7 +29,7 @@ _DEPENDENT: Final = 1e-9  # a column's remainder below this share of its norm is
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (rows, columns) of a tensor as a matrix: the split of ``shape`` with the smallest rows + columns."""
+    """Return (rows, columns) of a tensor of ``shape`` viewed as a matrix, with the smallest rows + columns."""
     splits = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
     return min(splits, key=sum, default=(math.prod(shape), 1))
 
@@ -37,8 +37,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
     """Return the rank of PowerSGD's factors for a tensor of ``shape``: min(``rank``, rows, columns), or 0.
 
-    0 means that the tensor is sent uncompressed: a vector, or a matrix that would shrink by less than the factor
-    ``least_saving``. A stack of vectors is not a matrix: check `TensorSpec.is_matrix` first.
+    0 means that the tensor is sent uncompressed: it is a vector, or a matrix that would shrink by less than the factor
+    ``least_saving``. The caller must exclude stacks of vectors (`TensorSpec.is_matrix`).
     """
     if rank < 1:
         raise UsageError(f"the rank of PowerSGD must be at least 1, got {rank}")
@@ -51,7 +51,7 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
     """Return the numbers of float32 values in a step's two allreduces: the sizes of the factors P and Q.
 
-    For a tensor that is sent uncompressed (see `rank_of`), these are the size of the tensor, and 0.
+    If the tensor is sent uncompressed (see `rank_of`), the result is (size of the tensor, 0).
     """
     clamped = rank_of(shape, rank, least_saving)
     rows, columns = matrix_shape(shape)
@@ -88,7 +88,7 @@ class PowerSgd:
         self.query: Array = self._first.copy()
 
     def project(self, matrix: Array, p: Array) -> None:
-        """Write M Q to the flat array ``p``. M is ``matrix``, Q is `query`. The caller averages ``p`` over ranks."""
+        """Write the product of ``matrix`` and the last Q to ``p``. The caller averages ``p`` over ranks."""
         # Orthonormal too: Q has the scale of the gradient, and M Q would have the square of this scale.
         orthogonalise(self.query)
         alive = (self.query * self.query).sum(axis=0) > 0  # (rank,)
@@ -101,7 +101,7 @@ class PowerSgd:
         orthogonalise(self._p(p))
 
     def project_back(self, matrix: Array, p: Array, q: Array) -> None:
-        """Write M^T P to the flat array ``q``. M is ``matrix``, P is ``p``. The caller averages ``q`` over ranks."""
+        """Write the product of the transposed ``matrix`` and ``p`` to ``q``. The caller averages ``q`` over ranks."""
         with np.errstate(all="ignore"):
             namespace(q).matmul(self._matrix(matrix).T, self._p(p), out=self._q(q))
 

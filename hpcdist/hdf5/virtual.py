@@ -23,10 +23,10 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Source of a virtual dataset: a dataset of another file, which fills some of its elements.
+    """Dataset of another file that fills some elements of a virtual dataset.
 
-    The elements are in ``box``, which has a (start, stop) per dimension. ``flat`` is the (start, stop) of the filled
-    elements in row-major order of ``box``.
+    ``box``: the virtual dataset's region with these elements, a (start, stop) per dimension. ``flat``: (start, stop) of
+    the elements in row-major order of the region.
     """
 
     file: str  # relative to the directory of the virtual dataset's file
@@ -78,9 +78,9 @@ def write(
     schema: str,
     version: int,
 ) -> None:
-    """Write the virtual datasets ``wholes`` and the file ``attributes`` to a new file ``path``, and fsync it.
+    """Write virtual datasets (``wholes``, by name) and file ``attributes`` to a new file ``path``, and fsync it.
 
-    On StorageError no file is left.
+    After a StorageError, there is no file.
     """
     path = Path(path)
     try:

@@ -130,7 +130,7 @@ class Convolution(DeclaredStage):
         return samples, *self.picture
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the weight from ``rng_of(spec)``, as He et al. 2015. Set the norm scales to 1 and the biases to 0."""
+        """Draw weights by He et al. 2015, with the generator ``rng_of(spec)`` of each. Norm scales are 1, biases 0."""
         for spec in self._specs:
             if spec.adapted:
                 draw_normal(parameters, spec, rng_of, math.sqrt(2.0 * spec.shape[0] / spec.size))

@@ -45,8 +45,8 @@ LOCAL: Final = Operations(
 class SkipConnections:
     """Outputs and gradients of a micro-batch's skip connections, given as ``pairs`` (stage, later stage). Local.
 
-    The later stage reads the output of stage INDEX from its `hpcdist.models.stage.Saved` as "skip.INDEX". It stores the
-    gradient as "skip.INDEX.gradient".
+    In the `hpcdist.models.stage.Saved` of the later stage, "skip.INDEX" is the output of stage INDEX, and
+    "skip.INDEX.gradient" is its gradient.
     """
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -63,7 +63,7 @@ class SkipConnections:
             saved.keep(f"skip.{source}", self._values[source])
 
     def leave(self, unit: int, y: Array, *, copy: bool = False) -> None:
-        """Store the output y of stage ``unit`` for later stages. If ``copy``, store a copy, because y will be freed."""
+        """Store the output ``y`` of stage ``unit`` for later stages. The keyword ``copy``: True to store a copy."""
         if unit in self._sources:
             self._values[unit] = y.copy() if copy else y
 
@@ -113,7 +113,7 @@ class Model:
         self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return a copy of this model with a new divisor of the mean loss: ``targets`` targets per sample. Local."""
+        """Return a copy of this model whose mean loss is over ``targets`` targets per sample. Local."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
@@ -142,8 +142,8 @@ class Model:
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
         """Return views of stage ``unit``'s gradients. ``store_of(layer)`` returns the gradient store of a layer.
 
-        ``written``: keys of the tensors whose gradients this step has already written. Their later gradients are added.
-        Pass the same set for all stages of a rank.
+        ``written``: keys of tensors with a gradient from this step, to which later gradients are added. Pass the same
+        set for all stages of a rank.
         """
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
@@ -205,8 +205,8 @@ class Model:
     ) -> None:
         """Run the backward pass of all stages after `forward` and ``loss.forward``. Release their activations.
 
-        The gradients are for ``scale`` times the summed loss. For all stages, call `Gradients.begin_step` before the
-        first backward pass of a step, and `Gradients.finish` after the last.
+        The loss is multiplied by ``scale``. Call `Gradients.begin_step` of every stage before the first backward pass
+        of a step, and `Gradients.finish` after the last backward pass.
         """
         last = arena.saved(self.stages[-1].layer, microbatch)
         d: Array | None = self.loss.backward(scale, self.operations, last)
@@ -272,8 +272,8 @@ LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a mic
 class Loss:
     """Cross entropy of the logits of the last stage, summed over samples and tokens.
 
-    The mean loss is this sum divided by the number of targets. If a subclass sets ``weighs`` to True, its `forward`
-    must store a float32 weight in ``saved`` as `LOSS_WEIGHT`. The divisor is then the sum of the weights.
+    The mean loss is this sum divided by the number of targets. If a subclass sets ``weighs`` to True, the divisor is a
+    sum of weights. Its `forward` must then store the micro-batch's float32 weight in ``saved`` as `LOSS_WEIGHT`.
     """
 
     weighs: bool = False
@@ -291,7 +291,7 @@ class Loss:
 class BoundGradients:
     """Gradients of one stage as views of a gradient store. It implements `hpcdist.models.stage.Gradients`.
 
-    The name of a tied tensor maps to the gradient of the tensor in the layer that owns it.
+    For a tied tensor, the view is of the gradient in the layer that owns the tensor.
     """
 
     def __init__(self, stage: Stage, views: Parameters, written: set[str]) -> None:

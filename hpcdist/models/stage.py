@@ -139,7 +139,7 @@ class RotaryOperation(Protocol):
         """Rotate the heads in columns [0, rotated) of x, of shape (batch, context, columns), in place. Return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Undo the rotation of the heads in the first ``rotated`` columns, for the gradient dx, in place. Return dx."""
+        """Undo `forward` for the gradient dx, in place: rotate the heads in columns [0, rotated) back. Return dx."""
 
 
 class NormOperation(Protocol):
@@ -182,7 +182,7 @@ class AttentionOperation(Protocol):
         """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv. If `forward` got the option ``kv``, return the gradients of queries and of kv.
+        """Return the gradient of qkv, or the gradients of queries and kv if `forward` got the option ``kv``.
 
         With the keyword ``keep=True``, returned arrays are valid until ``saved`` is released. By default, later calls
         may overwrite them.
@@ -197,8 +197,9 @@ class ActivationOperation(Protocol):
     ) -> Array:
         """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
 
-        "swiglu" maps x of shape (..., 2 w), gates before values, to shape (..., w). The keyword ``bias`` is first added
-        to x in place. x must not change until the backward pass. The keyword ``name`` must be unique in a stage.
+        "swiglu" maps x of shape (..., 2 w), gates before values, to shape (..., w). An array in the keyword ``bias`` is
+        first added to x in place. x must not change until the backward pass. The text ``name``, a keyword, must be
+        unique in a stage.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
@@ -245,9 +246,10 @@ class ExpertsOperation(Protocol):
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the forward pass of the experts on x, of shape (batch, context, hidden). Return a function to end it.
+        """Start the forward pass of the experts. Return a function that finishes it and returns the output.
 
-        This function returns the output. x must not change until then. ``activation`` is used inside the experts.
+        x, of shape (batch, context, hidden), must not change before that function returns. ``activation``: the experts'
+        activation function.
         """
 
     def begin_backward(
@@ -261,7 +263,10 @@ class ExpertsOperation(Protocol):
 
 @dataclass(frozen=True)
 class Operations:
-    """Implementations of a model's operations. ``linear_column`` shards outputs, ``linear_row`` shards inputs."""
+    """Implementations of a model's operations.
+
+    ``linear_column`` and ``linear_row``: linear layers with sharded outputs or inputs.
+    """
 
     linear_column: LinearOperation
     linear_row: LinearOperation
@@ -300,9 +305,9 @@ class Stage(Protocol):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Return the gradient of the stage's input, or None if the input is data. dy is the gradient of the output.
+        """Return the gradient of the stage's input, or None if the input is data. dy: gradient of the output.
 
-        `Gradients.into` determines if a parameter gradient overwrites its array or is added.
+        Parameter gradients overwrite the arrays of ``gradients``, or are added to them, as `Gradients.into` determines.
         """
 
 
@@ -310,7 +315,7 @@ class MixedStage(Stage, Protocol):
     """Stage with experts. If experts are divided over ranks, all ranks must compute together, even without samples."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """Take part in the collectives of `forward` as a rank without samples. Collective."""
+        """Call the collectives of `forward` on a rank that has no samples. Collective."""
 
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
@@ -388,9 +393,9 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 
 
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the specs of weight and bias of a linear layer that tensor parallelism shards by outputs.
+    """Return the tensor specs of a linear layer whose weight and bias are sharded by outputs.
 
-    Further positional arguments: the number of outputs, or (n, number of outputs) to stack n layers in one weight.
+    ``*outputs``: the number of outputs, or n and the number of outputs to stack n layers in one weight.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1
@@ -399,7 +404,7 @@ def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool =
 
 
 def row_specs(layer: int, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the specs of a linear layer: a weight that tensor parallelism shards by inputs, and an unsharded bias."""
+    """Return the tensor specs of a linear layer whose weight is sharded by inputs. The bias is not sharded."""
     weight = TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1)
     return (weight, TensorSpec(layer, f"{name}.bias", (outputs,), False)) if bias else (weight,)
 

@@ -49,7 +49,7 @@ class TimeEstimate:
     - Communication that computation does not hide: "tensor", "context", "expert", "pipeline" (messages on these axes),
       "data" (gradients and parameters), "rows" (gradients of norm weights, with sequence parallelism).
     - Waiting: "bubble" (pipeline idle time), "input" (reading samples).
-    - Added to match publications: "correction" (for ZeRO-3, see `ZERO3_RATIOS`), "unproven" (caps the MFU).
+    - Added to match publications: "correction" (for ZeRO-3), "unproven" (limits the MFU to the best published MFU).
 
     ``least_s``: step time at the best published MFU. ``hidden_s``: time of messages that overlap computation.
     ``bytes``: bytes sent per device and step, by axis. ``algorithms``: by axis, the algorithm of the collective with
@@ -80,9 +80,8 @@ class TimeEstimate:
 class FlopEstimate:
     """FLOPs of a step on all devices.
 
-    ``model_flops``: forward and backward. ``hardware_flops``: with recomputation. ``exact_flops``: as ``model_flops``,
-    only for visible query-key pairs. ``executed_flops``: as ``hardware_flops``, without invisible pairs that the
-    kernels skip.
+    ``model_flops``: forward and backward. ``hardware_flops``: also recomputation. ``exact_flops``: ``model_flops``
+    without masked query-key pairs. ``executed_flops``: ``hardware_flops`` without masked pairs that kernels skip.
     """
 
     model_flops: float

@@ -72,7 +72,7 @@ def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
 
 
 def threads_for(elements: int, most: int = 1024) -> int:
-    """Return the threads per block for a row of ``elements``: a multiple of the warp size, at most ``most``."""
+    """Return the threads of a CUDA block for ``elements`` elements: whole warps, at most ``most`` threads."""
     return min(max(-(-elements // WARP), 1) * WARP, most)
 
 

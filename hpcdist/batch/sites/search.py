@@ -149,7 +149,7 @@ def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
-    """Return a warning for each of ``paths`` (keyed by purpose) that the nodes of ``site`` cannot see. Local."""
+    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: path by purpose. Local."""
     return [
         f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]

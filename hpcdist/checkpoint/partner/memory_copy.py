@@ -84,9 +84,9 @@ class MemoryCopy:
         self._head[_STEP] = step + 1
 
     def lay_out(self, nbytes: int, room: int, names: int) -> None:
-        """Write the sizes of the three sections to the header, and mark the copy as incomplete.
+        """Write the sizes of this copy's sections to its header, and mark the copy as incomplete.
 
-        The sections hold tensor pieces (``nbytes``), scalars (``room``) and descriptions of the pieces (``names``).
+        ``nbytes``: bytes of tensor data. ``room``: bytes for scalars. ``names``: bytes of the tensor descriptions.
         """
         self._laid_out = nbytes, room, names
         self._head[_STEP] = 0
@@ -98,7 +98,7 @@ class MemoryCopy:
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return a view of the header and scalars, and if ``names`` is True also of the tensor pieces' descriptions."""
+        """Return a view of this copy's header and scalars. With ``names``, it includes piece names."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
@@ -126,7 +126,7 @@ class MemoryCopy:
             yield block.stop
 
     def tell(self, names: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write ``scalars`` (JSON text), the tensor descriptions in ``names``, and their digest to this copy.
+        """Write ``scalars`` (JSON text) and the tensor descriptions in ``names`` to this copy, with a digest of both.
 
         The digest also covers the number ``step``.
         """
@@ -223,9 +223,9 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
-    """Yield lists of copies. Each list fills BLOCK_BYTES of ``data`` from the arrays of ``pieces``.
+    """Yield one list of copies for each BLOCK_BYTES of ``data``, which fill these bytes from ``pieces``.
 
-    A copy is (index in ``pieces``, slice of that array's elements, target view in ``data``).
+    A copy is (index in ``pieces``, slice of the elements of that array, target view in ``data``).
     """
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):

@@ -49,10 +49,10 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
+        """Copy the data of all ``delivery.slots`` to memory. Return a function per slot that yields the copied bytes.
 
-        ``delivery`` gathers the pieces of the ranks for which this rank writes. The other ranks must call
-        `GroupGather.bring`. The caller may change the pieces after this call.
+        The caller may change the data after this call. Ranks whose data this rank writes must call `GroupGather.bring`
+        meanwhile.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -233,16 +233,16 @@ class BackgroundCheckpoints:
     def goes_on(self, sums: np.ndarray) -> bool:
         """Return True if all ranks have written the checkpoint in progress, or a rank has failed. Local.
 
-        ``sums`` is the sum over all ranks of the results of the method `numbers`.
+        ``sums``: results of the method `numbers`, summed over all ranks.
         """
         working, failed = sums.tolist()
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Continue the checkpoint in progress. Return its path if its commit has ended, else None.
+        """Continue the checkpoint in progress. Return its path if it is committed now, else None.
 
-        The commit starts when all ranks have written. ``sums`` is the sum over all ranks of the results of `numbers`.
-        Raises StorageError on all ranks if a rank has failed.
+        ``sums``: results of `numbers`, summed over all ranks. The commit starts when all ranks have written. Raises
+        StorageError on all ranks if a rank has failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 

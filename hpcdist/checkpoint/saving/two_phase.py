@@ -34,9 +34,9 @@ MAX_UNUSED_RATIO: Final = 8
 
 @dataclass
 class IncrementalWriter:
-    """Writer of changed tensor pieces. For unchanged pieces, it hard-links shards of the last checkpoint.
+    """Writer of changed tensor data. For unchanged data, it hard-links shards of the last checkpoint.
 
-    ``entries`` describes this rank's tensor pieces in the last checkpoint, whose path is ``directory``.
+    ``directory``: path of the last checkpoint. ``entries``: descriptions of this rank's tensor data in it.
     """
 
     directory: Path | None = None
@@ -55,8 +55,8 @@ class IncrementalWriter:
     ) -> WrittenShards:
         """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
 
-        ``directories`` are the temporary and the final directory of the checkpoint. The other arguments are described
-        at `shard.write`. Raises StorageError.
+        ``directories``: temporary and final directory of the checkpoint. ``slots``: descriptions of the tensor data.
+        ``sources[i]()`` yields the data of ``slots[i]``. Raises StorageError.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -85,7 +85,7 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link old shards with much unchanged data. Return them and the tensor data that they provide."""
+        """Hard-link old shards with enough of the unchanged data ``same``. Return the shards and the data in them."""
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
@@ -112,7 +112,7 @@ class IncrementalWriter:
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Record that a checkpoint has the data of the last `write`, so that the next `write` can link it. Local."""
+        """Record that the data of the last `write` is committed, so that the next `write` can link it. Local."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -256,9 +256,9 @@ def save(
 ) -> Path:
     """Save the checkpoint of ``step`` and return its path ``directory/step-N``. Collective over ``comm``.
 
-    The ``pieces`` of all ranks together must cover every tensor. ``scalars``, the retention rule ``keep``, and the
-    keyword ``about`` (JSON values) matter on rank 0 only. The keyword ``writers`` is described at `group_of`. Raises
-    StorageError on all ranks if a rank cannot write. Existing checkpoints are then unchanged.
+    The ``pieces`` of all ranks together must cover every tensor. Only rank 0 uses ``scalars``, the retention rule
+    ``keep``, and the keyword ``about`` (JSON values). For the keyword ``writers`` see `group_of`. If a rank cannot
+    write, all ranks raise StorageError, and existing checkpoints are unchanged.
     """
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
@@ -270,10 +270,10 @@ def save_planned(
     writers: str,
     incremental: IncrementalWriter | None = None,
 ) -> Path:
-    """Save the checkpoint ``plan`` with this rank's tensor ``pieces``, and return its path. Collective over ``comm``.
+    """Save the checkpoint ``plan`` with this rank's tensor data, and return its path. Collective over ``comm``.
 
-    ``writers`` is described at `group_of`. With ``incremental``, only changed tensor data is written, and every rank
-    must be a writer.
+    ``pieces``: this rank's tensor data. ``writers``: as in `group_of`. With ``incremental``, only changed tensor data
+    is written, and every rank must write.
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
@@ -330,7 +330,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return the `ShardOutcome` of every rank. Only rank 0 gets complete outcomes, others only errors. Collective."""
+    """Return the `ShardOutcome` of every rank. Except on rank 0, they contain only the errors. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:

@@ -78,9 +78,9 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
 def pairwise_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Exchange blocks in steps k = 1 to p - 1: rank r sends to rank (r + k) mod p and receives from rank (r - k) mod p.
+    """Exchange data in p - 1 steps. Collective over ``comm``, of p ranks.
 
-    Collective over ``comm``.
+    In step k = 1 to p - 1, rank r sends to rank (r + k) mod p and receives from rank (r - k) mod p.
     """
     receive[receive_ranges[comm.rank].slice] = send[send_ranges[comm.rank].slice]
     for distance in range(1, comm.size):
@@ -91,10 +91,10 @@ def pairwise_all_to_all(
 def bruck_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Exchange blocks by Bruck's algorithm. Collective over ``comm``.
+    """Exchange data by Bruck's algorithm. Collective over ``comm``, of p ranks.
 
-    In step b = 0, 1, ..., rank r sends to rank (r + 2^b) mod p all blocks whose distance to their receiver, in ranks,
-    has bit b set.
+    In step b = 0, 1, ..., rank r sends to rank (r + 2^b) mod p all data whose distance to the receiver, in ranks, has
+    bit b set.
     """
     block = _block(send_ranges, receive_ranges)
     # Row i is the block with i ranks to go. In step b, rows with bit b in their number move 2^b ranks ahead and keep
@@ -166,7 +166,7 @@ def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> 
 
 
 def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place so that ``buffer[shares[rank]]`` is the result; the rest is undefined. Collective."""
+    """Reduce ``buffer`` in place; only the elements ``shares[rank]`` on each rank are valid then. Collective."""
     check_buffer(buffer)
     ufunc(buffer, op)  # rejects an unknown op before anything is sent
     check_ranges(comm, buffer, shares)
@@ -178,7 +178,7 @@ def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequenc
 
 
 def reduce_rows(rows: list[Array], result: Array, op: str) -> None:
-    """Reduce ``rows``, an array per rank, in rank order in the accumulation dtype. Round ``result`` once. Local."""
+    """Reduce ``rows``, an array per rank, in rank order. Write the sum, rounded once, to ``result``. Local."""
     wide = accumulation_dtype(result.dtype)
     total = scratch("all to all total", result.size, wide, result)
     combine = ufunc(total, op)

@@ -34,7 +34,7 @@ from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
-    """Split ``shards`` data shards into a range for each of ``size`` ranks. The first ranks may get one more."""
+    """Return each rank's range of the ``shards`` shards, for ``size`` ranks; sizes differ by at most one."""
     return split(shards, size, itemsize=1, align_bytes=1)
 
 
@@ -46,7 +46,7 @@ def halves(node: Range) -> tuple[Range, Range]:
 
 
 def nodes_within(shards: int, part: Range) -> list[Range]:
-    """Return the fewest nodes, in a tree over ``shards`` shards, that together cover exactly the shards in ``part``."""
+    """Return the fewest tree nodes that together cover exactly the shards in ``part``, of ``shards`` in the tree."""
 
     def walk(node: Range) -> list[Range]:
         common = node.intersect(part)
@@ -80,10 +80,10 @@ class _Partial:
 class FixedTree:
     """Reduction over the ranks of ``comm`` in a summation order that does not depend on the number of ranks.
 
-    The work is divided into ``shards`` logical shards with one buffer each. All buffers have the same size and dtype.
+    ``shards``: number of logical shards, with one buffer each, all of the same size and dtype. ``op``: the reduction.
     Each rank calls `add` for each of its shards (`shards_of`), in ascending order. Then it calls `reduce` or
     `reduce_scatter`, and may start again. 16-bit floats are summed and sent in float32, and rounded once.
-    Raises UsageError for fewer shards than ranks, or an unknown ``op``.
+    Raises UsageError for fewer shards than ranks, or an unknown reduction.
     """
 
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
@@ -163,7 +163,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Exchange partial sums. Return this rank's elements of each sum, keyed by the sum's first shard."""
+        """Exchange partial sums. Return the elements ``chunks[rank]`` of each sum, keyed by the sum's first shard."""
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)

@@ -41,9 +41,9 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place over a grid of ranks: first in each row, then between the rows. Collective.
 
-    ``intra`` is the communicator of this rank's row, usually a node. All rows have the same number of ranks. ``inter``
-    joins the ranks with the same local rank in all rows, in the order of the rows. The memory that ``intra`` shares is
-    kept until ``collectives.release(intra)``.
+    ``intra``: communicator of this rank's row, usually a node. All rows have equally many ranks. ``inter``:
+    communicator of the ranks with this local rank, in the order of rows. ``collectives.release(intra)`` frees the
+    shared memory of a row.
     """
     combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))
@@ -52,10 +52,10 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Communicators of this rank, and the number of its node: ``index``, below ``count``.
+    """Communicators of this rank, and the index of its node among ``count`` nodes.
 
-    The first ``streams`` ranks of each node send messages over ``inter`` to ``ranks``, which have the same local rank.
-    On other ranks ``ranks`` is empty.
+    The first ``streams`` ranks of each node exchange messages between nodes, over ``inter``. ``ranks``: their peers in
+    ``inter`` by node, with the same local rank. On other ranks ``ranks`` is empty.
     """
 
     intra: Communicator
@@ -116,7 +116,7 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
     """Ring allreduce between nodes: a reduce-scatter, followed by an all-gather.
 
-    In step h this node sends the buffer ranges ``turns[h]`` and receives ``turns[h + 1]``, modulo the number of nodes.
+    ``turns[h]``: ranges of the buffer that this node sends in step h, where h counts modulo the number of nodes.
     """
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]

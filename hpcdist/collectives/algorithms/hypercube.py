@@ -26,10 +26,10 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class Hypercube:
-    """The 2^k ranks of a communicator that execute an algorithm, numbered as vertices.
+    """Hypercube whose vertices are 2^k ranks of a communicator. These ranks execute an algorithm.
 
-    ``size`` is 2^k. ``rank`` is this rank's vertex number, or None if it does not take part. Of the first 2 * ``pairs``
-    ranks of the communicator, only the odd ranks take part.
+    ``size``: 2^k. ``rank``: this rank's vertex number, or None if it is not a vertex. ``pairs``: number of pairs at the
+    beginning of the communicator. Only the odd rank of a pair is a vertex.
     """
 
     size: int
@@ -48,11 +48,11 @@ class Hypercube:
         return cls(size, comm.rank // 2 if comm.rank % 2 else None, pairs)
 
     def is_paired(self, comm: Communicator) -> bool:
-        """Return True if this rank of ``comm`` forms a pair, of which only one rank is in the hypercube. Local."""
+        """Return True if this rank of ``comm`` is one of two ranks that share a hypercube vertex. Local."""
         return comm.rank < 2 * self.pairs
 
     def outer(self, rank: int) -> int:
-        """Return the rank, in the communicator, of the hypercube vertex with the number ``rank``."""
+        """Return the communicator rank of hypercube vertex number ``rank``."""
         return 2 * rank + 1 if rank < self.pairs else rank + self.pairs
 
 
@@ -113,8 +113,8 @@ def rabenseifner_allreduce(
 ) -> None:
     """Reduce ``buffer`` in place by Rabenseifner's algorithm, with equal bits on every rank. Collective over ``comm``.
 
-    If the number of ranks is not a power of two, some ranks form pairs. From ``halves_bytes`` bytes on (a keyword),
-    each rank of a pair reduces one half of the buffer.
+    If the number of ranks is not a power of two, some ranks form pairs. If the buffer has at least ``halves_bytes``
+    bytes (a keyword), both ranks of a pair reduce one half.
     """
     combine = combiner(buffer, op)
     if comm.size & (comm.size - 1) and buffer.nbytes >= halves_bytes:
@@ -233,7 +233,7 @@ def _reduce_scatter(
     chunks: Sequence[Range],
     combine: Combine,
 ) -> None:
-    """Reduce-scatter by recursive halving over 2 * ``width`` vertices. The result is in ``chunks[vertex]``."""
+    """Reduce ``buffer`` over 2 * ``width`` vertices by recursive halving. ``chunks[vertex]`` receives the result."""
     while width:
         partner = vertex ^ width  # has the other half of the aligned window of 2 width chunks
         target, outgoing = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]

@@ -120,7 +120,7 @@ def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -
 
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy the data that other ranks reduce from this rank's buffer to its staging area.
+    """Copy this rank's data for the other ranks from its buffer to its staging area.
 
     - ``mode``: nothing is copied unless it has the bit REDUCE.
     - ``rank``: this rank. ``data``, ``area``: addresses of its buffer and its staging area.
@@ -142,9 +142,9 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce or copy the data of step ``piece`` in this rank's range of the buffer.
+    """Reduce or copy the bytes of step ``piece`` in this rank's range of the buffer.
 
-    - reduce-scatter: reduce all ranks' data and write the result to the array at address ``target``.
+    - reduce-scatter: reduce all ranks' data into the array at address ``target``.
     - allreduce: also write the result to this rank's staging area.
     - all-gather: copy the data from ``target`` to this rank's staging area.
 
@@ -168,7 +168,7 @@ def reduce_piece(
 
 @jit
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy the other ranks' results from their staging areas to this rank's buffer.
+    """Copy step ``piece`` of the other ranks' ranges from their staging areas to this rank's buffer.
 
     ``areas``: address of each rank's staging area. For the other arguments see `stage_piece`.
     """
@@ -181,7 +181,7 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 @jit
 def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Continue a collective through the staging areas. Return DONE, or WAITING if a rank is late.
+    """Continue a collective that exchanges data through staging areas. Return DONE, or WAITING if a rank is late.
 
     ``flags``: address of each rank's progress counters. ``staging``, of shape (2, ranks): addresses of the two halves
     of each rank's staging area. ``data``: address of this rank's buffer. For the other arguments see `start_call`.
@@ -219,8 +219,8 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 def record_call(line: int, parity: int, record: Any) -> None:
     """Copy ``record``, the description of this rank's call, to shared memory for the other ranks.
 
-    ``line``: address of this rank's progress counters, which are followed by two descriptions. ``parity``: call number
-    modulo 2, selects the description to overwrite.
+    ``line``: address of this rank's progress counters. Two descriptions follow them in memory. ``parity``, the call
+    number modulo 2, is the index of the description to overwrite.
     """
     words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
     for word in range(record.size):
@@ -243,7 +243,7 @@ def calls_match(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the buffers of all ranks are at equal offsets in one shared region.
+    """Return True if the buffers of all ranks are at the same offset of the same shared memory region.
 
     ``record``: description of this rank's call. For ``flags`` and ``parity`` see `calls_match`.
     """
@@ -259,8 +259,8 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
     """Write the number of the shared region that contains a buffer, and the buffer's offset, to ``record``.
 
-    The buffer has ``nbytes`` bytes at ``address``. The number is -1 for private memory. ``regions``, of shape (regions,
-    2 + ranks): start and end address of this rank's memory, then the local address of each rank's memory.
+    The buffer has ``nbytes`` bytes at ``address``. In private memory, the number is -1. ``regions[i]``: start and end
+    address of region i on this rank, then the local address of each rank's memory in region i.
     """
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
@@ -270,7 +270,7 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 
 @jit
 def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Do this rank's work of a collective on buffers in shared memory, as ``plan[MODE]`` selects.
+    """Execute the collective ``plan[MODE]`` for this rank, on buffers in shared memory.
 
     - allreduce: reduce this rank's range, and write the result to all buffers.
     - reduce-scatter: reduce this rank's range, and write the result only to the array at address ``target``.
@@ -298,11 +298,10 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Poll for a limited time until all ranks have begun this call, then compare their calls.
+    """Wait a limited time until all ranks have started this call, then check that their calls are equal.
 
-    - DIFFERENT: the ranks made different calls.
-    - DONE: a small allreduce is complete.
-    - WAITING: call `advance` to continue.
+    Returns DIFFERENT for different calls, DONE after a small allreduce, and otherwise WAITING: call `advance` to
+    continue.
 
     ``flags``: address of each rank's progress counters. ``slots``, of shape (2, ranks): addresses of each rank's two
     slots for small buffers. ``data``, ``nbytes``: address and size of this rank's buffer. For the other arguments see
@@ -333,9 +332,9 @@ def barrier(
 
 @jit
 def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
-    """Continue a call of `start_call`, with the arguments that are described there. Return DONE, WAITING or DIFFERENT.
+    """Continue a call that `start_call` has started. Return DONE, WAITING or DIFFERENT.
 
-    WAITING: a rank is late; call again. DIFFERENT: the ranks made different calls.
+    WAITING: a rank is late; call again. DIFFERENT: the ranks made different calls. For the arguments see `start_call`.
     """
     flags, data, status = places[0], buffer.ctypes.data, DONE
     if state[STAGE] == MEET:
@@ -354,9 +353,9 @@ def start_call(
     """Start a call of a collective, then continue it by `advance`. Return the status that `advance` returns.
 
     - ``state``: int64 array with this rank's progress, used by all calls.
-    - ``places``, of shape (5, ranks), has addresses: each rank's progress counters, two slots for small buffers, and
-      two halves of a staging area.
-    - ``regions``: shared regions, as in `find_region`.
+    - ``places``, of shape (5, ranks): for each rank, addresses of its progress counters, of its two slots for small
+      buffers, and of the two halves of its staging area.
+    - ``regions``: shared regions, see `find_region`.
     - ``bounds``, of shape (2, ranks): first byte and end of each rank's range of the buffer.
     - ``plan``: constants of the call, such as mode, rank and sizes.
     - ``scale``: factor of the result.

@@ -41,7 +41,7 @@ ALL_GATHER: Final = "all_gather"
 class Task:
     """Description of a nonblocking collective that changes ``buffer`` in place.
 
-    For a reduce-scatter or all-gather, ``shares`` holds one range per rank. For an allreduce it is empty.
+    ``shares``: range of elements of each rank for a reduce-scatter or all-gather, empty for an allreduce.
     """
 
     operation: str
@@ -64,7 +64,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
     """Return generators that run a ring allreduce, one generator per segment of the buffer of ``task``.
 
     A generator yields lists of MPI requests. Resume it when all requests of a list are complete. Generators may
-    alternate. All ranks of ``comm`` must run all of them to the end. ``scratch(n)`` returns a buffer of n elements.
+    alternate. Each rank of ``comm`` must finish all its generators. ``scratch(n)`` returns a buffer of n elements.
     ``tags()`` returns an unused message tag, equal on all ranks.
     """
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
@@ -79,7 +79,7 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
 
 
 def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators that run a ring reduce-scatter. The arguments and the generators are as in `ring_lanes`."""
+    """Return generators that run a ring reduce-scatter, with the arguments of `ring_lanes`."""
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
     segments = _segments(task.shares, buffer.itemsize)
     return [
@@ -89,7 +89,7 @@ def ring_reduce_scatter_lanes(comm: Communicator, task: Task, scratch: Scratch, 
 
 
 def ring_all_gather_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a list of generators that run a ring all-gather, one per buffer segment (see `ring_lanes`)."""
+    """Return generators that run a ring all-gather, with the arguments of `ring_lanes`."""
     segments = _segments(task.shares, task.buffer.itemsize)
     return [_all_gather(comm, task.buffer, chunks, tags()) for chunks in segments]
 
@@ -154,9 +154,9 @@ class Handle(Protocol):
 class ProgressEngine(ABC):
     """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``.
 
-    ``own``: duplicate of ``comm`` named ``label``; allocate shared memory for operations over it. ``algorithms``:
-    supported algorithms by operation. A ``with`` block closes the engine at its end. After an exception, it stops the
-    engine without waiting for other ranks.
+    The attribute ``own`` is a duplicate of ``comm`` named ``label``, over which shared buffers must be allocated. The
+    attribute ``algorithms`` has the algorithms by operation. A ``with`` block closes the engine at its end. After an
+    exception, it does not wait for other ranks.
     """
 
     algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -179,18 +179,16 @@ class ProgressEngine(ABC):
     def ireduce_scatter(
         self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
     ) -> Handle:
-        """Start to reduce ``buffer`` in place. Afterwards only ``buffer[shares[rank]]`` is defined. Collective.
+        """Start to reduce ``buffer`` in place; this rank's result is ``buffer[shares[rank]]``. Collective.
 
-        ``shares``: one range per rank, from ``hpcdist.collectives.SHARDED[algorithm].shares``. Raises the errors of
-        this algorithm's ``reduce_scatter``.
+        ``hpcdist.collectives.SHARDED[algorithm]`` computes ``shares``. Its ``reduce_scatter`` has the same errors.
         """
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
-        """Start to fill ``buffer`` in place: each rank contributes ``buffer[shares[rank]]``. Collective.
+        """Start an all-gather in ``buffer``: each rank contributes ``buffer[shares[rank]]``. Collective.
 
-        ``shares`` must be a result of ``hpcdist.collectives.SHARDED[algorithm].shares``. Raises the errors of this
-        algorithm's ``all_gather``.
+        ``hpcdist.collectives.SHARDED[algorithm]`` computes ``shares``, and has an ``all_gather`` with the same errors.
         """
         return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 

@@ -281,5 +281,5 @@ class Qsgd(BlockCompressor):
 
     @property
     def levels(self) -> int:
-        """Number s of positive quantised values, from 1 to s."""
+        """Largest quantised value s. The quantised values are the integers -s to s."""
         return levels_of(self.bits)

@@ -52,13 +52,13 @@ class TopK(Compressor):
         coo.add(payload, out, factor)
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload of k NaN values, so that every rank that decodes it gets NaN."""
+        """Fill ``payload`` with NaN values, so that every rank that decodes it gets NaN."""
         coo.indices(payload)[...] = namespace(payload).arange(payload.size // coo.ENTRY_BYTES, dtype=np.int32)
         coo.values(payload)[...] = np.float32(np.nan)
 
 
 def select(values: Array, payload: Array) -> None:
-    """Write the k values of largest magnitude, and their indices, to ``payload``, which has the size 8 k bytes."""
+    """Write the k values of largest magnitude, and their indices, to ``payload``, an array of 8 k bytes."""
     n, k = values.size, payload.size // coo.ENTRY_BYTES
     if payload.size % coo.ENTRY_BYTES or not (1 <= k <= n or k == n == 0) or n > coo.MOST_ELEMENTS:
         raise UsageError(
@@ -80,7 +80,8 @@ def select(values: Array, payload: Array) -> None:
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Return (candidates, indices, threshold, ties) for the k largest magnitudes, given the float32 bits ``words``.
 
-    These are all candidates above ``threshold``, and ``ties`` equal to it. Empty indices: all elements are candidates.
+    The k values are all candidates above the threshold, and as many as ``ties`` equal to it. Empty indices mean that
+    all elements are candidates.
     """
     n = words.size
     room = 2 * k + 1024

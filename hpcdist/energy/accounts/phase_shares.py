@@ -39,7 +39,7 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
 
 
 class RankPhases:
-    """Disjoint time spans of one rank in training phases. All spans from ``since_ns`` to ``until_ns`` are recorded."""
+    """Disjoint time spans of one rank in training phases. Spans outside ``since_ns`` to ``until_ns`` may be missing."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)

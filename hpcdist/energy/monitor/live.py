@@ -21,7 +21,7 @@ class MeanPower:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return each energy source's mean watts since the last call, or NaN, from the new samples ``drained``."""
+        """Return each source's mean watts since the last call, or NaN if unknown. ``drained``: samples since then."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(sources):

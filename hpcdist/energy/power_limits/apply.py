@@ -157,7 +157,7 @@ class TemporaryLimits:
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
     """Limit devices in the ``with`` block. Yield each device's limit in W or MHz, or None if it is unknown. Local.
 
-    ``requested``: pairs of a device limit and a value (None keeps the present value). ``folder``: journal directory.
+    ``requested``: pairs of a limit of a device and its new value, or None to keep it. ``folder``: journal directory.
 
     - ConfigurationError: a value is out of range.
     - StorageError: no journal record can be written.

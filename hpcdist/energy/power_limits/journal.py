@@ -29,9 +29,9 @@ RESTORE_COMMAND: Final = "hpcdist bench power --restore"
 
 @dataclass(frozen=True)
 class ChangedLimit:
-    """Changed limit of one device, in the unit of its driver. ``before`` is the limit before the change, if readable.
+    """Changed limit of one device, in the unit of its driver.
 
-    ``place`` is the directory of the RAPL zones, or "" for a GPU.
+    ``before``: limit before the change, or None if unreadable. ``place``: RAPL directory, or "" for a GPU.
     """
 
     kind: str

@@ -56,8 +56,8 @@ def fused_forward(
 ) -> None:
     """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``heads``: numbers and size of heads. ``kv``: keys and values, or None if ``qkv`` has them. ``sums``: float32 output
-    of shape (batch * heads, context). ``dropped``: dropout mask. ``documents``: bounds of packed documents.
+    ``kv``: keys and values, or None if ``qkv`` has them. ``sums``: float32 output of shape (batch * heads, context).
+    ``window``: sliding window in tokens, or 0. ``dropped``: dropout mask. ``documents``: bounds of packed documents.
     """
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -78,9 +78,9 @@ def fused_backward(
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
-    """Write the gradients of ``inputs`` (qkv, kv) to the arrays ``gradients``, given the contiguous output gradient dy.
+    """Write the attention gradients of ``inputs`` (qkv, kv) to the arrays ``gradients``, on a GPU.
 
-    ``sums``: output of `fused_forward`. ``dots``: result of `dots_of`. Other arguments are as in `fused_forward`.
+    dy: contiguous output gradient. ``sums``: from `fused_forward`, like the other arguments. ``dots``: from `dots_of`.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -150,11 +150,11 @@ class LocalAttention:
         window: int = 0,
         y: Array | None = None,
     ) -> Array:
-        """Return attention of shape (batch, context, width) for contiguous ``qkv``. Raises UsageError if invalid.
+        """Return the attention, of shape (batch, context, width). Raises UsageError for invalid shapes.
 
-        ``qkv``: queries, keys and values, of shape (batch, context, 3 width). Keywords:
-        - ``kv``: keys and values, of shape (batch, context, 2 kv width); ``qkv`` then has queries only. Consecutive
-          query heads share a key head.
+        ``qkv``: contiguous queries, keys and values, of shape (batch, context, 3 width). Keywords:
+        - ``kv``: keys and values, of shape (batch, context, 2 kv width), if ``qkv`` has only queries. Consecutive query
+          heads then share a key head.
         - ``part``: (first local query head, number of query heads of the layer), if heads are sharded.
         - ``y``: output array. If it is passed, `backward` needs the keyword ``dots``.
         """
@@ -183,10 +183,10 @@ class LocalAttention:
     def backward(
         self, dy: Array, saved: Saved, *, keep: bool = False, dots: Array | None = None
     ) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or of (queries, kv) if the forward had kv, for the contiguous output gradient dy.
+        """Return the gradient of qkv, or the gradients of the queries and kv if `forward` got the keyword ``kv``.
 
-        dy has the shape (batch, context, width). If `forward` got the keyword ``y``, pass the keyword ``dots``: the
-        result of `dots_of`.
+        dy: contiguous output gradient, of shape (batch, context, width). If `forward` got the keyword ``y``, pass the
+        keyword ``dots``: the result of `dots_of`.
         """
         if dots is None:
             dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
@@ -226,11 +226,11 @@ def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
 def begin_backward(
     saved: Saved, *, keep: bool
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
-    """Return (heads, inputs, gradients, visibility, dropout mask) for an attention backward pass.
+    """Return the heads, inputs, gradient arrays, mask settings and dropout mask of an attention backward pass.
 
-    Inputs: the saved (qkv, kv, softmax sums). Gradients: uninitialised arrays for qkv and kv. kv and its gradient are
-    None if qkv has the keys and values. Visibility: (causal, window). If the keyword ``keep`` is False, the gradients
-    are in scratch memory.
+    The inputs are qkv, kv and the softmax sums, from ``saved``. The gradient arrays, of qkv and kv, are uninitialised;
+    they are scratch memory if the keyword ``keep`` is False. kv and its gradient are None if qkv has the keys and
+    values. The mask settings are (causal, window).
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -266,8 +266,8 @@ class _Memory:
 class KeyRows:
     """Keys and values: views of the array ``kv``, or of ``qkv`` if ``kv`` is None.
 
-    ``skipped``: number of this rank's key heads before the first head of the array. ``pieces``: token positions of its
-    rows.
+    ``skipped``: number of this rank's key heads that precede the first head of the array. ``pieces``: token positions
+    of the array's rows.
     """
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
@@ -290,8 +290,8 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 class TiledForward:
     """Attention forward pass that computes the scores in tiles of queries and keys. Local.
 
-    ``sums`` receives the maximum and the sum of exponentials of each query. ``most``: largest number of keys that
-    another rank sends, or 0.
+    ``sums``: output array for the maximum and the sum of exponentials of each query. ``most``: largest number of keys
+    in a message from another rank, or 0.
     """
 
     def __init__(
@@ -317,11 +317,11 @@ class TiledForward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Add the attention of consecutive queries over the visible ``keys`` to the output.
+        """Add the attention of some queries over the visible ``keys`` to the output array.
 
-        ``chunk``: samples and heads. ``rows``: (first query, end, token position of the first query). ``dropped``:
-        dropout mask. Keywords: ``span`` is the range of key rows. ``causal`` hides later keys. ``begins`` first sets
-        the output to 0.
+        ``chunk``: samples and heads. ``rows``: first query, last query + 1, and token position of the first query.
+        ``dropped``: dropout mask. The keyword ``span``: range of the keys. ``causal`` True hides later keys. ``begins``
+        True overwrites the output.
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -360,8 +360,8 @@ class TiledForward:
 class TiledBackward:
     """Attention backward pass that recomputes the scores in tiles of keys and queries. Local.
 
-    ``arrays``: qkv (queries first), the output gradient, and an array that receives the query gradient. ``pieces``:
-    token positions of their rows. ``dots``: result of `dots_of`.
+    ``arrays``: qkv with the queries first, the output gradient, and the array for the query gradient. ``pieces``: token
+    positions of the rows of ``arrays``. ``dots``: result of `dots_of`.
     """
 
     def __init__(
@@ -400,11 +400,11 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the gradients of consecutive keys and values to ``gradients``, and update the query gradients.
+        """Write the gradients of some keys and values to ``gradients``, and update the query gradients.
 
-        ``chunk``: samples and heads. ``rows``: (first key, end, token position of the first key). ``dropped``: dropout
-        mask. Keywords: ``span`` is the range of query rows. ``causal`` hides later keys. ``begins`` must be True in the
-        first call for these queries.
+        ``chunk``: samples and heads. ``rows``: first key, last key + 1, and token position of the first key.
+        ``dropped``: dropout mask. The keyword ``span``: range of the queries. ``causal`` True hides later keys.
+        ``begins`` must be True in the first call for a range of queries.
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))

@@ -43,8 +43,9 @@ class Heads:
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
         """Return the queries, keys or values in x as a 5-dimensional view.
 
-        The axes are samples, key heads, query heads per key head (1 for keys and values), tokens and columns of a head.
-        x has the shape (batch, context, columns). ``part`` counts the queries, keys and values in the columns from 0.
+        x, of shape (batch, context, columns), joins arrays of equal width. ``part``: index of the array to return. The
+        axes of the view are samples, key heads, query heads per key head (1 for keys and values), tokens and columns of
+        a head.
         """
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
@@ -57,16 +58,16 @@ class Heads:
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
-        """Return the largest number of (sample, query head) pairs that the device of ``like`` computes together."""
+        """Return the largest number of (sample, query head) pairs in a `HeadChunk` on the device of ``like``."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
     def chunks(
         self, everything: bool, first_head: int = 0, last_head: int | None = None, *, apart: bool = False
     ) -> Iterator["HeadChunk"]:
-        """Yield `HeadChunk` objects that cover the key heads [first_head, last_head), by default all, of all samples.
+        """Yield `HeadChunk` objects that together cover all samples and the key heads [first_head, last_head).
 
-        If ``everything`` is True, the size of an object is not limited. If the keyword ``apart`` is True, each object
-        has only one sample.
+        By default, they cover all heads. Their size is unlimited if ``everything`` is True. They have only one sample
+        if the keyword ``apart`` is True.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -117,14 +118,18 @@ class HeadChunk:
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return the range [first, end) of this rank's token rows for each document of this object's only sample.
+        """Return the range [first, end) of this rank's token rows for each document of a sample.
 
-        ``pieces`` has the token positions of the rows. If ``documents`` is None, the result is one range with all rows.
+        This object must have only one sample. ``pieces``: token positions of the rows. Without ``documents`` (None),
+        the result is one range with all rows.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply dropout to the attention scores ``tile``. The first score is of query ``first`` and key ``start``."""
+        """Apply the dropout mask ``dropped`` to attention scores.
+
+        ``tile``: the scores. The first one belongs to query number ``first`` and key number ``start``.
+        """
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -170,10 +175,10 @@ def one_piece(rows: int) -> Pieces:
 def blocks(
     pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of token rows, in row order: (start row, end row, token position of the start row).
+    """Yield ranges of token rows in ascending order: (start row, end row, token position of the start row).
 
-    A range has at most ``long`` rows of [first, last), with consecutive token positions. ``pieces`` has the token
-    positions of all rows. Rows with a token position outside ``places`` may be left out.
+    ``pieces``: token positions of all rows. A range has consecutive token positions and at most ``long`` of the rows
+    [``first``, ``last``). Rows with token positions outside ``places`` may be left out.
     """
     for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)
@@ -185,10 +190,10 @@ def blocks(
 
 
 def band(distance: int, window: int, *, causal: bool) -> Span:
-    """Return the range of columns [low, high) that the first row of a tile of attention scores sees.
+    """Return the range of keys [low, high) that the first query of a tile of attention scores sees.
 
-    Rows are queries, columns are keys. Both ends increase by one with each later row, and may lie outside the tile. The
-    first query is ``distance`` positions after the first key. The keyword ``causal`` hides keys after the query.
-    ``window`` hides keys ``window`` or more positions before the query (0: none).
+    Keys are counted from the first key of the tile, and may lie outside the tile. Each later query sees this range
+    shifted by one. The first query is ``distance`` tokens after the first key. The keyword ``causal`` hides keys after
+    a query. ``window``: number of tokens that a query sees, or 0 for no limit.
     """
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

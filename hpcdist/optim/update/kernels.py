@@ -54,8 +54,8 @@ def launch_adam_direction(
 ) -> None:
     """Update Adam's m and v on a GPU. Write the update direction, without the learning rate, to ``step``.
 
-    ``step`` may be the gradient array. Each tensor's squares of ``weights`` and ``step`` are added to ``partial`` (see
-    `partial_sums`). ``tensors`` has the weight decays. Further arguments: the factor of ``gradient``, beta1, 1 - beta1,
+    ``step`` may be the gradient array. The squares of ``weights`` and ``step`` are added to ``partial``, a result of
+    `partial_sums`. ``tensors`` has the weight decays. Further arguments: a factor for ``gradient``, beta1, 1 - beta1,
     beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
@@ -64,9 +64,9 @@ def launch_adam_direction(
 def launch_scaled_direction(
     weights: Array, gradient: Array, step: Array, partial: Array, tensors: TensorOptions, scale: float
 ) -> None:
-    """Write ``scale * gradient`` to ``step`` on a GPU. Add the squares of ``weights`` and ``step`` to ``partial``.
+    """Write ``scale`` times ``gradient`` to ``step`` on a GPU, and sum squares of ``weights`` and ``step``.
 
-    ``partial`` comes from `partial_sums`. ``tensors`` has the bounds of each tensor.
+    The sums are added to ``partial``, a result of `partial_sums`. ``tensors`` has the range of each tensor.
     """
     _launch("scaled_direction", weights, gradient, (step, partial), step, tensors, (), (scale,))
 
@@ -74,8 +74,8 @@ def launch_scaled_direction(
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
     """Return a zeroed GPU array of shape (rows, 2), for partial sums of squares of weights and of their updates.
 
-    The flat vector has ``size`` elements and ``tensors`` tensors. If it is split at multiples of `TILE` elements, the
-    sums of each tensor have the same bits.
+    The flat vector has ``size`` elements and ``tensors`` tensors. Splits of the vector at multiples of `TILE` elements
+    do not change the bits of the sums.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
@@ -101,8 +101,8 @@ def launch_update(
 ) -> None:
     """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
-    ``working``, if given, gets the rounded weights. ``tensors``: each tensor's weight decay and rate factor. ``slots``:
-    arrays of optimizer state. The scalars follow. Scale multiplies the gradient. Kernels:
+    ``slots``: arrays of optimizer state. ``working``: array for the rounded weights, or None. ``tensors``: each
+    tensor's weight decay and rate factor. Scalars are further arguments. Scale multiplies the gradient. Kernels:
 
     "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
     "momentum": slot velocity; scalars scale, momentum, a, b, rate, for the step a * gradient + b * velocity.
@@ -285,7 +285,7 @@ def _descend_ufuncs(weights, step, rate):  # type: ignore[no-untyped-def]
 def descend_with_velocity(
     weights: Array, gradient: Array, velocity: Array, *, rate: float, momentum: float, decay: float
 ) -> None:
-    """Set velocity = momentum * velocity + rate * (gradient + decay * w), and subtract it from weights w. CPU only."""
+    """Set velocity = momentum * velocity + rate * (gradient + decay * weights). Subtract it from weights. CPU only."""
     _velocity_loop(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
 
 
@@ -310,10 +310,10 @@ def sum_of_squares(values: Array) -> Any:
 # replicas on different CPUs would diverge.
 @jit
 def add_squares(values: Any, sums: Any, phase: Any) -> None:
-    """Add the square of element i of host ``values`` to ``sums[(phase + i) % LANES]``, in float64.
+    """Add the squares of the host array ``values``, float32 or float64, to the `LANES` float64 ``sums``.
 
-    ``values`` are float32 or float64. Several calls for one tensor give the same bits as a single call, if ``phase`` is
-    the index of the first element modulo LANES.
+    Element i goes to ``sums[(phase + i) % LANES]``. Several calls for one tensor give the same bits as a single call,
+    if ``phase`` is the index in the tensor of ``values[0]``, modulo LANES.
     """
     # First complete the row of lanes that the previous block left. Then element k of each row goes to lane k, without a
     # modulus. The last row may be shorter.

@@ -56,7 +56,7 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of a model unit per sample. The keyword ``exact``: omit masked query-key pairs."""
+    """Return the forward FLOPs of a model unit per sample. ``exact=True`` leaves out masked query-key pairs."""
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
@@ -105,7 +105,7 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 class UnitGroup(NamedTuple):
     """Group of identical model units in a pipeline chunk.
 
-    ``times``: number of units. ``unit``: description of one unit. ``place``: its index in ``ModelDescription.units``.
+    ``unit``: description of the units. ``place``: index in ``ModelDescription.units``. ``times``: number of units.
     """
 
     unit: ModelUnit
@@ -202,7 +202,7 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
 
 
 def _even(blocks: int, parts: int) -> list[int]:
-    """Return the unit indices at which the model is split into ``parts`` parts with equal numbers of blocks."""
+    """Return the bounds of ``parts`` ranges of units with about equally many of the model's ``blocks`` blocks."""
     units = blocks + 2
     if blocks % parts:  # the embedding and the head each count as a block
         return [units * number // parts for number in range(parts + 1)]
@@ -218,7 +218,7 @@ def _by_operations(weights: Sequence[float], owners: Sequence[int]) -> list[int]
 
 
 def _filled(weights: Sequence[float], parts: int) -> list[int]:
-    """Split units into ``parts`` groups so that the largest sum of ``weights`` is minimal. Return the index bounds."""
+    """Return the bounds of ``parts`` ranges of units that minimise the largest sum of ``weights``."""
     sums = [0.0, *accumulate(weights)]
 
     def up_to(limit: float) -> list[int] | None:
@@ -280,9 +280,9 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
     """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
 
+    - Full recomputation: all units, except the first and the last unit of the model.
     - Full recomputation in hpcdist on several pipeline ranks: all units. With 1f1b and interleaved, the last chunk
       recomputes nothing.
-    - Other full recomputation: all units, except the first and the last unit of the model.
     - Selective recomputation: units with attention. In hpcdist, no units.
     Raises ConfigurationError for fewer units than chunks.
     """

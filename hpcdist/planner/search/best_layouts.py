@@ -45,7 +45,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number of layouts (or combinations of parallel degrees) that break one rule. ``example``: an error message."""
+    """Number of layouts or "grids" (parallel degrees) that break the rule ``limit``. ``example``: error message."""
 
     limit: str
     count: int
@@ -231,7 +231,7 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
 
 
 def nothing_fits(walk: BranchAndBound) -> tuple[str, ...]:
-    """Return text lines on a search without results: the layout closest to fitting, and changes that may help."""
+    """Return text lines on the failed search ``walk``: the layout closest to fitting, and changes that may help."""
     if walk.memory_filter.leanest is None:
         return tuple(_no_grid(walk))
     over, layout, footprint = walk.memory_filter.leanest

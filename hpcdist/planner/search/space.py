@@ -133,7 +133,7 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
     """Return the micro-batch sizes to try with the parallel degrees of the layout ``grid``, in ascending order. Local.
 
     The result is ``spec.microbatches``, if set. Otherwise, it has one size for each possible number of micro-batches.
-    With a pipeline or Megatron-LM, each size divides the batch into equal micro-batches.
+    For a pipeline or for Megatron-LM, all micro-batches must be equal.
     """
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
@@ -161,7 +161,7 @@ def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec
 
 
 def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
-    """Return the (strategy, compression) pairs to try: only the first pair if there is one replica. Local."""
+    """Return the (strategy, compression) pairs to try: only one pair if no ranks exchange gradients. Local."""
     if grid.data * grid.context == 1:
         none = "none" if "none" in spec.compressions else spec.compressions[0]
         return ((spec.strategies[0], none),)
@@ -169,10 +169,9 @@ def strategies(grid: ParallelLayout, spec: SearchSpec) -> tuple[Strategy, ...]:
 
 
 def with_strategy(order: ParallelLayout, variant: Strategy, microbatch: int = 0) -> ParallelLayout:
-    """Return a copy of a layout with another data-axis strategy and compression.
+    """Return a copy of the layout ``order`` with another data-axis strategy and compression.
 
-    ``order``: the layout. ``variant``: pair (strategy, compression). ``microbatch``: micro-batch size of the copy, or 0
-    to keep the size.
+    ``variant``: pair (strategy, compression). ``microbatch``: micro-batch size of the copy, or 0 to keep the size.
     """
     strategy, compression = variant
     # hpcdist overlaps neither compressed exchanges nor exchanges with servers.

@@ -93,7 +93,7 @@ def main_bytes(layout: ParallelLayout) -> int:
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
     """Return the fraction of the peak FLOP rate for matrix products of ``size``, and a warning.
 
-    ``size``: harmonic mean of m, k and n. The warning is "" unless ``size`` is outside the curve.
+    ``size``: harmonic mean of m, k and n. The warning is "" if the sizes on ``curve`` include ``size``.
     """
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:

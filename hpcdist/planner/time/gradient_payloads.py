@@ -76,7 +76,7 @@ class Payload(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
-    """Return size and coding cost of ``values`` compressed gradient elements, or None for compression "none".
+    """Return the `Payload` of ``values`` gradient elements, or None for compression "none".
 
     ``ranks`` ranks sum the gradients of ``units`` layers. ``matrices`` has (rows, columns, number of matrices) for each
     weight shape, for powersgd only. Raises UsageError for an unknown compression.
@@ -135,8 +135,8 @@ def compressed_sum(
 ) -> MessageCost:
     """Return the cost of summing compressed gradients over ``axis``, including the time to encode and decode.
 
-    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of buckets, all of the same size. If nodes have
-    several of the ranks, sums inside a node are compressed only if this is faster.
+    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of buckets, all of the same size. If a node has
+    several ranks, its ranks exchange uncompressed gradients if this is faster.
     """
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, messages)

@@ -37,7 +37,7 @@ class AxisCollective(NamedTuple):
     """Collective that a rank runs once per micro-batch for one unit of the model, such as a layer.
 
     ``when``: `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`.
-    ``operation``: name of the collective. For an all-to-all of the expert axis: name of the sent data, such as "rows".
+    ``operation``: name of the collective, or on the expert axis, name of the sent data, such as "rows".
     ``nbytes``: size of the whole buffer.
     ``tiles_s``: for ring attention, the seconds of computation that overlap the messages, else None.
     ``passes``: for ring attention, the number of receives of keys and values on a rank.
@@ -177,7 +177,7 @@ def _exposed_s(gathered_s: float, tiles_s: float, passes: int, *, back: bool) ->
 
 
 def load_key(description: ModelDescription, layout: ParallelLayout) -> tuple[object, ...]:
-    """Return the cache key of `loads`. Local."""
+    """Return the key under which a result of `loads` is cached. Local."""
     return (description, layout.pipeline, layout.chunks, layout.schedule, *timed_fields(layout))
 
 

@@ -61,7 +61,7 @@ def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[in
 
 
 class _RingRun:
-    """Dry run of the operation lists of all ranks of a ring. ``names``: world rank of each rank of the ring."""
+    """Simulation of a ring of ranks. ``lists``: each rank's operations. ``names``: each rank's world rank."""
 
     def __init__(
         self, lists: Sequence[Sequence[RingOperation]], names: Sequence[int], visited: Sequence[Sequence[int]]

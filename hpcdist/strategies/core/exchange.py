@@ -87,7 +87,7 @@ class Exchange:
     def norm_squared(self) -> float:
         """Return this rank's summand of the squared norm of the mean gradient. Waits for a GPU.
 
-        The sum over the world is the squared norm. Local, or collective as `ShardedUpdate.norm_squared` is.
+        The sum over the world is the squared norm. Local; with logical shards, collective over the data axis.
         """
         return self.update.norm_squared()
 

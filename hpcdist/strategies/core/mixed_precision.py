@@ -63,9 +63,9 @@ class FixedLossScale(NoLossScale):
     overflows: int = 0
 
     def after(self, step: str, norm: float) -> bool:
-        """Return True if the gradient ``norm`` is finite, so that the step may update, or False to skip the step.
+        """Return True if the gradient ``norm`` is finite, or False if the optimizer must skip ``step``.
 
-        Raises NonFiniteError after `MAXIMUM_OVERFLOWS` consecutive overflows at a scale that cannot be lowered.
+        Raises NonFiniteError after `MAXIMUM_OVERFLOWS` consecutive skipped steps at a scale that cannot be lowered.
         """
         if math.isfinite(norm):
             self.overflows = 0
@@ -98,7 +98,7 @@ class FixedLossScale(NoLossScale):
 
 @dataclass
 class DynamicLossScale(FixedLossScale):
-    """Loss scale that doubles after ``interval`` steps without overflow and is halved by consecutive overflows.
+    """Loss scale that doubles after ``interval`` steps without overflow.
 
     From the ``hysteresis``-th consecutive overflow on, each overflow halves the scale, but not below ``least``.
     ``grown``: steps since the last overflow or change of scale. ``stuck``: consecutive overflows at scale ``least``.
@@ -141,7 +141,7 @@ def build_loss_scale(
 ) -> NoLossScale:
     """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1.
 
-    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale` with ``interval``, ``hysteresis`` and ``least``.
+    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale` with the arguments after it.
     """
     if mode != "float16":
         return NoLossScale()
@@ -151,7 +151,7 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 parameters and gradients for the computation of each model stage; the stored ones have 16 bits. Local."""
+    """Float32 copies of 16-bit parameters and gradients, for the computation of each model stage. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         super().__init__(context, exchange, copies)
@@ -247,7 +247,7 @@ class MixedPrecisionViews(ParameterViews):
         self._held.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Do nothing: moved 16-bit parameters do not affect the float32 copies."""
+        """Do nothing: float32 copies stay valid when the memory of 16-bit parameters moves."""
 
     def _parameters_at(self, layer: int) -> FlatStore:
         return self._copied_parameters if layer in self._copies.layers else self._wide_parameters.at(layer)

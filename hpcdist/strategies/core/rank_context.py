@@ -69,12 +69,12 @@ class RankContext:
 
     @property
     def samplers(self) -> Communicator:
-        """Communicator of the replicas of this rank's stages that have different samples."""
+        """Communicator of ranks with this rank's stages, but different samples."""
         return self.data if self.batch is None else self.batch
 
     @property
     def speaks(self) -> bool:
-        """True if this rank is the first of the tensor and context ranks that process the same samples."""
+        """True if this rank is rank 0 on both the tensor axis and the context axis."""
         return self.tensor.rank == 0 and (self.context is None or self.context.rank == 0)
 
     @property
@@ -99,7 +99,7 @@ class RankContext:
 
     @property
     def expert_norms(self) -> Communicator | None:
-        """Communicator over which norms of expert tensors are summed, or None if this rank holds every expert."""
+        """Communicator to sum the norms of expert tensors, or None if this rank's norms are complete."""
         return self.experts if self.portion == "expert" and self.experts.size > 1 else None
 
     @property
@@ -130,7 +130,7 @@ class RankContext:
 
     @property
     def part(self) -> Range:
-        """The range of this rank's stages in the flat parameter vector, for ranks whose stages are consecutive."""
+        """The range of this rank's stages, which must be consecutive, in the flat parameter vector."""
         (part,) = self.parts
         return part
 
@@ -146,8 +146,8 @@ class RankContext:
     def agree_algorithm(self) -> str:
         """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
 
-        "native" or "node_shared" if the recipe uses it for small messages, else "recursive_doubling". If not all ranks
-        are data-parallel, "node_shared" is not used.
+        "native" or "node_shared" if the recipe selects this algorithm for small messages, else "recursive_doubling".
+        "node_shared" is only for pure data parallelism.
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
@@ -174,7 +174,7 @@ class RankContext:
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
         """Return an allocator of memory shared by a node's ranks, or None if allreduces do not use such memory. Local.
 
-        ``category``: name in memory reports. The allocator is collective over ``over``, by default over all replicas.
+        ``category``: name in memory reports. All ranks of ``over``, by default all replicas, must call the allocator.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:

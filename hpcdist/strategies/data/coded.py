@@ -187,7 +187,7 @@ def _kind(comm: Communicator | None) -> str:
 
 
 def float32_scratch(store: FlatStore, layer: int, cut: int, cuts: Cuts) -> FlatStore:
-    """Return scratch memory in float32 for cut number ``cut`` of ``layer``. The next call reuses the memory. Local."""
+    """Return float32 scratch memory for the part of ``layer`` at index ``cut`` of `Cuts.cuts`. Local."""
     return FlatStore(
         store.layout,
         FLOAT32,

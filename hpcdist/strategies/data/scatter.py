@@ -72,7 +72,7 @@ class Scatter(Reducer):
         self._keep_shard(layer)
 
     def combine(self, op: Operation) -> None:
-        """Sum the shard of a layer over the ranks that hold the same shard, to their cuts of the optimizer."""
+        """Reduce-scatter a gradient shard among the ranks that hold it; each gets the part that it updates."""
         self.sum_cuts(self.update.gradients, self._layer_at[op.part], GRADIENTS, OPTIMIZER)
 
     def start(self, op: Operation) -> None:

@@ -37,11 +37,11 @@ class DecentralisedConfig:
     Strategy gossip: a rank averages its parameters with its neighbours' parameters. ``graph`` names the graph of
     neighbours. "edges" uses the pairs of ranks in ``edges``, such as "0-1, 1-2". ``order``: average before
     ("combine_first") or after the update ("adapt_first"). ``report_every``: steps between measurements of the consensus
-    distance; 0: only for a checkpoint.
+    distance, or 0 to measure only for checkpoints.
 
-    Strategy local_sgd: parameters are averaged over all ranks every ``period`` steps. The optimizer ``moments`` then
-    stay local ("keep"), are averaged, or are reset. The averaged change is the gradient of an outer SGD optimizer with
-    ``outer_learning_rate`` and Nesterov ``outer_momentum``.
+    Strategy local_sgd: parameters are averaged over all ranks every ``period`` steps. ``moments``: what to do with the
+    optimizer state then, "keep", "average" or "reset". The averaged change is the gradient of an outer SGD optimizer
+    with ``outer_learning_rate`` and Nesterov ``outer_momentum``.
     """
 
     graph: str = "ring"

@@ -24,7 +24,7 @@ NODE_SHARED: Final = "node_shared"  # without messages: see `hpcdist.strategies.
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:
     """Return the communicator of the ranks of ``replicas`` that hold the same experts as this rank. Collective.
 
-    Every ``degree`` consecutive ranks of ``replicas`` hold all experts together; each rank holds different ones.
+    Every ``degree`` consecutive ranks of ``replicas`` divide all experts.
     """
     same_experts = replicas.split(replicas.rank % degree, replicas.rank, "expert replicas")
     assert same_experts is not None
@@ -43,7 +43,7 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return the number of token rows that each rank sends for each local expert: (ranks, local experts).
+        """Return the number of token rows from each rank for each local expert, as an array like ``sent``.
 
         ``sent``, int64 of shape (ranks, experts per rank): number of rows that this rank sends for each expert.
         """
@@ -70,7 +70,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have written their arrays in ``memory``. Log this as an all-to-all of ``like``."""
+        """Wait until all ranks have written to the shared ``memory``. Log an all-to-all with the size of ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -92,9 +92,9 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
 
-    ``chosen``: name of the allreduce algorithm. The keyword ``on``: "cpu" or "gpu". If the keyword ``settled`` is True
-    (the user chose the algorithm), the result is the all-to-all of the same name, or else "pairwise". Otherwise, the
-    result is "hierarchical" on several nodes, "node_shared" on one node's CPUs, and "native" on one node's GPUs.
+    ``chosen``: name of the allreduce algorithm. The keyword ``settled``: True if the user chose it. Then the result is
+    the all-to-all of the same name, or "pairwise" if none exists. Otherwise, it is "hierarchical" on several nodes,
+    "node_shared" on one node's CPUs, and "native" on one node's GPUs. The keyword ``on``: "cpu" or "gpu".
     """
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):

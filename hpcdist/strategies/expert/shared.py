@@ -24,8 +24,8 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
     """Return the rank that computes each expert. ``loads``: number of token rows of each expert.
 
     Each of the ``ranks`` ranks first has equally many consecutive experts. Then the busiest rank repeatedly gives an
-    expert to the idlest rank, or swaps one with it. A move must save the busier of both more than ``worth`` rows per
-    moved expert.
+    expert to the idlest rank, or swaps two experts. Per moved expert, the larger load of the two ranks must fall by
+    more than ``worth`` rows.
     """
     at: np.ndarray = np.arange(loads.size) * ranks // loads.size
     for _ in range(2 * ranks):
@@ -81,11 +81,11 @@ class Division:
         return sum(map(prod, self.shapes.values()))
 
     def here_of(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (expert, rank that stores it, its index on that rank) for each expert that ``rank`` computes."""
+        """Yield (expert, owner rank, index among the owner's experts) for each expert that ``rank`` computes."""
         return ((expert, *divmod(expert, self.each)) for expert in self.experts[rank])
 
     def sizes(self, row_bytes: int) -> dict[str, int]:
-        """Return the bytes of each section of a rank's shared memory, by section name: the maximum over the ranks."""
+        """Return the bytes of each section of shared memory, by section name, enough for every rank."""
         expert_bytes = self.numbers * self.dtype.itemsize
         return {
             "rows": int(self.sent.max()) * row_bytes,
@@ -106,8 +106,8 @@ class SharedRows(StayingRows):
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
         """Exchange the ranks' token counts per expert. Return shared memory for the token rows to send.
 
-        The rows for expert e begin at row ``starts[e]``, with the width and dtype of ``like``. ``parameters``: tensors
-        of the layer. ``saved`` receives the assignment of experts to ranks.
+        ``starts``: first row of each expert. ``like``: array with the width and dtype of the rows. ``parameters``:
+        tensors of the layer. ``saved`` receives the assignment of experts to ranks.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -182,8 +182,8 @@ class SharedRows(StayingRows):
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return arrays for the gradients of the experts that this rank computes.
 
-        Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``. For ``prefix``
-        and ``saved`` see `tensors`.
+        Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``. ``prefix`` is
+        `UP` or `DOWN`.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

@@ -152,7 +152,7 @@ class _Task:
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return chunk boundaries that balance the ranks, with the mean time for units except the first and last."""
+        """Return the chunk boundaries that balance the ranks if all inner model units take their mean time."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1

@@ -31,7 +31,7 @@ Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Unit outputs and gradients that pass over a rank's skip connections. Only the methods ``send_*`` communicate."""
+    """Sender and receiver of the outputs and gradients on a rank's skip connections. Only ``send_*`` communicate."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -78,7 +78,7 @@ class SkipExchange:
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """After the backward pass ``op``, free its unit's inputs from skip connections."""
+        """After the backward pass ``op``, free the memory of inputs that skip connections brought to its unit."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]

@@ -53,7 +53,7 @@ class ColumnLinear:
         return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Store the gradients of local weights in ``gradients``; return the gradient of x for this rank's tokens."""
+        """Store the gradients of local weights in ``gradients``; return the input gradient for this rank's tokens."""
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
         _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
         return self._input_gradient(parameters, prefix, dy, saved)
@@ -83,7 +83,7 @@ class RowLinear:
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return y for this rank's tokens, of shape (..., outputs). ``x`` has this rank's columns for all tokens."""
+        """Return the output for this rank's tokens, of shape (..., outputs). ``x``: this rank's columns, all tokens."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         saved.keep(f"{prefix}.x", x)
@@ -104,7 +104,7 @@ class RowLinear:
         return gradient_of_input(parameters, prefix, whole, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of x for all tokens. Keep the arrays that `backward_weight` needs in ``saved``."""
+        """Return the input gradient for all tokens. Store the arrays for `backward_weight` in ``saved``."""
         whole = self.borders.leave_backward(dy, saved)
         if self.borders.by_rows:
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -134,8 +134,8 @@ def _weight_gradients(
 class ParallelExperts(WholeExperts):
     """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over the axis.
 
-    All ranks have the same router and output biases, and route the tokens identically. If activations are sharded by
-    tokens, only rank 0 stores the gradients of these tensors, because they are summed over the ranks later.
+    All ranks have the whole router and output biases. If activations are sharded by tokens, only rank 0 stores their
+    gradients, because a later step sums these gradients over the ranks.
     """
 
     def __init__(self, borders: Borders) -> None:
@@ -179,7 +179,7 @@ class HeadParallelAttention:
         return self._inner.forward(qkv, head_size, saved, **options)
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of ``qkv``, or the gradients of ``qkv`` and ``kv`` if `forward` got the option ``kv``."""
+        """Return the gradient of `forward`'s argument ``qkv``, and of its keyword ``kv`` if this was given."""
         return self._inner.backward(dy, saved, keep=keep)
 
 
@@ -283,9 +283,9 @@ class CutModel(Model):
 class CutStage(WrappedStage):
     """Stage ``inner`` with only this rank's tensor shards.
 
-    ``classes``: range of the vocabulary whose logits this rank computes, or None unless this is the last stage. Passes
+    ``classes``: in the last stage, the range of the vocabulary whose logits this rank computes; otherwise None. Passes
     are collective over the tensor axis, and return outputs and gradients of this rank's tokens. If activations are
-    sharded by tokens, gradients of unsharded tensors are complete only after `sum_gradients`.
+    sharded by tokens, `sum_gradients` completes the gradients of unsharded tensors.
     """
 
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
@@ -298,13 +298,13 @@ class CutStage(WrappedStage):
         return self._borders.shape(whole) if self._classes is None else (*whole[:-1], self._classes.size)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the initial values of each tensor of the unsharded model, but store only this rank's shard."""
+        """Draw each unsharded tensor with random generators ``rng_of``, but store only this rank's shard."""
         boxes = {spec.name: _Box(parameters[spec.name], spec) for spec in self._specs}
         self.inner.initialise(cast(Parameters, boxes), rng_of)
 
 
 class _Box:
-    """Write-only stand-in for an unsharded tensor; it stores only this rank's shard."""
+    """Receiver of an unsharded tensor's values that stores only this rank's shard."""
 
     def __init__(self, part: Array, spec: TensorSpec) -> None:
         self._part = part

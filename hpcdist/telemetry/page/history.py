@@ -49,7 +49,7 @@ class LastRecord:
 
 @dataclass(frozen=True)
 class JobEntry:
-    """An event of a batch job of the run, from the job ledger, a file of the run directory."""
+    """An event of a batch job of the run, read from a file of the run directory."""
 
     time: str
     event: str

@@ -44,7 +44,7 @@ class CounterTotals:
         self.shown = dict(self._before)
 
     def show(self, key: str, value: float) -> float:
-        """Return the value to export for counter ``key``. It never falls, even if ``value`` is 0 after a restart."""
+        """Return the total to export for counter ``key``. It does not fall when ``value`` restarts from 0."""
         if quantities.split(key)[0] not in RESTORED:
             value += self._before.get(key, 0.0)
         self.shown[key] = max(value, self.shown.get(key, 0.0))
@@ -58,8 +58,8 @@ class CounterTotals:
 class LatestFigures:
     """Latest value of every metric: a prometheus_client collector, which another thread may read.
 
-    Metrics have the labels ``jobid`` (outside of a job, the run's name) and ``run``, and at most one other label. Only
-    the metric `INFO` has labels with the owner of the job.
+    Metrics have the labels ``run``, ``jobid`` (without a job, the run's name), and at most one other label. Only the
+    metric `INFO` has labels with the owner of the job.
     """
 
     def __init__(self, run: RunInfo, totals: CounterTotals) -> None:
@@ -73,7 +73,7 @@ class LatestFigures:
         self._values: Mapping[str, float] = dict(totals.shown)
 
     def update(self, events: Sequence[RunEvent]) -> None:
-        """Store the figures in ``events``. A NaN removes the gauge."""
+        """Store the latest values from ``events``. A NaN removes a gauge."""
         values = dict(self._values)
         for event in events:
             for key, value in event.values.items():

@@ -177,7 +177,7 @@ def _build_executor(
 
 
 def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:
-    """Return this rank's grid communicators, and a bool: True for a worker, False for a server. Collective."""
+    """Return this rank's grid communicators, and False if it is only a server in ``roles``, else True. Collective."""
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     return GridCommunicators(grid if computes else ProcessGrid(data=members.size), members), computes

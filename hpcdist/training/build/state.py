@@ -72,7 +72,7 @@ def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, 
 
 
 def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return information for users to save in a checkpoint: topology, recipe, versions. Local; {} except on rank 0."""
+    """Return the description of the run for a checkpoint: ranks, recipe, versions. Local; {} on ranks other than 0."""
     if trainer.comm.rank:
         return {}
     axes = ("data", "pipeline", "tensor", "context", "expert")

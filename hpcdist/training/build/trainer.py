@@ -88,7 +88,7 @@ class Trainer:
     def batches(self, steps: int) -> Prefetcher:
         """Return an iterator that prefetches this replica's batches for all steps up to step number ``steps``. Local.
 
-        The iterator is also a context manager. Inner ranks of a pipeline get placeholders of the right length, unless
+        The iterator is also a context manager. Ranks without the first or last pipeline stage get placeholders, unless
         samples are packed.
         """
         ends = self.last_stage or self.context.units[0] == 0
@@ -108,7 +108,7 @@ class Trainer:
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
-        """Run step ``number``, from 1, on this rank's micro-batches ``batches``. Collective."""
+        """Run step ``number``, from 1, on this rank's ``batches``, and sum all ranks' ``stop_requests``. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
         targets = self.targets(number) if self.recipe.data.packed else None
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)
@@ -116,7 +116,7 @@ class Trainer:
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
         """Return the mean loss in nats over the targets of all replicas, or NaN without targets. Collective.
 
-        Call `flush` first. ``rounds`` yields lists of at most ``parts`` batches of this rank, on the model's device.
+        Call `flush` first. ``rounds``: lists of at most ``parts`` batches of this rank, on the model's device.
         All ranks must pass equally many lists.
         """
         counts_targets = self.context.computes and self.last_stage and self.context.speaks

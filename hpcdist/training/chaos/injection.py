@@ -56,7 +56,7 @@ class SlowdownTimer:
         return max(0.0, due_s - self._taken_s - computed_s)
 
     def took(self, seconds: float) -> None:
-        """Record the total seconds of the last operation and the sleep after it, to compute the next sleep."""
+        """Add ``seconds``, the time of the last operation plus the injected sleep after it, to the total."""
         self._taken_s += seconds
 
 

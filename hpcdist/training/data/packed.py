@@ -22,9 +22,9 @@ SCANNED_TOKENS = 1 << 22  # tokens read at a time in the search for document end
 
 
 def document_ends(tokens: Sliceable, files: np.ndarray | None, config: DataConfig, what: str) -> np.ndarray:
-    """Return the end offset of each document, ascending int64. Raises DataError.
+    """Return the end offset of each document in ``tokens``, ascending int64. Raises DataError.
 
-    ``files``: end offsets of files, if the data is a directory. ``what`` names the data in messages.
+    ``files``: end offset of each file of a data directory, or None. ``what``: name of the data for messages.
     """
     parts = [np.array([len(tokens)], np.int64)] if files is None else [files.astype(np.int64)]
     token = config.document_end
@@ -97,9 +97,9 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
 class PackedSamples:
     """Samples of ``context`` tokens, each packed with whole documents and then padding.
 
-    The first document begins at ``tokens[start]``. ``ends``: end index of each document. With the keyword
-    ``predicting``, targets are the next tokens, so a document of n tokens takes n - 1 positions. With the keyword
-    ``cut``, longer documents are split; otherwise they raise DataError.
+    ``start``: index of the first document's first token. ``ends``: end index of each document. If the keyword
+    ``predicting`` is True, targets are the next tokens, and a document of n tokens takes n - 1 positions. Documents
+    longer than a sample are split if the keyword ``cut`` is True; otherwise they raise DataError.
     """
 
     shifts = 1
@@ -198,7 +198,7 @@ def split_documents(
 ) -> PackedSplit:
     """Divide documents into packed training samples and, from the last documents, packed validation samples.
 
-    ``ends`` are the end offsets of the documents in ``tokens``. ``what`` names the data in messages. Raises DataError.
+    ``ends``: end offset of each document in ``tokens``. ``what``: name of the data for messages. Raises DataError.
     """
     number, border = len(ends), len(tokens) - round(len(tokens) * config.validation_fraction)
     if config.validation_fraction > 0:

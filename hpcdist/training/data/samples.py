@@ -51,7 +51,7 @@ pread = Primitive(_pread, "pread of the C library")
 
 @jit
 def _read_blocks(descriptor: Any, offsets: Any, blocks: Any) -> Any:
-    """Fill row i of ``blocks``, of shape (n, bytes), from offset ``offsets[i]``. Return the first failed row, or n."""
+    """Read row i of ``blocks``, of shape (n, bytes), at file offset ``offsets[i]``. Return the number of rows read."""
     address, size = blocks.ctypes.data, blocks.shape[1]
     for i in range(len(offsets)):
         done = 0
@@ -184,8 +184,8 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 class Samples(Protocol):
     """Interface of a sequence of ``count`` training samples.
 
-    If the samples are cut from a text, all sample boundaries can be moved by 0 to ``shifts - 1`` tokens. If they cannot
-    be moved, the attribute ``shifts`` is 1.
+    All samples can be moved in their text by 0 to ``shifts - 1`` tokens. If the attribute ``shifts`` is 1, the samples
+    cannot be moved.
     """
 
     count: int
@@ -239,7 +239,7 @@ class NextTokenSamples:
         self.count = len(tokens) - context
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs, of shape (n, context), and the token after each input, of shape (n,). ``shift`` is ignored."""
+        """Return n inputs of ``context`` tokens, and the next token of each, as n targets. ``shift`` is ignored."""
         block = gather(self._tokens, indices, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, -1])
 
@@ -292,7 +292,7 @@ class MaskedSamples:
         self.count, self.shifts = windows.count, windows.shifts
 
     def in_epoch(self, seed: int, epoch: int) -> "MaskedSamples":
-        """Return the same samples, with masked tokens chosen at random by ``seed`` and ``epoch``."""
+        """Return a copy of these samples whose masked tokens are drawn from ``seed`` and ``epoch``."""
         return MaskedSamples(self._windows, self._mask, self._vocabulary, seed, epoch)
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:

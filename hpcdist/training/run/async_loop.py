@@ -33,9 +33,9 @@ def loop_class(trainer: Trainer) -> type[TrainingLoop]:
 class AsyncTrainingLoop(TrainingLoop):
     """Training loop of one rank in asynchronous training, or with backup workers. `run` is collective over the world.
 
-    All ranks meet in a rendezvous: at a stop request or non-finite loss, every ``checkpoint.every_steps`` steps of the
-    slowest worker, and at the end. The slowest worker's step count is the step count of the run. With backup workers,
-    late gradients are dropped.
+    All ranks synchronize at a stop request or non-finite loss, every ``checkpoint.every_steps`` steps of the slowest
+    worker, and at the end. The run's step count is the slowest worker's. With backup workers, gradients that arrive
+    too late are dropped.
     """
 
     kind_of_metrics = AsyncRunMetrics
@@ -70,12 +70,12 @@ class AsyncTrainingLoop(TrainingLoop):
         return self.outcome
 
     def _wants(self) -> bool:
-        """Return True if this rank requests a rendezvous of all ranks. Local. A server calls this after each update."""
+        """Return True if this rank has a stop request. Local. A server calls this after each update."""
         self._tighten()
         return bool(self.stop_requests.current().any())
 
     def _tighten(self) -> None:
-        """On a server, shorten the watchdog's deadline after all workers have made their slow first step. Local."""
+        """On a server, shorten the watchdog's deadline after the first step of all workers. Local."""
         if self.exchange.shard is None or self.exchange.works or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
@@ -237,7 +237,7 @@ class AsyncTrainingLoop(TrainingLoop):
         self.exchange.plan_rendezvous((self._saved_at // every + 1) * every if every else 0)
 
     def _count_what_was_served(self) -> None:
-        """Store the bytes that this rank sent per step of a worker, if this rank is a server. Collective."""
+        """On a server, store its sent bytes divided by the mean number of worker steps. Collective."""
         outcome, exchange = self.outcome, self.exchange
         made = self.trainer.comm.allgather_object(outcome.steps.count)
         steps = [count for count in made if count]

@@ -58,10 +58,10 @@ def plan(
 
 
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
-    """Return the plan of ``subject`` (model, layout, batch, steps) on ``cluster``: time, memory and energy.
+    """Return the planned time, memory and energy of ``subject`` on ``cluster``.
 
-    With the keyword ``simulate``, the pipeline's passes are simulated if the simulator is available. The plan's flags
-    contain notes for the user. Raises ConfigurationError for an impossible layout, but not for a lack of memory.
+    ``subject``: model, layout, batch and steps. The keyword ``simulate`` True simulates the pipeline if the simulator
+    is available. Raises ConfigurationError for an impossible layout, but not for a lack of memory.
     """
     description, layout, batch = subject.description, subject.layout, subject.global_batch
     wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
@@ -76,10 +76,10 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return the plan ``make(simulate)``, and notes.
+    """Return the plan ``make(simulate)``, and notes for the user.
 
-    The keyword ``simulate`` is True to simulate the pipeline. If the simulator cannot be loaded, return ``make(False)``
-    and a note about it.
+    ``make`` computes a plan. The keyword ``simulate``: True to simulate the pipeline. If the simulator cannot be
+    loaded, return ``make(False)`` and a note with the reason.
     """
     try:
         return make(simulate), ()

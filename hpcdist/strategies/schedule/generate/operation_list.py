@@ -220,7 +220,7 @@ def insert_exchange(
 ) -> list[Operation]:
     """Insert the operations ``exchange``, which sum gradients and update parameters, into the operations ``steps``.
 
-    ``units`` maps each layer to its range of the flat parameter vector. Operations of the types `EXCHANGED` follow as
+    ``units``: each model unit's range of the flat parameter vector. Operations of the types `EXCHANGED` follow as
     soon as the gradients of their range are complete: after the last micro-batch or, if the keyword
     ``every_microbatch`` is True, after each micro-batch. A MIX_START comes first, other operations come at the end.
 
@@ -263,8 +263,8 @@ def overlap_reductions(
 ) -> list[Operation]:
     """Replace each REDUCE in the operations ``steps`` by a START, and a WAIT as late as possible.
 
-    ``units`` maps each layer to its range of the flat parameter vector. ``needs`` maps each layer to all layers whose
-    gradients its backward pass writes. At most ``most`` reductions are in flight (None: no limit).
+    ``units`` maps each model unit to its range of the flat parameter vector. ``needs`` maps each unit to the units
+    whose gradients its backward pass writes. At most ``most`` reductions are in flight (None: no limit).
     """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()

@@ -80,7 +80,7 @@ FILE: Final = "file"  # a schedule read from a file
 class Schedule:
     """Description of one pipeline schedule, an item of `SCHEDULES`.
 
-    - ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks) that return a rank's passes and `Peak`.
+    - ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks) for passes and live micro-batches.
     - ``least``, ``most``: minimum and maximum number of chunks per rank (None: no maximum).
     - ``folded``: a rank's two chunks are placed in a V shape, not round-robin.
     - ``splits``: input and weight gradients are separate passes.
@@ -98,7 +98,7 @@ class Schedule:
     fewest: Callable[[int], int] = lambda ranks: 1
 
     def place(self, parts: Sequence[range], ranks: int) -> StagePlacement:
-        """Return the placement of ``parts``, ranges of consecutive units, with equally many parts on each rank."""
+        """Return the placement of the chunks ``parts`` (ranges of units) on ``ranks`` ranks, equally many per rank."""
         return (folded if self.folded else looped)(parts, ranks)
 
 
@@ -147,9 +147,9 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank with the schedule ``name``. ``chunks``: the number from the recipe.
+    """Return the number of model chunks per rank with the schedule ``name``. ``chunks``: the number in the recipe.
 
-    1 selects the fixed number of a schedule that has one. Raises ConfigurationError for an unsupported number.
+    If it is 1, the result is the schedule's maximum, if any. Raises ConfigurationError for an unsupported number.
     """
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):
@@ -169,9 +169,9 @@ def chunks_of(name: str, chunks: int = 1) -> int:
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
-    """Check that the schedule ``name`` supports these numbers; return the number of chunks per rank from `chunks_of`.
+    """Return the number of chunks per rank (see `chunks_of`), if the schedule ``name`` supports the arguments.
 
-    Raises ConfigurationError if it does not support the numbers of ranks, micro-batches and chunks.
+    Raises ConfigurationError for unsupported numbers of ranks, micro-batches or chunks.
     """
     if name == FILE:
         return chunks
