@@ -29,7 +29,7 @@ def philox(
     """Write random words of Philox4x32-10 (Salmon et al., SC'11) to ``words``: uint32, of shape (4 * count,).
 
     Each of ``count`` counters gives four words. The i-th counter, from 0, is (``first`` + i, ``counter1``,
-    ``counter2``, ``counter3``). The key is (``key0``, ``key1``). For compiled kernels.
+    ``counter2``, ``counter3``). The key is (``key0``, ``key1``).
     """
     # The rounds are inlined: LLVM vectorises this loop, but not a loop over calls.
     for i in range(count):

@@ -92,8 +92,8 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
     """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over the keyword ``comm``.
 
     ``array``, of shape (n, ...), has the same shape on all ranks and is not changed. Its n rows are split as by
-    `numpy.array_split`. ``op`` is as in `allreduce`. Raises UsageError for a 0-d array or an invalid op, and
-    BufferHandoverError for an unsupported dtype.
+    `numpy.array_split`. ``op``: "sum", "mean" (not for integers), "max" or "min". Raises UsageError for a 0-d array or
+    an invalid op, and BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
     array = _accept(where, array, "reduce_scatter", op)
@@ -242,7 +242,7 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the name of the allreduce for ``buffer``, or one name per range of sizes (see `AlgorithmTable`).
+    """Return the selected allreduce for the dtype and device of ``buffer``: one name, or names with size limits.
 
     Collective at the first call for a dtype and device.
     """

@@ -45,7 +45,7 @@ def create(
 ) -> None:
     """Create table ``name`` with the columns ``described``. The first column is the HDF5 dimension scale of the rows.
 
-    The keyword ``second``, if given, names another dimension scale: for the second dimension of 2-D columns.
+    The keyword ``second`` is the name of a dimension scale for the second dimension of 2-D columns, or "".
     """
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})

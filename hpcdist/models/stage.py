@@ -162,7 +162,7 @@ class NormOperation(Protocol):
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Return the input gradient in scratch memory. If ``residual`` is given, add the gradient to it instead."""
+        """Return the input gradient in scratch memory. If ``residual`` is an array, add to it and return it."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -197,9 +197,8 @@ class ActivationOperation(Protocol):
     ) -> Array:
         """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
 
-        "swiglu" maps x of shape (..., 2 w), gates before values, to shape (..., w). An array in the keyword ``bias`` is
-        first added to x in place. x must not change until the backward pass. The text ``name``, a keyword, must be
-        unique in a stage.
+        "swiglu" maps x of shape (..., 2 w), gates before values, to (..., w). An array in the keyword ``bias`` is first
+        added to x in place. x must not change until the backward pass. The keyword ``name`` must be unique in a stage.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
@@ -248,8 +247,8 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the forward pass of the experts. Return a function that finishes it and returns the output.
 
-        x, of shape (batch, context, hidden), must not change before that function returns. ``activation``: the experts'
-        activation function.
+        x, of shape (batch, context, hidden), must not change until then. ``activation``: the experts' activation
+        function.
         """
 
     def begin_backward(
@@ -263,10 +262,7 @@ class ExpertsOperation(Protocol):
 
 @dataclass(frozen=True)
 class Operations:
-    """Implementations of a model's operations.
-
-    ``linear_column`` and ``linear_row``: linear layers with sharded outputs or inputs.
-    """
+    """Operations of a model. Layers of ``linear_column`` are sharded by outputs, of ``linear_row`` by inputs."""
 
     linear_column: LinearOperation
     linear_row: LinearOperation
@@ -320,7 +316,7 @@ class MixedStage(Stage, Protocol):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Take part in `backward` as a rank without samples. Compute the gradients of the local experts. Collective."""
+        """Call the collectives of `backward` on a rank without samples. Compute its experts' gradients. Collective."""
 
 
 class DeclaredStage:

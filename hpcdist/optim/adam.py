@@ -30,9 +30,9 @@ class AdamMomentSlots(SegmentWise):
 class AdamW(AdamMomentSlots, ElementWise):
     """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, with the moments of Kingma & Ba 2015.
 
-    u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. m^ and v^ are the moments m and v, bias-corrected for
-    the number of applied updates if ``bias_correction`` is true. Weight decay is multiplied by the learning rate
-    ``rate``, as in PyTorch. By default, tensors whose `TensorSpec.adapted` is false, such as biases, do not decay.
+    The weights w become w - rate u, with u = m^ / (sqrt(v^) + epsilon) + weight_decay w and the learning rate ``rate``.
+    m^ and v^ are the moments m and v of the gradient. If ``bias_correction`` is true, they are corrected for the number
+    of updates. By default, tensors whose `TensorSpec.adapted` is false, such as biases, do not decay.
     """
 
     def _step(
@@ -59,8 +59,8 @@ _LARGEST: Final = 1e30
 class Lamb(AdamMomentSlots, LayerWise):
     """LAMB: You et al. 2020 (arXiv:1904.00962), Algorithm 2: the direction of AdamW, scaled per tensor.
 
-    w -= rate r u with the trust ratio r = ||w|| / ||u||. u is the direction of `hpcdist.optim.adam.AdamW`, including
-    weight decay. Norms are over the whole tensor on all ranks. The function phi of the paper is the identity.
+    The weights w become w - rate r u. u is the direction of `hpcdist.optim.adam.AdamW`, including weight decay. The
+    trust ratio is r = ||w|| / ||u||, with norms over the whole tensor on all ranks.
 
     - r is clipped to ``trust_ratio_min`` and ``trust_ratio_max`` if they are not 0. DeepSpeed uses 0.01 and 10.
     - r is 1, regardless of these bounds, if a norm is 0. Without an upper bound, r above 1e30 becomes 1.

@@ -23,8 +23,8 @@ from hpcdist.optim.update import kernels
 class MasterWeights(WrappedOptimizer):
     """Optimizer for 16-bit parameters: ``inner`` updates float32 weights, which are then rounded to 16 bits.
 
-    This object has the float32 weights. Its methods take the stores of 16-bit parameters (``master``) and 16-bit
-    gradients. A layer-wise ``inner`` needs 4 more bytes per owned parameter.
+    This object has the float32 weights. Its methods take the 16-bit parameters (``master``) and gradients. If ``inner``
+    is layer-wise, update directions need 4 more bytes per owned parameter.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class MasterWeights(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Update the float32 weights in the flat range ``piece`` by their direction, and round them to ``master``.
+        """Update the float32 weights in the flat range ``piece``, and round them to ``master``, the 16-bit parameters.
 
-        ``master``: store of the 16-bit parameters. ``working`` is not used.
+        ``direction``: directions of the update. ``working`` is not used.
         """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)

@@ -42,10 +42,10 @@ def is_damage(error: BaseException) -> bool:
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the file ``path`` if ``error``, raised while reading it, shows that it is damaged (`is_damage`).
+    """Rename the file ``path`` if ``error``, raised while reading it, shows that it is damaged.
 
-    Return (is damaged, end of the caller's warning such as "; it is now NAME"). If the file was damaged, the caller may
-    write a new file to ``path``.
+    Return True if the file is damaged, and the end of the caller's warning, such as "; it is now NAME". After
+    True, the caller may write a new ``path``.
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
@@ -57,8 +57,8 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
     """Convert errors of a ``with`` block that reads the file ``path`` to DamagedFileError.
 
-    Errors of the operating system become a plain StorageError (see `is_damage`). ``what``: text of the message after
-    the path.
+    Errors of the operating system, such as a missing permission, become StorageError. ``what``: text after the path in
+    the message.
     """
     try:
         yield

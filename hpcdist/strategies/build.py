@@ -71,7 +71,7 @@ def server_exchange(
 ) -> Exchange:
     """Return this rank's parameter-server exchange, with the server and worker roles that ``config`` sets. Collective.
 
-    ``shards``: division of the global batch; servers in lock-step sum gradients in this order. ``compression``:
+    ``shards``: logical shards of the global batch. Lock-step servers sum gradients in shard order. ``compression``:
     compressor of sent gradients, not allowed with ``shards``. Raises ConfigurationError for unsupported algorithms or
     compressors.
     """
@@ -120,10 +120,10 @@ def build_executor(
     cuda_graph: bool = False,
     drops: bool = False,
 ) -> Executor:
-    """Return the executor that runs this rank's operation lists. Collective over the pipeline.
+    """Return the object that executes this rank's operations. Collective over the pipeline.
 
-    ``exchange``: exchange of gradients and parameters between replicas. The keyword ``cuda_graph``: run the stages as
-    CUDA graphs. The keyword ``drops``: at least one stage uses dropout.
+    ``exchange``: exchange of gradients and parameters between replicas. If the keyword ``cuda_graph`` is True, stages
+    run as CUDA graphs. The keyword ``drops`` is True if a stage uses dropout.
     """
     copies = TiedCopies(context, tied_tensors(context.model, context.placed), exchange)
     arena = Arena(context.ledger, context.on)
@@ -142,7 +142,7 @@ def operations(
     """Return this rank's operations for one step. Local.
 
     ``copies``: tied tensors that several pipeline ranks hold. ``parallel``: recipe section [parallel]. ``schedule``:
-    passes of every pipeline rank, by default the schedule named ``parallel.order``.
+    forward and backward passes of every pipeline rank, by default of the schedule ``parallel.order``.
     """
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:
@@ -179,11 +179,11 @@ def prove(
     accumulates: bool,
     degrees: ShardingDegrees | None = None,
 ) -> Proof | None:
-    """Check that all ranks' operation lists form one correct step. Collective over the world.
+    """Check that the operations of all ranks form one correct step. Collective over the world.
 
     Return the step's peak memory use and message counts. Return None, without a check, on more than `PROVEN_RANKS`
-    ranks. If the check fails, all ranks raise ScheduleError. ``rank``: context of this rank. ``steps``: its operation
-    list.
+    ranks. If the check fails, all ranks raise ScheduleError. ``rank``: context of this rank. ``steps``: its operations.
+    ``microbatches``: number in a step.
     """
     if rank.world.size > PROVEN_RANKS:
         return None

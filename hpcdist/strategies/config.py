@@ -89,9 +89,9 @@ def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
 def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
     """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
 
-    ``heads``: number of query heads. ``shared``: number of key heads. If the keyword ``ring`` is false, the result is
-    "all_to_all". With c ranks and K bytes of keys per sample, a layer sends 6 K (c - 1) / c bytes by "ring", and about
-    4 K (1 + heads / shared) (c - 1) / c^2 bytes by "all_to_all".
+    ``heads``: number of query heads. ``shared``: number of key heads. If the keyword ``ring`` is False, the result is
+    "all_to_all". Let c = ``ranks``, and K = bytes of keys per sample. A layer sends 6 K (c - 1) / c bytes by "ring". It
+    sends about 4 K (1 + heads / shared) (c - 1) / c^2 bytes by "all_to_all".
     """
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
@@ -104,17 +104,17 @@ def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, 
 class ParallelConfig:
     """Section ``[parallel]``: the layout of the work over the ranks.
 
-    The product of the axis degrees is the number of ranks. ``data = 0`` computes the data degree from the others.
+    The product of the axis degrees is the number of ranks. With ``data = 0``, the data degree follows from the others.
 
     - ``schedule``: order of the passes (``auto``: 1f1b in a pipeline, else sequential).
     - ``chunks``: number of model parts per pipeline rank. ``microbatches``: number of micro-batches per step.
     - ``recompute``: recompute activations in the backward pass, to store fewer activations.
-    - ``tensor``: number of ranks that compute each layer together. With ``sequence_parallel``, they divide the
-      activations by tokens outside matrix products.
+    - ``tensor``: number of ranks that compute each layer together. With ``sequence_parallel``, each rank has separate
+      tokens outside matrix products.
     - ``context``: number of ranks that divide the tokens of each sample.
     - ``expert``: number of consecutive replicas that divide the experts of each block.
     - ``partition``: what to minimise on the slowest pipeline rank: parameters, FLOPs or measured time.
-    - ``stage_units``: fixed numbers of model units per chunk.
+    - ``stage_units``: number of layers, with embedding and head, in each chunk.
     - ``stage_memory_bytes``: one memory limit for all ranks or one per rank; 0: no limit.
     """
 
@@ -151,7 +151,7 @@ class ParallelConfig:
 
     @property
     def has_roles(self) -> bool:
-        """True for parameter servers without pipeline or tensor axis: each rank is a server, a worker or both."""
+        """True if each rank is a parameter server, a worker or both. There is no pipeline or tensor axis then."""
         return self.strategy == "parameter_server" and self.pipeline * self.tensor == 1
 
     @property

@@ -206,9 +206,9 @@ def ranges(sizes: Sequence[int]) -> list[Range]:
 
 
 def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return each rank's range of elements in ``tensor``. ``which`` names the tensor in error messages.
+    """Return each rank's range of elements in ``tensor``, for an all-to-all of rows among ``ranks`` ranks.
 
-    ``sizes`` are the rows of each rank; if empty, rows are split evenly.
+    ``sizes``: number of rows of each rank, or None for equal numbers. ``which``: name of the tensor in errors.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
@@ -229,7 +229,7 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
 
 
 def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
-    """Raise UsageError unless the tensors have one dtype and element counts ``expected`` and ``actual`` are equal."""
+    """Raise UsageError if two tensors differ in dtype, or in their element counts ``expected`` and ``actual``."""
     if output.dtype != source.dtype:
         raise UsageError(f"the output of {name} is {output.dtype}, the input {source.dtype}; they must have one dtype")
     if expected != actual:

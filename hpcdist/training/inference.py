@@ -112,8 +112,8 @@ class TrainedModel:
     def validation_loss(self) -> float:
         """Return the mean loss in nats over the validation data, or NaN without validation data. Collective.
 
-        Raises DataError if the data differs from the data of the training. All data is compared only if its digest is
-        cached, else only a few elements.
+        Raises DataError if the data differs from the training data. If no digest of the data is cached, only a few
+        elements are compared.
         """
         recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm, kept_only=True)
@@ -233,7 +233,7 @@ def on_available_device(recipe: Recipe) -> Recipe:
 
 
 class InspectionSession:
-    """Context manager: session in which a run's model is evaluated or sampled. If ``alone``, only in this process."""
+    """Context manager for evaluating or sampling a run's model. If ``alone``, only this process takes part."""
 
     def __init__(self, path: Path, alone: bool = False) -> None:
         self.path, self.recipe = path, on_available_device(recipes.load_stored(path / run_directory.RECIPE_FILE))

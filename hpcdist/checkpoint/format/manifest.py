@@ -56,8 +56,8 @@ class NewerVersionError(StorageError):
 class Slot:
     """Description of a piece (a stored part of a tensor) without its data.
 
-    ``box`` is a region of the tensor: (start, stop) for each dim. The piece holds the range ``flat`` of the region's
-    elements, counted in row-major order.
+    ``box``: region of the tensor, as (start, stop) for each dim. ``flat``: range of this region's elements, in
+    row-major order, that the piece holds.
     """
 
     kind: str
@@ -129,7 +129,7 @@ class _Header:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shards(_Header):
-    """Typed fields of `Manifest`. They are parsed apart from its two fields of arbitrary JSON values."""
+    """Manifest fields with fixed types: all except the attributes ``scalars`` and ``about``."""
 
     step: int
     world: int
@@ -146,10 +146,10 @@ class _Shards(_Header):
 class Manifest(_Shards):
     """Content of ``manifest.json``.
 
-    ``pieces`` describes the stored parts of tensors. ``files`` maps each shard to its size in bytes. ``outside`` maps
-    each shard to a digest of its bytes that are not tensor data. ``about`` describes the run that saved the state. A
-    shard can be a hard link to a file of an earlier checkpoint. ``unused`` describes the tensor pieces in the shards
-    that this checkpoint does not need. Older versions lack ``outside`` and ``unused``.
+    ``pieces``: stored parts of tensors. ``files``: size of each shard in bytes. ``outside``: digest of each shard's
+    bytes that are not tensor data. ``about``: description of the run.
+    A shard can be a hard link to a file of an earlier checkpoint. ``unused``: tensor parts in the shards that this
+    checkpoint does not need. Older versions lack ``outside`` and ``unused``.
     """
 
     scalars: dict[str, Any]
@@ -272,7 +272,7 @@ def build(
 def encode(manifest: Manifest) -> str:
     """Return the text of ``manifest.json``.
 
-    Raises UsageError if a scalar is not a JSON value, and StorageError if the scalars are larger than `load` accepts.
+    Raises UsageError if the scalars (non-tensor state) are not JSON values, and StorageError if they are too large.
     """
     plain = {name: msgspec.to_builtins(getattr(manifest, name)) for name in ("pieces", "index", "unused")}
     try:

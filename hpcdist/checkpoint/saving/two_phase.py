@@ -270,7 +270,7 @@ def save_planned(
     writers: str,
     incremental: IncrementalWriter | None = None,
 ) -> Path:
-    """Save the checkpoint ``plan`` with this rank's tensor data, and return its path. Collective over ``comm``.
+    """Save the checkpoint ``plan`` and return its path. Collective over ``comm``.
 
     ``pieces``: this rank's tensor data. ``writers``: as in `group_of`. With ``incremental``, only changed tensor data
     is written, and every rank must write.

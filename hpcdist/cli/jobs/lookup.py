@@ -26,7 +26,7 @@ _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
 
 @dataclass(frozen=True)
 class LocatedJob:
-    """A batch job. ``entered`` has the job's records in its run directory, or None if there are no records.
+    """A batch job. ``entered``: the job's records in its run directory, or None if there are no records.
 
     ``later``: numbers of the jobs in the same chain that wait for this job to end.
     """

@@ -119,12 +119,11 @@ def written(
 ) -> None:
     """Write the measurements to ``points``, and a cluster description fitted to them to ``output``. Local.
 
+    - ``points``: None writes the measurements only if the fit fails, next to ``output``.
     - ``base``: cluster description (name or file) with the values that are not measured.
-    - ``name``: name of the new cluster.
-    - ``origin``: facts to store with the measurements.
+    - ``name``: of the new cluster. ``origin``: facts to store with the measurements.
 
-    If the fit fails, the measurements are always written, by default next to ``output``. Then raises UsageError or
-    ConfigurationError. Raises StorageError.
+    Raises UsageError or ConfigurationError if the fit fails, and StorageError if a file cannot be written.
     """
     import tomllib
 
@@ -152,7 +151,7 @@ def written(
 
 
 def findings(points: "CalibrationPoints") -> "ClusterMeasurements":
-    """Convert the measurements ``points`` to the input of the functions that fit a cluster description. Local."""
+    """Return the measurements ``points`` in the format of the planner, which fits a cluster to them. Local."""
     from datetime import UTC, datetime
 
     from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements

@@ -41,8 +41,7 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
     """Return the data for a run's HTML page. Data that cannot be read is replaced by the reason.
 
-    If the keyword ``sample`` is True, the model continues the text in the keyword ``prompt``, and the data includes the
-    result.
+    If the keyword ``sample`` is True, the data includes a text that the model generates after the keyword ``prompt``.
     """
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 

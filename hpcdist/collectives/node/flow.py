@@ -27,10 +27,10 @@ ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """Reduction of ``buffer`` in segments over the ranks of one node, by messages. Collective over the node.
+    """Reduction of ``buffer`` over the ranks of one node by messages, segment by segment. Collective over the node.
 
-    All ranks must make the same calls in the same order. ``order`` lists the segments (buffer ranges) in the order of
-    summation. The first ``owners`` ranks divide every segment, and each of them sums one range.
+    ``order`` lists the segments (buffer ranges) in the order of summation. The first ``owners`` ranks divide each
+    segment; each of these ranks sums its range. All ranks must make the same calls in the same order.
     """
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
@@ -91,7 +91,7 @@ class NodeFlow:
         self.add(rows, local_part)
 
     def add(self, rows: Sequence[Array], local_part: Array) -> None:
-        """Reduce all ranks' arrays ``rows`` into this rank's array ``local_part``. May overwrite ``rows[0]``."""
+        """Reduce ``rows``, one array from each rank, into ``local_part``. May overwrite ``rows[0]``."""
         # Row 0 accumulates, since ``local_part`` is an operand; the last sum goes to ``local_part``. In shared
         # memory row 0 is in the slot of rank 0, in the part that only this rank reads.
         total = rows[0]
@@ -134,9 +134,9 @@ MOST_OWNERS: Final = 8  # the memory of a node grows quadratically: 160 MiB for 
 
 @jit
 def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
-    """Return True if counter ``word`` of every rank reaches ``number`` within ``spins`` polls in total.
+    """Return True if counter ``word`` of every rank reaches ``number`` within ``spins`` polls.
 
-    ``lines`` holds the address of each rank's line of counters.
+    ``lines`` holds the address of each rank's counters.
     """
     for rank in range(lines.size):
         # Acquire: data written before the release store in `raise_to` is visible once the number is.
@@ -200,13 +200,13 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the memory in which ``rank`` shares its input data of segment ``number``."""
+        """Return a view of the shared memory with the input data of ``rank`` for segment ``number``."""
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the memory in which ``rank`` shares its part of the result of segment ``number``."""
+        """Return a view of the shared memory with the sums that ``rank`` computed for segment ``number``."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
@@ -220,9 +220,9 @@ def flow_of(
 ) -> NodeFlow:
     """Return an object that reduces ``buffer`` over the ranks of ``intra`` (one node). Collective.
 
-    The object is a `SharedFlow`, or a `NodeFlow` if the ranks cannot share memory. ``owners`` and ``order``: see
-    `NodeFlow`. ``part_bytes``: most bytes of a segment that a rank sums. Raises CommunicationError if an earlier
-    reduction over ``intra`` was aborted.
+    The object is a `SharedFlow`, or a `NodeFlow` if the ranks cannot share memory. ``order``: segments of the buffer in
+    the order of summation. The first ``owners`` ranks divide each segment; a rank's range has at most ``part_bytes``
+    bytes. Raises CommunicationError if an earlier reduction over ``intra`` was aborted.
     """
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
@@ -243,7 +243,7 @@ def flow_of(
 
 
 def keep_for(comm: Communicator, intra: Communicator) -> None:
-    """Make `release` of ``comm`` also free the shared memory for reductions over ``intra``, its node. Local."""
+    """Make `release` of ``comm`` also free the shared memory of ``intra``, the communicator of this node. Local."""
     _inside[comm] = intra
 
 

@@ -50,7 +50,7 @@ def slot_bytes(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Constants of one collective, such as mode and sizes (``words``), and each rank's byte range (``bounds``)."""
+    """Arguments of a collective for compiled code: mode, sizes, addresses (``words``) and byte ranges (``bounds``)."""
 
     words: np.ndarray
     bounds: np.ndarray
@@ -116,9 +116,9 @@ class NodeMemory:
     ) -> bool:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode`` is REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). With the flag ELSEWHERE, all
-        ranks share one result array. ``ranges``: one range per rank, or None for balanced ranges. The result, times
-        ``scale``, overwrites ``buffer``, or is written to the address ``target`` if this is not 0.
+        ``mode`` is REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). The flag ELSEWHERE in ``mode``
+        means that all ranks share one result array. ``ranges``: one range per rank, or None for an even split. The
+        result, times ``scale``, is written to ``buffer``, or to the address ``target`` if this is not 0.
         """
         if self._given_up is not None:
             raise CommunicationError(

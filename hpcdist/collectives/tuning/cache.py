@@ -125,10 +125,10 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return the cached tuning for the cache key ``query``, or None, and the reason for ignoring the file. Local.
+    """Return a pair: the cached tuning for the key ``query`` or None, and the reason for ignoring the file. Local.
 
     The reason is "" if the file is used or does not exist. ``load_now``: load average per processor of the busiest
-    node. A result from a busy machine is not used if the machine is idle now.
+    node. If the machine is idle now, a result from a busy machine is ignored.
     """
     try:
         path = path_of(query)
@@ -223,7 +223,7 @@ def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(tuning: Tuning, job_key: Mapping[str, Any]) -> Tuning:
-    """Write ``tuning`` to the cache under ``job_key``. Return it, with the error in ``note`` if this fails. Local."""
+    """Write ``tuning`` to the cache under ``job_key``. Return it; the attribute ``note`` reports failures. Local."""
     try:
         user_cache.write(path_of(job_key), content_of(tuning, job_key))
     except OSError as error:

@@ -67,7 +67,7 @@ def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, 
 
 
 def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return Slurm's CPUs per task. Returns None if unknown, or if ``per_node`` such tasks do not fit on a node."""
+    """Return Slurm's CPUs per task, or None if unknown or if a node has too few CPUs for ``per_node`` tasks."""
     task_cpus, job_cpus = environment.get("SLURM_CPUS_PER_TASK", ""), _job_cpus(environment)
     if per_node is None or not job_cpus or not task_cpus.isdecimal() or per_node * int(task_cpus) > min(job_cpus):
         return None
@@ -75,7 +75,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables to export for mpirun, so that its srun can use all CPUs of the job; {} if not needed."""
+    """Return environment variables with which mpirun's srun can use all CPUs of the job; {} if not needed."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -200,7 +200,7 @@ def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
 
 
 def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """Group ``processors`` by core. Each key is the core's lowest processor, even if not in ``processors``."""
+    """Return a dict: lowest processor of a core -> tuple of those ``processors`` that are in this core."""
     by_first: dict[int, list[int]] = {}
     for processor in sorted(processors):
         first = processor

@@ -155,9 +155,9 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
 def detect(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> DevicePointerSupport | None:
-    """Return the operations that accept device pointers. Local; call this before MPI starts, because it forks.
+    """Return the operations that accept device pointers, or None if another rank of this node tests them. Local.
 
-    The result is None if the first rank of this node tests the operations instead.
+    Call this before MPI starts, because it forks.
     """
     answer = requested_answer(environment)
     if answer == "yes":
@@ -246,7 +246,7 @@ def _try(
 ) -> tuple[list[str], dict[str, str], set[str]]:
     """Test the MPI ``operations`` in child processes, until the monotonic time ``ends_at``.
 
-    Returns the operations that passed, {failed operation: reason}, and notes, such as "two" if a child had two ranks.
+    Returns the passed operations, {failed operation: reason}, and notes. The note "two" means: a child had two ranks.
     """
     passed: list[str] = []
     failures: dict[str, str] = {}

@@ -148,7 +148,7 @@ class SpanSink:
     ) -> None:
         """Add the interval from ``begin_ns`` to ``end_ns``, both times of `now_ns`. ``phase`` is one of `PHASES`.
 
-        ``microbatch`` and ``unit`` are indices as in `Span`, or -1 for none.
+        ``unit``: index of the embedding, layer or head in the model. -1 for ``unit`` or ``microbatch`` means none.
         """
 
 
@@ -208,7 +208,7 @@ class Spans(SpanSink):
         return np.array(fresh, np.int64).reshape(-1, 3)
 
     def _new_label(self, phase: str, name: str) -> tuple[int, int]:
-        """Return the indices of a new label and of its ``phase``. The label index is `_UNNAMED` if no space is left."""
+        """Store the pair (``phase``, ``name``). Return the indices of pair (or `_UNNAMED` without space) and phase."""
         code = PHASES.index(phase)
         data = name.encode()[:255]
         start = TEXTS + self._text_used

@@ -81,7 +81,7 @@ class StartHistory:
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the joules used in the first ``seconds[i]`` seconds after the last start: an array, NaN if unknown."""
+        """Return an array: the joules used in the first ``seconds[i]`` seconds of this launch, or NaN if unknown."""
         joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
@@ -223,7 +223,7 @@ def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissi
 def over_time(
     edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in n time intervals.
+    """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in some time intervals.
 
     Interval i, from ``begins_s[i]`` to ``ends_s[i]``, used ``joules[i]`` at constant power. The carbon intensity is
     ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``, on the same clock. The results are NaN if an interval is
@@ -307,8 +307,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return a dict of metrics of ``energy_j`` joules used in ``seconds`` seconds, such as the mean power.
 
-    The values are JSON values, None if unknown. Energy x delay: R. Gonzalez, M. Horowitz, IEEE J. Solid-State Circuits
-    31, 1996. Energy x delay^2: A. Martin, M. Nystroem, P. Penzes, 2001.
+    The values are JSON values, or None if unknown. Energy x delay is from Gonzalez, Horowitz, IEEE J. Solid-State
+    Circuits 31, 1996, and energy x delay^2 from Martin, Nystroem, Penzes, 2001.
     """
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)

@@ -121,7 +121,7 @@ class EnergySampler:
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return the indices of the counters with unmeasured energy since the last call of this method."""
+        """Return the indices of the counters that failed to measure energy since the last call of this method."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now

@@ -32,7 +32,7 @@ class NodeSources:
 
     - ``counters``: energy counters of the node.
     - ``missing``: the reason for each of "gpu", "cpu", "dram" and "node" that is not measured completely.
-    - ``needed``: names that the job's total energy must include, even if they are not measured.
+    - ``needed``: contains "gpu" if the job's total energy must include GPUs.
     - ``unused``: contains "gpu" if no rank of this node uses a GPU.
     - ``sensors``: readers of the utilisation of the GPUs.
     """
@@ -164,12 +164,12 @@ MODEL_NOTE: Final = (
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return one dict for each energy source of this machine, readable or not.
 
-    The keys are ``kind``, ``name``, ``readable``, and ``reason`` (the reason why it is not readable, or None).
-    A GPU also has ``model`` and ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU.
-    A readable GPU also has:
+    The keys are ``kind``, ``name``, ``readable``, and ``reason`` (the reason why it is not readable, or None). A GPU
+    also has ``model`` and ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU. A readable GPU also
+    has:
 
     - ``note``: limitations of the energy readings.
-    - ``power``: field and scope of the power readings, such as "average of the module".
+    - ``power``: meaning of a power reading, such as "average of the module".
     - ``sensor``: [seconds between updates, seconds measured per update, source of these numbers], or None if unknown.
     """
     rows: list[dict[str, Any]] = []

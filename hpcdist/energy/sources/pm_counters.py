@@ -39,7 +39,7 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add the counter files with the names ``*files`` to the files that are read together."""
+        """Add the counter files named ``*files`` to the snapshot."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
@@ -121,8 +121,8 @@ class PmCounter:
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
     """Return the readable Cray energy counters in ``directory``, and the errors. Local.
 
-    If the total of the node is readable, its counter comes first, and the errors are {}. Otherwise there are no
-    counters, and the errors are {"node": reason}.
+    The counter of the whole node comes first, and the errors are {}. If it is unreadable, there are no counters, and
+    the errors are {"node": reason}.
     """
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}

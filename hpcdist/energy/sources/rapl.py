@@ -13,7 +13,7 @@ ZONES = "intel-rapl:*"  # also for AMD; intel-rapl-mmio shows the same package a
 
 
 class RaplZone(NoPowerReading):
-    """Energy counter (RAPL) of a processor package or its memory, in uJ. It wraps within minutes."""
+    """Energy counter (RAPL) of a processor package or its memory, in uJ. The counter overflows within minutes."""
 
     per_mj = 1000
 

@@ -319,8 +319,8 @@ class TiledForward:
     ) -> None:
         """Add the attention of some queries over the visible ``keys`` to the output array.
 
-        ``chunk``: samples and heads. ``rows``: first query, last query + 1, and token position of the first query.
-        ``dropped``: dropout mask. The keyword ``span``: range of the keys. ``causal`` True hides later keys. ``begins``
+        ``chunk``: samples and heads. ``rows``: first query, last query + 1, token position of the first query.
+        ``dropped``: dropout mask. Keywords: ``span``, range of the keys; ``causal`` True hides later keys; ``begins``
         True overwrites the output.
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
@@ -402,9 +402,9 @@ class TiledBackward:
     ) -> None:
         """Write the gradients of some keys and values to ``gradients``, and update the query gradients.
 
-        ``chunk``: samples and heads. ``rows``: first key, last key + 1, and token position of the first key.
-        ``dropped``: dropout mask. The keyword ``span``: range of the queries. ``causal`` True hides later keys.
-        ``begins`` must be True in the first call for a range of queries.
+        ``chunk``: samples and heads. ``rows``: first key, last key + 1, token position of the first key. ``dropped``:
+        dropout mask. Keywords: ``span``, range of the queries; ``causal`` True hides later keys; ``begins`` must be
+        True in the first call for a range of queries.
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))

@@ -43,9 +43,8 @@ class Heads:
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
         """Return the queries, keys or values in x as a 5-dimensional view.
 
-        x, of shape (batch, context, columns), joins arrays of equal width. ``part``: index of the array to return. The
-        axes of the view are samples, key heads, query heads per key head (1 for keys and values), tokens and columns of
-        a head.
+        x, of shape (batch, context, columns), joins arrays of equal width; ``part`` is the index of one. The view has
+        the axes samples, key heads, query heads per key head (1 for keys and values), tokens and columns of a head.
         """
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
@@ -64,10 +63,9 @@ class Heads:
     def chunks(
         self, everything: bool, first_head: int = 0, last_head: int | None = None, *, apart: bool = False
     ) -> Iterator["HeadChunk"]:
-        """Yield `HeadChunk` objects that together cover all samples and the key heads [first_head, last_head).
+        """Yield `HeadChunk` objects that cover all samples and the key heads [first_head, last_head), by default all.
 
-        By default, they cover all heads. Their size is unlimited if ``everything`` is True. They have only one sample
-        if the keyword ``apart`` is True.
+        Their size is unlimited if ``everything`` is True. They have only one sample if the keyword ``apart`` is True.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -114,22 +112,18 @@ class HeadChunk:
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return the samples and heads of this object in ``view``, which begins with head number ``skipped``."""
+        """Return the samples and heads of this object in ``view``, whose first head has number ``skipped``."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return the range [first, end) of this rank's token rows for each document of a sample.
+        """Return the range [first, end) of this rank's token rows for each document of the only sample.
 
-        This object must have only one sample. ``pieces``: token positions of the rows. Without ``documents`` (None),
-        the result is one range with all rows.
+        ``pieces``: token positions of the rows. If ``documents`` is None, the result is one range with all rows.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply the dropout mask ``dropped`` to attention scores.
-
-        ``tile``: the scores. The first one belongs to query number ``first`` and key number ``start``.
-        """
+        """Apply the mask ``dropped`` to the scores ``tile``, which begin at query ``first`` and key ``start``."""
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -192,8 +186,8 @@ def blocks(
 def band(distance: int, window: int, *, causal: bool) -> Span:
     """Return the range of keys [low, high) that the first query of a tile of attention scores sees.
 
-    Keys are counted from the first key of the tile, and may lie outside the tile. Each later query sees this range
-    shifted by one. The first query is ``distance`` tokens after the first key. The keyword ``causal`` hides keys after
-    a query. ``window``: number of tokens that a query sees, or 0 for no limit.
+    Keys are counted from the tile's first key. Each later query sees this range shifted by one. The first query is
+    ``distance`` tokens after the first key. The keyword ``causal`` hides keys after a query. ``window``: number of
+    tokens that a query sees, 0: no limit.
     """
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

@@ -24,8 +24,8 @@ def _by_warps(name: str, warps: int, *args: Any, real: Any) -> None:
 def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Array) -> None:
     """Choose experts for each token: write int32 indices to ``chosen``, and weights to ``gates``. On a GPU.
 
-    Scores are the sigmoids of the router ``logits`` if ``sigmoid``, else their softmax. ``bias``, one float64 per
-    expert, is added to the scores only to choose.
+    Scores are the sigmoids of the router ``logits`` if ``sigmoid``, else their softmax. The experts with the largest
+    sums of score and ``bias`` are chosen. ``bias``: one float64 per expert.
     """
     tokens, experts = logits.shape
     _by_warps("choose", tokens, logits, bias, chosen, gates, tokens, experts, chosen.shape[1], int(sigmoid),
@@ -33,15 +33,16 @@ def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Arra
 
 
 def count(chosen: Array, runs: Array, counts: Array) -> None:
-    """Write to ``counts`` how often each expert was chosen in each token range of ``runs``. On a GPU."""
+    """Write the number of choices of each expert in each token range of ``runs`` to ``counts``. On a GPU."""
     _by_warps("count_choices", counts.size, chosen, runs, counts, counts.size, counts.shape[-1], chosen.shape[1],
               real=np.float32)  # fmt: skip
 
 
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
-    """Write the row of each token's copy for each chosen expert to ``places``. Copies are sorted by expert. On a GPU.
+    """Assign a buffer row to each token and chosen expert. Rows are sorted by expert. On a GPU.
 
-    - ``places[t, j]``: row of token t's copy for expert ``chosen[t, j]``. It stays unchanged if the expert is full.
+    - ``places[t, j]``: receives the row for token t and expert ``chosen[t, j]``. It stays unchanged if the expert is
+      full.
     - ``runs[s, r]``: a range [first, end) of tokens of sample s.
     - ``table[s, r, e]``: first row and largest number of rows of expert e for this token range.
     """
@@ -55,7 +56,8 @@ def choose_backward(
 ) -> None:
     """Overwrite the router ``logits`` with their gradient, and add to the statistics ``figures``. On a GPU.
 
-    For the arguments see `hpcdist.models.experts.router.gradient_of_logits`. ``sigmoid``: as for `choose`.
+    ``chosen``, ``gates``: from `choose`. ``dgates``: gradient of ``gates``. ``runs``: token ranges. ``table``: loss
+    factors.
     """
     (tokens, experts), (samples, pieces, _) = logits.shape, runs.shape
     if not tokens:
@@ -67,7 +69,7 @@ def choose_backward(
 
 
 def spread(tokens: Array, places: Array, rows: Array) -> None:
-    """Copy ``tokens[t]`` to ``rows[places[t, j]]`` for each choice j, unless ``places[t, j]`` is -1. On a GPU."""
+    """Copy row ``tokens[t]`` to row ``places[t, j]`` of ``rows`` for all t and j. Skip indices of -1. On a GPU."""
     n, each, hidden = places.size * tokens.shape[1], places.shape[1], tokens.shape[1]
     grid = elementwise(n, width_of(rows.dtype))
     EXPERTS.launch("spread", *grid, tokens, places, rows, n, each, hidden, REAL=rows.dtype)
@@ -79,7 +81,7 @@ def collect(rows: Array, places: Array, gates: Array, y: Array) -> None:
 
 
 def collect_onto(rows: Array, places: Array, dx: Array) -> None:
-    """Add the gradient ``rows[places[t, j]]`` of each choice j to dx[t], unless ``places[t, j]`` is -1. On a GPU."""
+    """Add row ``places[t, j]`` of ``rows``, a gradient, to dx[t] for all t and j. Skip indices of -1. On a GPU."""
     _collect(rows, places, rows, dx, gated=False)
 
 

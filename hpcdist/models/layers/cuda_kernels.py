@@ -37,7 +37,7 @@ def gelu_backward(x: Array, dy: Array) -> None:
 
 
 def relu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write max(x, 0) to y; NaN stays NaN. First add ``bias``, as in `gelu`, to x in place."""
+    """Write max(x, 0) to y; NaN stays NaN. If there is a ``bias``, first add it to x in place."""
     _activate("relu", x, y, bias)
 
 
@@ -47,7 +47,7 @@ def relu_backward(x: Array, dy: Array) -> None:
 
 
 def swiglu(x: Array, y: Array, bias: Array | None = None) -> None:
-    """Write silu(gate) * value to y. The rows of x have gates, then values. First add ``bias``, if any, to x."""
+    """Write silu(gate) * value to y. Rows of x have all gates, then all values. First add ``bias``, if any, to x."""
     _activate("swiglu", x, y, bias)
 
 
@@ -78,9 +78,9 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
 def norm(
     x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
 ) -> None:
-    """Write the normalised rows of x to y. Write the mean and inverse deviation of each row to ``statistics``.
+    """Write the layer norm of each row of x to y. Write each row's mean and 1 / deviation to ``statistics``.
 
-    First add ``residual``, if any, to x in place. See `hpcdist.models.layers.norm`.
+    If there is a ``residual``, first add it to x in place.
     """
     _norm(x, residual, (scale, bias), epsilon, y, statistics, 1)
 
@@ -113,8 +113,8 @@ def norm_backward(
 ) -> None:
     """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds``.
 
-    ``statistics`` was written by `norm` or `rms`. Further arguments are pairs (array, True to add to the array), for
-    the gradients of the scale and, after `norm`, of the bias.
+    ``statistics``: result of `norm` or `rms`. Two further arguments, for the gradients of the scale and (after `norm`)
+    of the bias, are pairs (array, add): add to the array if ``add``, else overwrite it.
     """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
@@ -157,7 +157,7 @@ def cross_entropy(logits: Array, targets: Array, statistics: Array) -> Array:
 
 
 def cross_entropy_backward(logits: Array, targets: Array, statistics: Array, scale: float) -> None:
-    """Overwrite the logits with the loss gradient: (softmax - onehot) * scale, or 0 in rows with a negative target."""
+    """Overwrite the logits, after `cross_entropy`, with (softmax - onehot) * ``scale``, or 0 if the target is < 0."""
     tokens, classes = logits.shape
     CROSS_ENTROPY.launch("cross_entropy_backward", tokens, _threads(classes, logits), logits, targets, statistics,
                          float(scale), classes, REAL=logits.dtype)  # fmt: skip
@@ -176,16 +176,16 @@ def gather(table: Array, tokens: Array, y: Array, missing: float = math.nan) -> 
 
 
 def scatter(rows: Array, tokens: Array, table: Array) -> None:
-    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, for i in order. Round each ``table`` row only once."""
+    """Add row i of ``rows`` to row ``tokens[i]`` of ``table``, in the order of i. Round each sum only once."""
     vocabulary, hidden = table.shape
     EMBEDDING.launch("scatter", (tokens.size, -(-hidden // 1024)), 256, rows, tokens, table, tokens.size, hidden,
                      vocabulary, REAL=table.dtype)  # fmt: skip
 
 
 def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
-    """Rotate the first ``rotated`` columns of x in place, as in `LocalRotary`, by the angles of each token.
+    """Apply rotary angles to the first ``rotated`` columns of x in place.
 
-    ``turns`` has the cosines and sines of these angles. ``sign`` -1 rotates back.
+    ``turns`` has the cosines and sines of each token's angles. ``sign`` -1 rotates back.
     """
     batch, context, columns = x.shape
     n = batch * context * rotated // 2
@@ -194,7 +194,7 @@ def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
 
 
 def dropout(x: Array, first: int, last: int, width: int, *place_and_counter: int, factor: float) -> None:
-    """Apply dropout to ``x[:, first:last, :width]`` in place. `hpcdist.models.layers.dropout.Mask.drop` calls this."""
+    """Apply dropout to ``x[:, first:last, :width]`` in place on a GPU."""
     n = x.shape[0] * (last - first) * -(-width // 4)
     EMBEDDING.launch("drop", *elementwise(n), x, n, x.shape[1], x.shape[2], first, last, width, *place_and_counter,
                      float(factor), REAL=x.dtype)  # fmt: skip

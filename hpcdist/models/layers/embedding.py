@@ -120,9 +120,9 @@ class LocalRotary:
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Rotate heads in x in place, by rotary angles that start at 0 in each packed document. Return x.
+    """Rotate the first ``rotated`` columns of x in place. Rotary angles start at 0 in each packed document. Return x.
 
-    x is contiguous, of shape (batch, tokens, columns). Its first ``rotated`` columns change. ``sign`` -1 rotates back.
+    x is contiguous, of shape (batch, tokens, columns). ``documents``: token positions. ``sign`` -1 rotates back.
     """
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
@@ -154,9 +154,9 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
 
 
 def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
-    """Rotate the first ``rotated`` columns of contiguous x in place. Return x, of shape (batch, context, columns).
+    """Apply rotary angles to the first ``rotated`` columns of contiguous x in place. Return x.
 
-    ``turns`` has a row of `rotary_table` for each token. ``sign`` -1 rotates back.
+    x has the shape (batch, context, columns). ``turns`` is a result of `rotary_table`. ``sign`` -1 rotates back.
     """
     _, context, columns = x.shape
     assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"

@@ -76,7 +76,7 @@ def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
     """Fit the efficiency curve of a device to measured matrix products of one dtype.
 
-    The efficiency of a product is its FLOP rate divided by the highest FLOP rate. Its logarithm is piecewise linear in
+    Efficiency is the FLOP rate divided by the highest FLOP rate. The logarithm of the efficiency is piecewise linear in
     the logarithm of `MeasuredProduct.size`. The fit minimises the Huber loss. Every third product, in order of size, is
     left out to measure the error. Raises UsageError for fewer than `LEAST_SIZES` different sizes.
     """

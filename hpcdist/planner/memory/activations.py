@@ -38,7 +38,7 @@ class UnitActivations(NamedTuple):
     """Activation bytes of one model unit (such as a transformer block) per sample.
 
     ``kept``: stored from forward to backward. ``held``: stored from the input gradient to the weight gradient, if
-    backward is split. ``again``: additional bytes during recomputation. ``border``: bytes of the unit's input.
+    backward is split. ``again``: additional bytes while the unit is recomputed. ``border``: the unit's input.
     """
 
     kept: float
@@ -51,8 +51,8 @@ class BlockActivations(NamedTuple):
     """Activation bytes of a transformer block before they are sharded.
 
     ``between``: activations that tensor ranks replicate. ``cut``: activations that tensor ranks shard. ``scores``:
-    attention scores. A split backward computes input gradients first. It keeps ``held_between`` (replicated) and
-    ``held_cut`` (sharded) bytes until it computes the weight gradients.
+    attention scores. ``held_between``, ``held_cut``: replicated and sharded activations that a split backward keeps
+    until it computes the weight gradients.
     """
 
     between: float
@@ -80,7 +80,7 @@ def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[Uni
 
 
 def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> bool:
-    """Return True if a "megatron" layout stores attention scores that are over half of a block's activations. Local."""
+    """Return True if attention scores are over half of a block's activations in a Megatron-LM ``layout``. Local."""
     if layout.implementation != "megatron" or description.shape is None or layout.recompute != "none":
         return False
     block = _published_block(description.shape, description.shape.context / layout.context, itemsize(layout))
@@ -202,7 +202,7 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
-    """Return the bytes that a model unit sends to its experts per micro-batch: the maximum over a rank's units.
+    """Return the largest number of bytes that a model unit of a rank sends to its experts per micro-batch.
 
     ``present``: indices in ``description`` of the model units of this rank.
     """
@@ -240,8 +240,8 @@ def scratch_of(
     """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
 
     ``present``: indices of the device's model units. Temporary arrays of the same name share memory. The keyword
-    ``accumulates``: True if gradients of several micro-batches are summed, which needs a temporary weight gradient.
-    Float32 copies of 16-bit parameters and gradients are not included.
+    ``accumulates`` True adds a temporary weight gradient, to sum several micro-batches. Float32 copies of 16-bit
+    parameters and gradients are not included.
     """
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch

@@ -14,7 +14,7 @@ class ProductShape(NamedTuple):
     """Matrix product per sample: an input of shape (rows, inner) times a weight of shape (inner, columns).
 
     ``cut``: dimension of the weight that the tensor axis shards: "columns", "inner" or "". ``experts``: number of
-    copies of the weight. ``share``: fraction of the copies that multiply each row.
+    experts with such a weight, or 1. ``share``: fraction of the experts that process each input row.
     """
 
     rows: int
@@ -29,7 +29,7 @@ class AttentionShape(NamedTuple):
     """Attention of ``heads`` heads of size ``size`` over ``context`` tokens.
 
     ``pairs``: visible query-key pairs per head and sample. ``window``: sliding window in tokens, 0: unlimited.
-    ``within``: query-key pairs within documents, without a causal mask; 0 if samples are not packed.
+    ``within``: query-key pairs inside packed documents, without a causal mask; 0 for other samples.
     """
 
     heads: int
@@ -53,9 +53,9 @@ class ModelUnit:
     All values but ``count`` are for one layer.
     ``cut_parameters``: number of the ``parameters`` that the tensor axis shards.
     ``expert_parameters``: number of the ``parameters`` that the expert axis shards.
-    ``moved``: elements that elementwise operations read and write in forward, per sample.
-    ``moved_cut``: number of the ``moved`` elements that the tensor axis shards even without sequence parallelism.
-    ``counted``: FLOPs and array sizes of a layer in hpcdist, or None if unknown.
+    ``moved``: elements per sample that elementwise operations of the forward pass read and write.
+    ``moved_cut``: number of these elements that the tensor axis shards even without sequence parallelism.
+    ``counted``: FLOPs and array sizes in the implementation of hpcdist, or None if unknown.
     """
 
     name: str

@@ -61,8 +61,8 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
     """Return (objective value, tie-break), by which layouts are sorted.
 
-    For the objective "time", the tie-break is the maximum step time (`PlanEstimate.step_range_s`), or the modelled step
-    time if that is unknown. For other objectives, it is the value.
+    For the objective "time", the tie-break is the maximum step time, or the modelled step time if the maximum is
+    unknown. For other objectives, the tie-break is the objective value.
     """
     objective_value = value(estimate, objective)
     if objective != "time":
@@ -85,8 +85,8 @@ def order_bound(
 ) -> float:
     """Return a lower bound of the objective value of the layout ``order``. Local.
 
-    ``flow``: times of the layout's micro-batches. The bound excludes gradient exchange, optimizer update and reading of
-    samples, so it holds for each data-axis strategy and compression.
+    ``flow``: times of the layout's micro-batches. ``description``: the model. The bound excludes gradient exchange,
+    optimizer update and reading of samples. So it holds for each data-axis strategy and compression.
     """
     least_s = sum(flow.terms.values())
     if objective == "time":
@@ -97,13 +97,13 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """Times per micro-batch of the whole model, for all schedules, chunks, data-axis strategies and compressions.
+    """Times per micro-batch that hold for all schedules, chunks, data-axis strategies and compressions.
 
-    ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. Recomputation is included,
-    unless ranks recompute while they wait for the gradient.
+    ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. Recomputation is excluded
+    if ranks can recompute while they wait for a gradient.
     ``each_s``: lower bound of the time on the slowest pipeline rank, with recomputation.
-    ``full``: number of micro-batches per replica. A smaller last micro-batch counts as a fraction.
-    ``computing``: fraction of the time that is computation and not collectives.
+    ``full``: number of micro-batches per replica. If the last one is smaller, it counts as a fraction.
+    ``computing``: fraction of the time without collectives.
     """
 
     seconds: PlannedSeconds
@@ -149,9 +149,9 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective value of the layout ``family``, without pipeline idle time. Local.
+    """Return a lower bound of the layout's objective value that ignores pipeline idle time. Local.
 
-    ``of_all``: result of `family_totals` for this layout.
+    ``of_all``: result of `family_totals` for the layout ``family``.
     """
     return _floor(of_all, 0.0, 0.0, family, cluster, objective)
 
@@ -163,14 +163,10 @@ def schedule_bound(
 
     ``of_all``: result of `family_totals` for this layout. ``hop_s``: seconds of a message to the next pipeline rank.
 
-    Derivation, with p ranks, v chunks per rank, m micro-batches, X = seconds per micro-batch of the slowest rank, and Y
-    = mean seconds of the other ranks:
-
-    - S = X + (p - 1) Y is known, but not X and Y. A lower bound replaces X.
-    - `closed_form` computes the idle time of the slowest rank from Y. Let I be the idle time for Y = S / (p - 1).
-    - I is too large by at most E. So m micro-batches take at least m X + I - E.
-    - E = X / v. If backward is split into input and weight gradients, E = X.
-    - Recomputation before a gradient arrives adds X / (2 v) to E for 1F1B, and X / v for the interleaved schedule.
+    Let X be the slowest rank's seconds per micro-batch, S the sum of all p ranks, m the number of micro-batches, v the
+    chunks per rank. The other ranks need at most Y = S / (p - 1) seconds on average.
+    `closed_form` returns the idle time I for Y, too large by at most E = X / v, or X if backward is split in two
+    passes. The step takes at least m X + I - E. Early recomputation adds E / 2 for 1F1B, E for interleaved.
     """
     ranks = order.pipeline
     if ranks == 1:

@@ -21,7 +21,7 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Path of tokens from a rank to experts on other ranks. ``each``: number of expert-parallel ranks per node.
+    """Route of tokens to experts, over ``nodes`` nodes with ``each`` expert-parallel ranks.
 
     ``way``: "node memory" (shared memory), "hierarchical" (one message from each node to each other node), "pairs" (one
     message from each rank to each other rank), or "" without expert parallelism.
@@ -48,10 +48,10 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
 
 
 def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of one all-to-all of the expert axis. Local.
+    """Return the cost of one all-to-all between expert-parallel ranks. Local.
 
-    ``turn``: name of the data to send: "counts", "rows", "gradients" or "results". ``nbytes``: bytes that a device
-    sends, including the bytes for itself.
+    ``turn``: name of the sent data: "counts", "rows", "gradients" or "results". ``nbytes``: bytes of this data on a
+    device, including the bytes that stay there.
     """
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if layout.implementation != "hpcdist":

@@ -38,15 +38,15 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """Link level that a group of devices uses, such as the links between nodes.
+    """Link level that a group of devices uses.
 
-    The links of a level join sets of devices, such as nodes.
+    The links of a level join sets of devices. For example, the network joins nodes.
 
     ``outer``: index of the level in the cluster, 0 for the fastest level.
-    ``fan``: number of sets that contain members of the group.
-    ``lanes``: number of members of the group in each of these sets.
-    ``crowded``: seconds in which a device sends one byte, if all devices of the job send.
-    ``single``: seconds in which a device sends one byte, if only one group member per set sends.
+    ``fan``: number of joined sets that contain members of the group.
+    ``lanes``: number of group members in each set.
+    ``crowded``: seconds per byte that a device sends, if all devices of the job send.
+    ``single``: seconds per byte that a device sends, if only one group member per set sends.
     """
 
     outer: int
@@ -73,7 +73,7 @@ class GroupSpan:
 
     @property
     def slow(self) -> float:
-        """Seconds per sent byte on the slowest link level, for a ring or tree over all ranks of the group."""
+        """Seconds per byte on the slowest link level, if the group sends in a ring or tree."""
         if self.channels:
             return max(tier.crowded / tier.lanes for tier in self.tiers)
         return max(tier.single for tier in self.tiers)
@@ -84,7 +84,7 @@ class GroupSpan:
         return max(tier.latency_s for tier in self.tiers)
 
     def tier_at(self, distance: int) -> LinkTier:
-        """Return the link level between the group members i and i XOR ``distance``; ``distance`` is a power of 2."""
+        """Return the link level that connects each group rank r with rank r XOR ``distance``, a power of 2."""
         # Partners share an aligned block of 2 * distance members: the first tier whose boxes consist of such blocks.
         for tier in self.tiers[:-1]:
             if tier.lanes * tier.fan % (2 * distance) == 0:
@@ -162,7 +162,7 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
     """Return the number of group members among ``box`` consecutive devices, such as the devices of a node.
 
-    The group has ``size`` devices, ``stride`` apart. ``below``: number of group members per socket of the node, or 1.
+    The group has ``size`` devices, ``stride`` apart. ``below``: number of members in a smaller set, such as a socket.
     The result divides ``size`` and is a multiple of ``below``.
     """
     # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
@@ -326,9 +326,9 @@ def collective(
 ) -> MessageCost:
     """Return the cost of ``operation`` on a buffer of ``nbytes`` bytes over the device group ``span``.
 
-    ``nbytes`` is the size of the whole buffer: the input of reduce_scatter, the output of all_gather, all data of a
-    device in all_to_all. ``algorithm`` "auto" means the measured cost, or else the fastest formula. An ``algorithm``
-    without this operation is replaced by the fastest, with a warning in ``flags``. Raises UsageError for unknown names.
+    ``nbytes`` is the size of the input, or for all_gather of the output. ``algorithm`` "auto" means the measured cost,
+    or else the fastest formula. If ``algorithm`` does not support the operation, the fastest one replaces it, with a
+    warning. Raises UsageError for unknown names.
     """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST

@@ -88,8 +88,8 @@ def decide(
 ) -> CompressionDecision:
     """Measure the compressors of ``config.candidates``; return the fastest, or "none" if it saves too little time.
 
-    Collective over the world; all ranks get the same result. ``seed``: seed of compressors that use random numbers. The
-    keyword ``halved``: True if gradients are only reduce-scattered. The keyword ``budget_s``: time limit in seconds.
+    Collective over the world; all ranks get the same result. ``seed``: for random compressors. The keyword ``halved``
+    is True if gradients need a reduce-scatter, not an allreduce. The keyword ``budget_s``: time limit in seconds.
     """
     if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")
@@ -153,7 +153,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """After a measurement, divide the compressed sums by the number of ranks, so that they do not overflow."""
+        """Divide the compressed sums by the number of ranks, so that repeated measurements do not overflow."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         return 0.0

@@ -112,14 +112,14 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Pair (encodings, decodings): mean numbers of times that a rank encodes and decodes each gradient value."""
+        """Mean number of encodings, and of decodings, per gradient value on a rank."""
 
     def kept(self, part: Range) -> list[Range]:
-        """Return the ascending, disjoint ranges of ``part`` that this rank compresses. Local."""
+        """Return the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
         return [part]
 
     def allreduce(self, values: Array, part: Range) -> None:
-        """Sum ``values``, the gradients of the range ``part``, in place. Collective over the reduction's ranks."""
+        """Sum ``values``, the gradients of the parameter range ``part``, over all ranks in place. Collective."""
 
 
 class _Messages:
@@ -141,8 +141,8 @@ class _Messages:
     def gather_and_take(self, rows: Sequence[Array], encode: Callable[[], None], take: Callable[[int], None]) -> None:
         """All-gather one byte buffer per rank into ``rows``. Collective.
 
-        ``encode()`` must fill this rank's buffer. ``take(r)`` is called for all ranks r in order, after ``rows[r]`` is
-        complete.
+        ``encode()`` must fill this rank's buffer. ``take(r)`` is called for all ranks r in order, when ``rows[r]`` has
+        arrived.
         """
         rank, size = self._comm.rank, self._comm.size
         receives = {peer: self.receive(row, peer) for peer, row in enumerate(rows) if peer != rank}
@@ -175,9 +175,9 @@ class QuantisedReduction(CompressedReduction):
         self.all_gather(values, part, shares)
 
     def reduce_scatter(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """Sum the gradients ``values`` of range ``part`` in place; each rank gets the float32 sum of its shard.
+        """Sum the gradients ``values`` in place: rank r gets the float32 sum of the range ``shares[r]``. Collective.
 
-        Collective. ``shares``: ranges of the shards, in rank order. Values outside the local shard become undefined.
+        ``part``: range of ``values`` among all gradients. Values outside this rank's range become undefined.
         """
         comm, share = self.comm, shares[self.comm.rank]
         _compare(comm, "reduce_scatter", self.coder, part, shares)
@@ -204,9 +204,9 @@ class QuantisedReduction(CompressedReduction):
         return sent
 
     def all_gather(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """All-gather the gradients ``values``: each rank sends its range of ``shares``, compressed. Collective.
+        """All-gather gradients in compressed form: rank r sends the range ``shares[r]``. Collective.
 
-        ``part``: range of ``values`` among all gradients. Received ranges are decoded into ``values``.
+        ``values``: gradients of the range ``part``. Received ranges are decoded into ``values``.
         """
         comm = self.comm
         _compare(comm, "all_gather", self.coder, part, shares)

@@ -36,16 +36,12 @@ class AttentionShare:
 
     @property
     def exchanged_columns(self) -> int:
-        """Number of query, key and value elements per token on a rank that has all tokens of some heads."""
+        """Number of query, key and value elements per token on a rank after the all-to-all."""
         return (self.heads // self.ranks + 2 * max(1, self.shared // self.ranks)) * self.size
 
 
 def head_parts(share: AttentionShare) -> int:
-    """Return the number of groups into which ring attention on CPUs divides the key heads.
-
-    CPUs pass one group after the other round the ring. ``share``: total numbers of ranks, tokens and heads
-    (`AttentionShare`).
-    """
+    """Return the number of messages in which ring attention on CPUs sends a rank's key heads."""
     nbytes = share.samples * share.most_tokens * 2 * share.shared * share.size * share.itemsize
     return min(share.shared, -(-nbytes // PART_BYTES))
 
@@ -68,10 +64,10 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean bytes that a rank sends in each all-to-all, as a pair of tuples (forward, backward).
+    """Return the mean bytes that a rank sends per all-to-all: tuples for the forward and the backward pass.
 
-    ``share``: sizes of the attention. Forward: inputs, then output. Backward: one number per token and head, then
-    output gradients, then input gradients.
+    Forward sends inputs, then output. Backward sends one number per token and head, then output gradients, then input
+    gradients.
     """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
@@ -82,7 +78,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the largest number of key blocks that any rank receives from other ranks, for an `AttentionShare`."""
+    """Return the largest number of other ranks whose keys reach any rank in ring attention."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -90,10 +86,10 @@ def ring_passes(share: AttentionShare) -> int:
 
 
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
-    """Return the communication time of one ring attention that computation does not hide, in seconds.
+    """Return the communication time of a ring attention pass that computation does not hide, in seconds.
 
     ``tile_s``: time to compute with one rank's keys, during which the next rank's keys arrive. ``pass_s``: transfer
-    time of one rank's keys, or of their gradients. The keyword ``back``: backward pass, which also transfers gradients.
+    time of one rank's keys, or of their gradients. The keyword ``back`` True: backward, which also sends gradients.
     """
     if ranks == 1:
         return 0.0
@@ -108,7 +104,7 @@ def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> f
 def counts_bytes(ranks: int, samples: int, experts: int) -> int:
     """Return the bytes of the int32 token counts that a router gathers from ``ranks`` context ranks.
 
-    A rank has two token ranges of each sample, and counts the tokens of each expert in each range.
+    A rank has two token ranges of each sample, and one count for each range and expert.
     """
     return 4 * 2 * ranks * samples * experts
 

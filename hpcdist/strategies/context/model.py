@@ -104,11 +104,11 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each expert's number of tokens before each local token range, and in each sample. Collective.
+        """Return two arrays: each expert's tokens before each local token range, and in each sample. Collective.
 
-        ``counts``: token counts in this rank's token ranges, of shape (samples, local ranges, experts). The first
-        result has the same shape, and counts the earlier tokens of the sample on all ranks. The second result, of shape
-        (samples, experts), counts all tokens of the sample.
+        ``counts``: tokens of each expert in this rank's token ranges, of shape (samples, local ranges, experts). The
+        first array, of this shape, counts the earlier tokens of the sample on all ranks. The second has shape (samples,
+        experts).
         """
         if not len(counts):
             return super().join(counts)
@@ -129,8 +129,8 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
     """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local.
 
-    If ``axis`` is None, return ``model`` itself. Passes of the copy are collective over the axis. Their inputs are
-    results of `ContextAxis.cut`. A PyTorch module must use `hpcdist.adapters.torch.attention`. Raises
+    If ``axis`` is None, return ``model`` itself. Inputs of the copy must be cut by `ContextAxis.cut`. Its forward and
+    backward passes are collective over the axis. A PyTorch module must use `hpcdist.adapters.torch.attention`. Raises
     ConfigurationError for unsupported models.
     """
     if axis is None:

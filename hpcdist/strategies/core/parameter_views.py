@@ -49,7 +49,7 @@ class ParameterViews:
         """Record that the backward pass of the model's stage number ``unit`` is complete for one micro-batch."""
 
     def no_backward(self, unit: int) -> None:
-        """Allocate gradients of model stage number ``unit`` for a micro-batch that has no samples on this rank."""
+        """Allocate gradients of model stage ``unit``. Called if a micro-batch has no samples on this rank."""
         self.gradients(unit)
 
     def complete(self, unit: int) -> None:
@@ -59,7 +59,7 @@ class ParameterViews:
             self._complete.add(unit)
 
     def complete_copies(self) -> None:
-        """Zero this rank's gradients of copied tied tensors that no micro-batch has written."""
+        """Zero the gradients of this rank's copies of tied tensors if no micro-batch has written these gradients."""
         for key in self._copies.keys - self.written:
             self._copies.gradients.view(key)[...] = 0
 
@@ -105,7 +105,7 @@ class TransientLayers:
         self._stores: dict[int, FlatStore] = {}
 
     def at(self, layer: int) -> FlatStore:
-        """Return the flat store of the whole ``layer``. If it has no memory, the pool adds uninitialised memory."""
+        """Return the flat store of the whole ``layer``. Without memory, it gets uninitialised memory from the pool."""
         if layer not in self._stores:
             size = self._block_size[layer]
             free = self._free.setdefault(size, [])

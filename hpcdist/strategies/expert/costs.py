@@ -26,7 +26,7 @@ def counts_bytes(experts: int) -> int:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the bytes of shared memory of a rank that sends ``nbytes`` of token rows to experts."""
+    """Return the shared memory, in bytes, for a rank that sends ``nbytes`` bytes of token rows to experts."""
     return 2 * part_bytes(nbytes)
 
 
@@ -34,7 +34,7 @@ class NodeTraffic(NamedTuple):
     """Traffic of a rank in one hierarchical all-to-all between several nodes.
 
     ``between``, ``inside``: bytes sent to other nodes and within the node, as a mean over the ranks.
-    ``messages``, ``most``: number of messages from the busiest rank to other nodes, and their total bytes.
+    ``messages``, ``most``: number of messages and bytes that the busiest rank sends to other nodes.
     ``workspace``: bytes of scratch memory on the busiest rank.
     """
 

@@ -83,7 +83,7 @@ class TiedCopies:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Send the gradients of ``op.unit``'s copies to the owner, which adds them. Collective over these ranks."""
+        """Sum the gradients of all copies of ``op.unit``'s tensors on the owner rank. Collective over their ranks."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
@@ -95,7 +95,7 @@ class TiedCopies:
         wait_all(requests)
 
     def value(self, op: Operation) -> None:
-        """Send the tied tensors of ``op.unit`` from owner ranks to ranks with copies. Collective over these ranks."""
+        """Send the tied tensors of model unit ``op.unit`` from the owner to all copies. Collective over their ranks."""
         requests: list[Request] = []
         for tie in self._owned:
             if tie.unit == op.unit:

@@ -24,8 +24,8 @@ Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `
 class StageMessages:
     """Pipeline messages of one rank, identified by micro-batch, connection between model units, and direction.
 
-    Sends never block. Receives are posted in advance, into memory from ``arena``. Messages have the compute dtype.
-    Construction is collective over the pipeline.
+    Sends never block. Receives are posted in advance. ``arena`` allocates their buffers. Messages have the compute
+    dtype. Construction is collective over the pipeline.
     """
 
     def __init__(self, context: RankContext, arena: Arena) -> None:
@@ -106,7 +106,7 @@ class StageMessages:
     def forget(self, microbatch: int, unit: int) -> None:
         """Free the input of model unit ``unit`` for one micro-batch, if it was received from another rank.
 
-        For a skip connection, ``unit`` is the number of the connection (`StagePlacement.edge`).
+        For a skip connection, pass its number (`StagePlacement.edge`) as ``unit``.
         """
         if (microbatch, unit) in self._received:
             self._received.remove((microbatch, unit))
@@ -117,7 +117,7 @@ class StageMessages:
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
-        """Return a copy of ``dx``, the input gradient of a unit or skip connection, valid until `forget_gradient`."""
+        """Return a copy of ``dx``, the input gradient of model unit ``unit``. `forget_gradient` frees the copy."""
         copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
         copy[...] = dx
         return copy
@@ -125,7 +125,7 @@ class StageMessages:
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
         """Send ``y``, the input of model unit ``op.unit``, to the rank that computes this unit.
 
-        If the keyword ``copy`` is false, ``y`` must not change until its gradient is received.
+        If the keyword ``copy`` is False, ``y`` must not change until the gradient of ``y`` is received.
         """
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)
@@ -134,7 +134,7 @@ class StageMessages:
             self._activations[op.microbatch, self._edge(op)] = request
 
     def send_gradient(self, op: Operation, dx: Array) -> None:
-        """Send a copy of ``dx``, the gradient of the input of unit ``op.unit``, to the rank that sent the input."""
+        """Send a copy of ``dx``, the input gradient of model unit ``op.unit``, to the rank that computed the input."""
         self._send_copy(GRADIENT_OUT, op, dx)
 
     def poll(self) -> None:

@@ -127,10 +127,7 @@ class VocabularyCrossEntropy:
         return loss
 
     def _forward_device(self, logits: Array, indices: Array, top: Array, sums: Array, saved: Saved) -> Scalar:
-        """Return the loss like `forward`, for logits on a GPU, which are not changed.
-
-        ``top``, ``sums``: scratch buffers of shapes (tokens,) and (2, tokens).
-        """
+        """Return the loss of ``logits`` on a GPU for target classes ``indices``. ``top``, ``sums``: scratch buffers."""
         xp, tokens = namespace(logits), logits.shape[0]
         statistics = saved.empty("cross_entropy.statistics", (tokens, 2), sums.dtype)
         local_targets = saved.empty("cross_entropy.own", (tokens,), np.int64)

@@ -65,9 +65,9 @@ def match(logs: Mapping[int, RankLog], world: int) -> Matches:
 
 
 def _members(comm: str, seen: Sequence[int], recorded: Sequence[int], world: int) -> Sequence[int]:
-    """Return the job ranks of the members of communicator ``comm``, in the order of their ranks in ``comm``.
+    """Return the job ranks of communicator ``comm``, in the order of their ranks in ``comm``.
 
-    ``recorded`` are the job ranks that have a log. ``seen`` are the job ranks whose log contains ``comm``.
+    ``recorded``: job ranks that have a log. ``seen``: job ranks whose log contains ``comm``.
     """
     return range(world) if "/" not in comm or len(seen) == len(recorded) else seen
 
@@ -139,9 +139,9 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return the pairs (call, matching call of its peer) of sendrecv ``calls`` on one communicator with one tag.
+    """Return the pairs (call, call of its peer) of matching sendrecv ``calls`` on one communicator with one tag.
 
-    A rank's n-th call matches its peer's n-th call. ``ranks`` maps a communicator to the job ranks of its members.
+    A rank's n-th call matches its peer's n-th call. ``ranks``: communicator -> job ranks of its members.
     """
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):

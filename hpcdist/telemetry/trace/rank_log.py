@@ -46,10 +46,10 @@ class RecordedCall(CommunicatorCall):
 
 @dataclass(frozen=True)
 class RankLog:
-    """Log of one rank. Times are in ns of the monotonic clock of ``host``; ``wall_ns`` is wall clock minus this clock.
+    """Log of one rank. Times are in ns of the monotonic clock of ``host``; with ``wall_ns`` added, wall-clock times.
 
     ``host``: the host's boot id, or its name. ``steps``: begin and end of each step. All calls from ``covered_ns`` on
-    are recorded. ``ended``: the rank finished regularly.
+    are recorded. ``ended``: True if the rank finished without an error.
     """
 
     rank: int

@@ -23,7 +23,7 @@ MAX_PIECES: Final = 250_000  # spans and calls: a file of about 100 MB, which vi
 
 @dataclass(frozen=True)
 class StepPath:
-    """Critical path of one step, from its first segment to the end of the step on the last rank to finish."""
+    """Critical path of one step: the sequence of operations and transfers that determines its end."""
 
     step: int
     links: tuple[PathSegment, ...]
@@ -36,9 +36,9 @@ class StepPath:
 
 @dataclass(frozen=True)
 class Trace:
-    """Trace of some steps of a run: timeline, critical paths, communication overlaps and longest waits.
+    """Timeline of some steps of a run, with critical paths, communication overlaps and longest waits.
 
-    ``pieces`` maps each rank to its timeline pieces: consecutive time intervals with one activity each.
+    ``pieces`` maps each rank to consecutive time intervals, with one activity per interval.
     """
 
     run_dir: Path

@@ -92,10 +92,10 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Restore a training state from a checkpoint or from the memory of ranks. Return ``trainer``. Collective.
+    """Restore the training state in ``origin``, a checkpoint or the memory of ranks. Return ``trainer``. Collective.
 
     Any number of ranks may have written the state. Arrays are filled in place. Raises DataError if the training data
-    changed, and ConfigurationError if the state needs an option that the recipe no longer sets.
+    changed, and ConfigurationError if the recipe lacks an option that the state needs.
     """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
@@ -194,7 +194,7 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
 
 
 def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return {name of a stacked expert tensor to fill: name of the stored dense tensor to copy to each expert}."""
+    """Return a dict: name of an expert tensor -> name of the stored dense tensor to copy to each expert."""
     sources = {}
     for segment in layout.segments:
         spec, dense = segment.spec, segment.key.replace(".experts.", ".")
@@ -249,7 +249,7 @@ def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[s
 
 
 def _restore_rounded(comm: Communicator, path: Path, stored_dtypes: list[tuple[Piece, str]]) -> None:
-    """Restore arrays that the checkpoint ``path`` stores in other dtypes, with conversion. Collective."""
+    """Fill arrays from the checkpoint ``path`` and convert from the dtypes in ``stored_dtypes``. Collective."""
     read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in stored_dtypes]
     restore_together(comm, path, read)
     for (piece, _), stored in zip(stored_dtypes, read, strict=True):

@@ -93,9 +93,9 @@ class SampleOrder:
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and the epoch's random integer.
+        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer of the epoch.
 
-        The integer selects the shift of the sample boundaries in this epoch.
+        This integer selects how far sample boundaries are shifted in the epoch.
         """
         # Raw words of the generator do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
@@ -147,7 +147,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch``, and the shift of their boundaries."""
+        """Return ``count`` sample indices from position ``start`` of ``epoch``, and the sample shift of the epoch."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -161,10 +161,10 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Yield the evaluation batches of rank ``part`` of ``parts``, each of at most ``longest`` samples.
+    """Yield the evaluation batches of rank ``part`` of ``parts`` ranks. A batch has at most ``longest`` samples.
 
-    The ranks divide ``limit`` evenly spaced ``samples``, or all if ``limit`` is 0. Every rank gets the same number of
-    batches; the last batches may be empty.
+    If ``limit`` is 0, the ranks divide all ``samples``, else ``limit`` evenly spaced samples. Every rank gets the same
+    number of batches. The last batches may be empty.
     """
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))
@@ -235,12 +235,12 @@ class SampleShares:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return the samples per replica from ``batch`` on: a list of pairs [first batch, samples of each replica]."""
+        """Return the numbers of samples per replica from ``batch`` on, as pairs [first batch, numbers]."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> bool:
-        """Restore a result of the method `state`. Return False if its number of replicas or batch size differs."""
+        """Restore the sample numbers ``state``. Return False if the number of replicas or the batch size differs."""
         restored = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
         now = self._sizes[0][1]
         fits = bool(restored) and all(len(sizes) == len(now) and sum(sizes) == sum(now) for _, sizes in restored)

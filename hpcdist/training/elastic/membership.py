@@ -124,8 +124,8 @@ class Membership:
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
         """Start a process for each training rank whose process died. Collective over the living ranks.
 
-        Return a copy of ``change`` that counts the started processes. In new processes, `join` returns this copy and
-        ``description``, any picklable object.
+        Return a copy of ``change`` whose attribute ``added`` includes the started processes. In new processes, `join`
+        returns this copy and ``description``, any picklable object.
         """
         vacant = self._vacant(self._places())
         if vacant:

@@ -54,7 +54,7 @@ class RunMetrics:
     def add(
         self, step: int, loss: float, learning_rate: float, tokens: int, seconds: Mapping[str, float], sent_bytes: float
     ) -> None:
-        """Add the row of ``step``, with this rank's ``seconds`` (phase -> seconds) and ``sent_bytes``. Local."""
+        """Add the row of ``step``. ``seconds`` (phase -> seconds) and ``sent_bytes`` are of this rank. Local."""
         self._common.append((step, loss, learning_rate, tokens))
         figures = {**seconds, "sent_bytes": sent_bytes}
         self._own.append([figures[name] for name in PER_RANK])
@@ -109,8 +109,8 @@ class RunMetrics:
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
         """After a rank failure, append the rows up to step ``last`` that the metrics file lacks. Collective.
 
-        ``rows``: this rank's rows from `unsaved`. ``world``: number of ranks before the failure, or 0 if this rank did
-        not train. Figures of dead ranks are NaN.
+        ``rows``: result of `unsaved` on this rank. ``world``: number of ranks before the failure, or 0 on a rank that
+        has not trained. Dead ranks get NaN.
         """
         self._gathered = list(rows)
         carried = self._comm.allgather_object((rows, world))
@@ -163,9 +163,9 @@ MOST_LEAD_STEPS: Final = 1 << 16  # largest lead over the slowest worker whose r
 class AsyncRunMetrics(RunMetrics):
     """Metrics of a run whose ranks are at different steps. Construction and `flush` are collective, the rest local.
 
-    `serve` sends rows to rank 0, which writes the row of a step after all workers have made this step. The loss in a
-    row is the mean over the workers' batches, each with the worker's parameters at this step. Only `flush` writes
-    energy samples. Rows more than `MOST_LEAD_STEPS` steps ahead of the slowest worker are dropped.
+    `serve` sends rows to rank 0, which writes the row of a step after all workers have made this step. Its loss is the
+    mean over the workers, each with different batches and parameters. Only `flush` writes energy samples. Rank 0 drops
+    rows more than `MOST_LEAD_STEPS` steps ahead of the slowest worker.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set the steps made before a resume: ``clocks`` maps each training rank to its number of steps. Local."""
+        """Set the number of steps that each training rank made before a resume: ``clocks`` is {rank: steps}. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:

@@ -120,7 +120,7 @@ class PrecisionConfig:
 
     @property
     def computes(self) -> str:
-        """Data type of updates and checkpoints: the key ``mode``, or "float32" if this is a 16-bit type."""
+        """Data type of updates and checkpoints: "float32" if the key ``mode`` is a 16-bit type, else ``mode``."""
         return "float32" if self.mode in HALVES else self.mode
 
     @property
@@ -210,8 +210,8 @@ class RunConfig:
 class SurvivalConfig:
     """Section ``[survival]``: copies of the state in jobs of `hpcdist run --survive`. It has no effect in other jobs.
 
-    If the state is sharded, each rank's shard is copied to the memory of this rank and of a partner rank, with digests.
-    Otherwise, there are no copies. If fewer than ``least_ranks`` ranks remain, the job ends.
+    If the state is sharded, each rank's shard is copied to the memory of this rank and of a partner rank. Otherwise,
+    there are no copies. If fewer than ``least_ranks`` ranks remain, the job ends.
     """
 
     every_steps: int = 1

@@ -21,11 +21,11 @@ from hpcdist.training.run_directory import RECIPE_FILE
 def prepare_imported_run(
     run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Create ``run_dir`` for imported ``tensors``, with the recipe ``path`` changed by ``overrides``. Local.
+    """Create ``run_dir`` for imported ``tensors``, with the recipe file ``path`` and ``overrides`` of its keys. Local.
 
-    Return the model inputs, such as the vocabulary size, and {tensor name in the file: name in the run}. ``inputs`` are
-    the model inputs stored in the file. Without them, the recipe's training data is read, which may raise DataError.
-    Raises ConfigurationError if ``tensors`` do not match the model, or if the directory has a recipe.
+    Return the model inputs, such as the vocabulary size, and a dict from tensor names in the file to names in the
+    run. ``inputs``: model inputs stored in the file. Without them, the training data is read, which may raise
+    DataError. Raises ConfigurationError if ``tensors`` do not match the model, or if the directory has a recipe.
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
@@ -47,7 +47,7 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
 
 
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
-    """Return {name in the imported file: name in the run} for ``tensors``, in a run of ``recipe``. Local.
+    """Return a dict from tensor names in the imported file to names in the model of ``recipe``. Local.
 
     Names of a user model's state dict are also recognised. ``inputs`` are the model inputs from the data. Raises
     ConfigurationError if ``tensors`` are not the model's parameters.

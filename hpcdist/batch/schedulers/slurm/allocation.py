@@ -71,7 +71,7 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait, at most SlurmdTimeout, while too few nodes answer for a restart. Return a received signal, or None."""
+        """Wait, up to SlurmdTimeout, until enough nodes answer for a restart. Return a signal of ``pause``, or None."""
         limit_s = 0.0
         began = time.monotonic()
         while self.shortage() and len(_allocated_nodes(self._environment)) >= (self._needed or 0):

@@ -72,10 +72,10 @@ class PeerRanks:
 
 
 class DryRun:
-    """Dry run of the operation lists of all ranks. Counts ``messages``, and collectives as ``meetings``.
+    """Simulation of the operations of all ranks in one step, to find deadlocks.
 
-    The argument ``neighbours`` has each rank's peers on the grid axes. The argument ``places`` has the pipeline stages
-    of each rank's pipeline.
+    The attributes ``messages`` and ``meetings`` count messages and collectives. ``neighbours``: each rank's peers on
+    the grid axes. ``places``: pipeline stages of each rank's pipeline.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 
 
 def check_mixing(share: RankProgram) -> None:
-    """Raise ScheduleError unless a rank's program ``share`` mixes parameters with other replicas in a legal order.
+    """Raise ScheduleError if ``share``, the operations of a rank, averages parameters in a wrong order.
 
     MIX_START exchanges parameters with neighbours, MIX_WAIT completes this, and MIX averages. Parameters must not
     change between MIX_START and MIX_WAIT.
@@ -85,7 +85,7 @@ ONCE = (Kind.DIRECTION, Kind.APPLY, Kind.COLLECT, Kind.PUBLISH, Kind.PULL, Kind.
 
 
 def check(share: RankProgram) -> None:
-    """Raise ScheduleError if the program ``share``, a rank's operation list, is not a valid training step."""
+    """Raise ScheduleError if ``share``, the operations of a rank, is not a valid training step."""
     _check_passes(share)
     _check_gradients(share)
     _check_rounds(share)
