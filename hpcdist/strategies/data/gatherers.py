@@ -7,8 +7,7 @@ FREE      after each use, free a layer that is cut; its shard stays
 REFRESH   after the update, all-gather the shard of a layer that is cut from the smaller cuts of the optimizer
 """
 
-from collections.abc import Callable, Collection, Mapping
-from typing import TypeAlias
+from collections.abc import Collection, Mapping
 
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.core.background import BackgroundCollectives
@@ -18,9 +17,6 @@ from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import OPTIMIZER, PARAMETERS, WHOLE, Cuts
 from hpcdist.strategies.data.parts import Gatherer
 from hpcdist.strategies.schedule.operations import Kind, Operation
-
-# Fills cut ``start`` of a layer from the ranks' cuts ``stop``: `Cuts.gather`, or the same with compressed messages.
-GatherCuts: TypeAlias = Callable[[FlatStore, int, int, int], None]
 
 
 class CutGatherer(Gatherer):

@@ -4,8 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
@@ -58,9 +56,6 @@ class Reducer:
         """Return this rank's summand of the squared norm of the mean gradient, as `Exchange.norm_squared` does."""
         squared = self.update.norm_squared()
         return squared if self.counts else 0.0
-
-    def agreed(self, sums: np.ndarray) -> None:
-        """Note the ``sums`` on which the ranks have agreed. Local."""
 
     def begin_update(self, scale: float, correction: float) -> float:
         """Keep the residuals of this step. Return the factor of the gradients in the update. Local.

@@ -4,8 +4,7 @@ REDUCE    sum a layer to the shards of its gradients, or to the cuts of the opti
 COMBINE   once per step, sum the shards over the ranks that hold the same shard, to the cuts of the optimizer
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
@@ -17,9 +16,6 @@ from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, WHOLE, Cuts
 from hpcdist.strategies.data.parts import Reducer
 from hpcdist.strategies.schedule.operations import Kind, Operation
-
-# Sums cut ``start`` of a layer to cut ``stop``, in place: `Cuts.sum`, or the same with compressed messages.
-SumCuts: TypeAlias = Callable[[FlatStore, int, int, int], None]
 
 
 class Scatter(Reducer):
