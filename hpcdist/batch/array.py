@@ -166,7 +166,7 @@ class BenchmarkJob(BatchJob):
     @property
     def on_all_ranks(self) -> bool:
         """Whether all ranks of the job run the benchmark together. Otherwise the benchmark starts ranks itself."""
-        return SUITES[self.suite]
+        return self.suite != SWEEP
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
@@ -45,15 +44,8 @@ def folder(name: str) -> Path:
 
 SURVIVE: Final = ("none", *SURVIVE_MODES)
 RECIPE_FILE: Final = "recipe.toml"  # in a run directory; repeated here because `hpcdist.training` is slow to import
-# Benchmark suite -> True if all ranks of the job run it; the other suites start ranks themselves.
 SWEEP: Final = "sweep"
-SUITES: Final[Mapping[str, bool]] = {
-    "collectives": True,
-    "checkpoint": True,
-    "pipeline": True,
-    "data": False,
-    SWEEP: False,
-}
+SUITES: Final = ("collectives", SWEEP)  # benchmarks of `hpcdist submit --bench`
 RESOURCES: Final = ("qos", "constraint", "mem")  # fields that are also sbatch options
 MAX_SIGNAL_S: Final = 65535  # limit of sbatch --signal
 

@@ -118,6 +118,7 @@ SLOW: Final = "training collectives job torch energy"
 GPT: Final = {"124M": "--layers 12 --hidden 768 --heads 12", "350M": "--layers 24 --hidden 1024 --heads 16"}
 TINY: Final = "--layers 1 --hidden 32 --heads 2 --context 16 --samples 2 --vocabulary 17 --steps 2"
 TINY_KEYS: Final = "model.layers=1 model.hidden=16 model.heads=2 data.context=8"
+OF_CHECKPOINTS: Final = "--layers 12 --hidden 768 --context 512"
 OF_TORCH: Final = "--ranks 2 --operations all_reduce --steps ddp"  # gloo supports only all_reduce on GPU tensors
 GROUPS: Final = {  # strategies that share a job; an error ends only one job
     "data": "allreduce zero1 zero2 zero3 node_shared ring",
@@ -246,11 +247,11 @@ STAGES: Final[dict[str, Stage]] = {
         (
             study(
                 "one-rank",
-                "gpu.checkpoint",
-                "",
-                "--layers 1 --hidden 64 --context 8 --samples 2 --rounds 1 --plain 2",
+                "background_saves",
+                f"--device gpu {OF_CHECKPOINTS}",
+                "--device gpu --layers 1 --hidden 64 --context 8 --samples 2 --rounds 1 --plain 2",
             ),
-            study("two-ranks", "gpu.checkpoint", "--ranks 2 --rounds 2"),
+            study("two-ranks", "background_saves", f"--device gpu {OF_CHECKPOINTS} --ranks 2 --rounds 2"),
         ),
     ),
     "rest": Stage(420, _rest()),

@@ -21,7 +21,6 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.matmul_peak import MatrixProduct, blas
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench.pipeline.run import TimedTraining
 from hpcdist.bench.step import contenders
 from hpcdist.bench.step.contenders import TorchRun
 from hpcdist.bench.step.request import (
@@ -36,6 +35,7 @@ from hpcdist.bench.step.request import (
     StepShape,
 )
 from hpcdist.bench.step.results import StepCase, StepResults, StepSample, batches
+from hpcdist.bench.step.timed_training import TimedTraining
 from hpcdist.bench.timing import without_collection
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
@@ -107,7 +107,7 @@ class TimedRun(TimedTraining):
         """Make a step on this rank's samples, from a barrier on. Collective over ``together``."""
         done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, together)
         phases: defaultdict[str, float] = defaultdict(float)
-        for operation, (first_s, last_s) in zip(self.operations, self._timer.timed, strict=True):
+        for operation, (first_s, last_s) in zip(self.operations, self.timer.timed, strict=True):
             phases[_phase(operation)] += last_s - first_s
         return StepSample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 

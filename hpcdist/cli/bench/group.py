@@ -4,11 +4,11 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.cli.bench import checkpoint, collectives, data, pipeline, skeleton, step
+from hpcdist.cli.bench import collectives, skeleton, step
 from hpcdist.cli.bench.power import command as power_command
 from hpcdist.cli.bench.skeleton import file_option
 from hpcdist.cli.bench.trials import (
@@ -106,12 +106,29 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
     return FAILURE if comparison.regressions else OK
 
 
-@click.group()
+_CLONE: Final = "in a clone of the repository"
+MOVED: Final = {  # commands of earlier versions, and their successors
+    "checkpoint": f"`python -m benchmarks checkpoint` or `background_saves` {_CLONE}",
+    "data": "`hpcdist bench sweep` with the sweep file of `hpcdist help studies`",
+    "pipeline": f"`python -m benchmarks pipelines` {_CLONE}",
+}
+
+
+class _BenchGroup(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] in MOVED:
+            raise UsageError(f"`hpcdist bench {args[0]}` has been removed; use {MOVED[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_BenchGroup)
 def command() -> None:
-    """Measure configurations of a training, its steps, power, exchanges, pipelines, collectives, checkpoints."""
+    """Measure configurations of a training, its steps, power, and collectives."""
 
 
-for _module in (collectives, data, pipeline, checkpoint, power_command, step):
+for _module in (collectives, power_command, step):
     command.add_command(_module.command)
 command.add_command(merge)
 

@@ -1,6 +1,6 @@
 """Run trainings as trials of a sweep: recipes, run directories, command lines, signals.
 
-Shared by `bench sweep`, `bench data`, `bench power` and `submit --array`. Each trial has a temporary run directory
+Shared by `bench sweep`, `bench power` and `submit --array`. Each trial has a temporary run directory
 beside the results, where all nodes of a job see it, and an environment in which no HPCDIST_SET variable can change its
 recipe. A signal that asks for an end stops the trial under way and keeps the results.
 """

@@ -11,7 +11,7 @@ from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.bench.pipeline.schedules import ScheduleRequest, SimulatedSchedule
+    from hpcdist.bench.schedules import ScheduleRequest, SimulatedSchedule
     from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 
 
@@ -71,7 +71,7 @@ def command(
     NAME is gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v. Several are drawn one below the other. Each schedule
     is first proven to be free of deadlocks.
     """
-    from hpcdist.bench.pipeline import schedules
+    from hpcdist.bench import schedules
     from hpcdist.bench.timing import without_collection
     from hpcdist.reporting.atomic import check_folder
 
@@ -144,7 +144,7 @@ def _dump(schedules: "list[tuple[str, ScheduleText]]", file: Path) -> None:
 
 
 def _draw(simulated: "list[SimulatedSchedule]", plot: Path | None, trace: Path | None) -> None:
-    from hpcdist.bench.pipeline import schedules
+    from hpcdist.bench import schedules
 
     panels = [
         schedules.panel(f"{schedule.name}, bubble {schedule.timeline.bubble:.1%}", schedule.timeline)

@@ -10,6 +10,7 @@ from harness.jobs import call_command, hpcdist
 from harness.marks import cases
 from hpcdist import __version__, errors
 from hpcdist.cli import main
+from hpcdist.cli.bench import group
 
 HEAVY = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "numpy", "msgspec", "torch")
 
@@ -22,15 +23,14 @@ HEAVY = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "numpy", "
     ["run", "--help"],
     ["train", "--help"],
     ["bench", "collectives", "--help"],
-    ["bench", "data", "--help"],
-    ["bench", "pipeline", "--help"],
-    ["bench", "power", "--help"],
+    ["bench", "step", "--help"],
+    ["bench", "sweep", "--help"],
     ["schedule", "--help"],
     ["compare", "--help"],
     ["checkpoint", "--help"],
     ["checkpoint", "export", "--help"],
 )
-@pytest.mark.full_except("arguments12")
+@pytest.mark.full_except("arguments11")
 def test_help_imports_no_heavy_modules(arguments):
     assert jobs.run_light_commands(HEAVY, arguments)
 
@@ -115,3 +115,9 @@ def test_warmup_fills_the_named_cache(tmp_path):
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "cache").rglob("*.nbc"))
     assert f"export NUMBA_CACHE_DIR={tmp_path / 'cache'}" in done.stdout
+
+
+@pytest.mark.parametrize("name", group.MOVED)
+def test_moved_benchmark_names_its_successor(name):
+    done = hpcdist("bench", name, "--json")
+    assert done.returncode == 2 and f"bench {name}` has been removed; use" in done.stderr

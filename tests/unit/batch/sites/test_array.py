@@ -227,9 +227,9 @@ def test_benchmark_job_starts_suite_with_its_launcher(start_job, tmp_path, suite
     code, errors = wait_for_end(start_job(job, CODE="1"))
     output, results = recorded_arguments(tmp_path / "arguments")[3:], str(tmp_path / "run" / f"{suite}-9.h5")
     assert code == 1 and output[-2:] == ["--seed", "3"], errors
-    if SUITES[suite]:
+    if job.on_all_ranks:
         assert output[:3] == ["run", "-n", "8"] and output[-6:-2] == ["bench", suite, "--output", results]
-    elif suite == SWEEP:
+    else:
         assert output[:5] == [
             "bench",
             suite,
@@ -238,9 +238,7 @@ def test_benchmark_job_starts_suite_with_its_launcher(start_job, tmp_path, suite
             results,
         ]
         assert recorded_arguments(tmp_path / "reported")[3:] == ["report", results]
-    else:
-        assert output[:6] == ["bench", suite, "-n", "8", "--output", results]
-    assert ("--run-args" in output) != SUITES[suite]
+    assert ("--run-args" in output) != job.on_all_ranks
 
 
 def test_servers_and_workers_share_one_srun_world(start_job, tmp_path):
@@ -283,7 +281,9 @@ def test_shell_metacharacters_are_passed_unchanged(start_job, tmp_path):
     output = recorded_arguments(tmp_path / "arguments")
     run_args = shlex.split(output[output.index("--run-args") + 1])
     assert shlex.split(run_args[run_args.index("--mpi-args") + 1]) == [EVIL]
-    benchmark = BenchmarkJob(**SHARED | evil | {"run_dir": tmp_path / EVIL}, suite="data", arguments=(EVIL, "-x"))
+    benchmark = BenchmarkJob(
+        **SHARED | evil | {"run_dir": tmp_path / EVIL}, suite="collectives", arguments=(EVIL, "-x")
+    )
     code, errors = wait_for_end(start_job(benchmark, CODE="0"))
     assert code == 0 and recorded_arguments(tmp_path / "arguments")[-2:] == [EVIL, "-x"], errors
     servers = dataclasses.replace(SERVERS, **evil, server_partition=EVIL, run_dir=tmp_path / EVIL, recipe=sweep)
@@ -321,7 +321,7 @@ def test_servers_may_have_another_qos():
     assert text.index("#SBATCH --qos=regular") < text.index("#SBATCH hetjob") < text.index("#SBATCH --qos=other")
 
 
-@pytest.mark.parametrize("changes", [{"suite": "nix"}, {"suite": "data", "sweep": TEXT}, {"suite": SWEEP}])
+@pytest.mark.parametrize("changes", [{"suite": "nix"}, {"suite": "collectives", "sweep": TEXT}, {"suite": SWEEP}])
 def test_invalid_benchmark_jobs_are_rejected(changes):
     with pytest.raises(UsageError, match="--bench"):
         BenchmarkJob(**SHARED, **changes)
@@ -377,9 +377,9 @@ def test_server_count_is_ranks_on_server_nodes(submit):
     "arguments, site, word",
     (("--array", "sweep.toml"), "slurm-mpich", "use --nodes 2"),
     (("--array", "none.toml"), "slurm-mpich", "none.toml"),
-    (("--array", "sweep.toml", "--bench", "data"), "slurm-mpich", "other"),
+    (("--array", "sweep.toml", "--bench", "collectives"), "slurm-mpich", "other"),
     (("--array", "sweep.toml", "--set", "run.steps=1"), "slurm-mpich", "sweep file"),
-    (("recipe.toml", "--bench", "data"), "slurm-mpich", "recipe.toml"),
+    (("recipe.toml", "--bench", "collectives"), "slurm-mpich", "recipe.toml"),
     (("--array", "sweep.toml", "--warmup"), "slurm-mpich", "--warmup"),
     (("--array", "sweep.toml", "--stage-environment", "e.tar"), "slurm-mpich", "--stage-environment"),
     (("--array", "sweep.toml"), "workstation", "--array needs Slurm"),
@@ -391,11 +391,11 @@ def test_server_count_is_ranks_on_server_nodes(submit):
     (("--bench", "colectives"), "slurm-mpich", "'collectives'"),
     (("--bench", "x"), "slurm-mpich", "sweep.toml"),
     (("--bench", "sweep.toml"), "slurm-mpich", "use --nodes 2"),
-    (("--bench", "data", "--bench-args", "--nix"), "slurm-mpich", "--nix"),
-    (("--bench", "data", "--most-fruitless", "1"), "slurm-mpich", "--most-fruitless"),
-    (("--bench", "data", "--bench-args", "-n 3"), "slurm-mpich", "--ranks"),
+    (("--bench", "collectives", "--bench-args", "--nix"), "slurm-mpich", "--nix"),
+    (("--bench", "collectives", "--most-fruitless", "1"), "slurm-mpich", "--most-fruitless"),
+    (("--bench", "collectives", "--bench-args", "-o x.h5"), "slurm-mpich", "--output"),
     (("--bench", "collectives", "--bench-args", "--output=x"), "slurm-mpich", "--output"),
-    (("--bench", "data", "--bench-args", "'"), "slurm-mpich", "quotation"),
+    (("--bench", "collectives", "--bench-args", "'"), "slurm-mpich", "quotation"),
 )
 def test_conflicting_options_are_rejected(submit, arguments, site, word):
     code, out, output = submit(*arguments, site=site)

@@ -1,11 +1,12 @@
-"""Checkpoints of a training on GPUs: cost for the steps of blocking saves and of background saves.
+"""Checkpoints of a training: cost for the steps of blocking saves and of background saves.
 
-    python -m benchmarks gpu.checkpoint --layers 12 --hidden 768 -o gpu_checkpoint.h5 --anonymous
+    python -m benchmarks background_saves --ranks 2
+    python -m benchmarks background_saves --device gpu --layers 12 --hidden 768 --context 512 -o saves.h5 --anonymous
 
 Every rank trains a GPT with ZeRO-1. A round has plain steps, a blocking save, and a background save with the steps
-until the save is complete. A background save copies the state into pinned memory; threads write the copy during the
-steps. The slowest rank's time counts, from a barrier until its GPU is done. "x plain" is relative to a plain step. The
-last checkpoint is verified. Exit code 69 without a GPU.
+until the save is complete. A background save copies the state (of a GPU: into pinned memory); threads write the copy
+during the steps. The slowest rank's time counts, from a barrier until its GPU is done. "x plain" is relative to a plain
+step. The last checkpoint is verified. `--device gpu` ends with exit code 69 without a GPU.
 """
 
 import argparse
@@ -20,16 +21,18 @@ from benchmarks import harness
 from benchmarks.gpu.card import card
 from benchmarks.harness import Results
 from benchmarks.training.turns import Training, gpt_keys, texts
-from hpcdist.arrays.gpu import device, staging
+from hpcdist.arrays import backend
+from hpcdist.arrays.gpu import staging
 from hpcdist.checkpoint.verify import verify
 from hpcdist.comm.start import Session
 from hpcdist.reporting.table import aligned
 from hpcdist.training.run.saving import BackgroundCheckpointSaver, CheckpointSaver
 
-SCHEMA, RANKS, ON = "hpcdist.benchmark.gpu_checkpoint", 1, "gpu"
+SCHEMA, RANKS = "hpcdist.benchmark.gpu_checkpoint", 1
 
-SIZES: Final = {"layers": 12, "hidden": 768, "context": 512, "samples": 4}
-OPTIONS: Final = {**SIZES, "rounds": 4, "plain": 8, "directory": ""}
+SIZES: Final = {"layers": 4, "hidden": 256, "context": 128, "samples": 4}
+DEVICES: Final = {"cpu": None, "gpu": None}  # the first is the default
+OPTIONS: Final = {"device": DEVICES, **SIZES, "rounds": 4, "plain": 8, "directory": ""}
 WARM_UP: Final = 3
 MOST_BESIDE: Final = 500  # maximum steps during a background save
 STEPS: Final = 1 << 20  # steps of the recipe; the learning rate does not matter here
@@ -37,7 +40,7 @@ STEPS: Final = 1 << 20  # steps of the recipe; the learning rate does not matter
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results | None:
     comm = session.comm
-    keys = gpt_keys(chosen, **{"run.global_batch": chosen.samples * comm.size, "run.device": "gpu"})
+    keys = gpt_keys(chosen, **{"run.global_batch": chosen.samples * comm.size, "run.device": chosen.device})
     training = Training(session, [*texts(keys), "parallel.strategy=zero1"], STEPS)
     with tempfile.TemporaryDirectory(dir=chosen.directory or None) as temporary:
         folder = Path(comm.broadcast_object(temporary))
@@ -49,7 +52,9 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results | None:
     training.close()
     kinds = ";".join(seconds)
     arrays = {f"{name}_s": np.array(values).max(axis=1) for name, values in seconds.items()}
-    about = card(comm) | {"kinds": kinds, "state_bytes": state_bytes, "pinned_memory": staging.refusal() or "pinned"}
+    about = {"kinds": kinds, "state_bytes": state_bytes}
+    if chosen.device == "gpu":
+        about |= card(comm) | {"pinned_memory": staging.refusal() or "pinned"}
     return Results(arrays, dict.fromkeys(arrays, "steps"), about)
 
 
@@ -83,7 +88,7 @@ def _rounds(
         def run_all() -> None:
             for call in calls:
                 call()
-            device.synchronise()
+            backend.synchronise(trainer.exchange.parameters.array)
 
         return comm.allgather_object(harness.seconds(run_all, comm))
 
@@ -121,5 +126,5 @@ def lines(results: Results) -> Sequence[str]:
         kind_s = float(np.median(results.arrays[f"{name}_s"]))
         speed = "" if name == "beside" else f"{nbytes / (kind_s - (name == 'saving') * np.median(plain)) / 1e9:.3g}"
         rows.append([name, f"{1e3 * kind_s:.4g}", f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", speed])
-    about = f"{results.attributes['gpu']}: a state of {nbytes / 1e6:.1f} MB, {results.attributes['pinned_memory']}"
-    return [about, *aligned(rows)]
+    where = [str(results.attributes[name]) for name in ("gpu", "pinned_memory") if name in results.attributes]
+    return [", ".join([f"state of {nbytes / 1e6:.1f} MB", *where]), *aligned(rows)]

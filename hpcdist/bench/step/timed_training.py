@@ -1,0 +1,73 @@
+"""A training under the plain allreduce whose operations are timed one by one."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.strategies.build import build_executor, operations
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.data import catalogue
+from hpcdist.strategies.schedule.executor import StepResult
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.schedule.step import Handler, StepObserver
+
+
+class OperationTimer(StepObserver):
+    """Observer that stores the begin and end of each operation of the last step, by `time.perf_counter`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._array = exchange.parameters.array
+        self.timed: list[tuple[float, float]] = []
+
+    def around(self, kind: Kind, handler: Handler) -> Handler:
+        clock, array, is_compute = time.perf_counter, self._array, kind in COMPUTE
+
+        def timed(op: Operation) -> None:
+            begin_s = clock()
+            handler(op)
+            if is_compute:
+                backend.synchronise(array)
+            self.timed.append((begin_s, clock()))
+
+        return timed
+
+
+class TimedTraining:
+    """A model that trains with the plain allreduce and an `OperationTimer`. Building it is collective.
+
+    ``initial``: initial parameters on the host. If it is None, the model's initial parameters for ``seed`` are used.
+    """
+
+    def __init__(
+        self, context: RankContext, parallel: ParallelConfig, initial: FlatStore | None = None, seed: int = 0
+    ) -> None:
+        exchange = catalogue.allreduce(context)
+        self.timer, self._number = OperationTimer(exchange), 0
+        self._executor = build_executor(context, exchange, observers=(self.timer,))
+        self.operations = operations(context, exchange, self._executor.copies, parallel)
+        if initial is None:
+            initial = FlatStore(context.model.layout, context.model.dtype)
+            context.model.initialise(initial, seed)
+        exchange.load_initial(initial)
+        self._executor.copies.refresh()
+
+    def timed_step(
+        self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, together: Communicator
+    ) -> tuple[StepResult, float, float, float]:
+        """Run a step after a barrier of ``together``. Collective over ``together``.
+
+        Return the result, the begin on this rank's clock, the elapsed seconds and the CPU seconds.
+        """
+        self._number += 1
+        self.timer.timed.clear()
+        together.barrier()
+        cpu_s, begin_s = time.process_time(), time.perf_counter()
+        done = self._executor.run(self.operations, batches, samples, self._number, np.zeros(1))
+        end_s = time.perf_counter()
+        return done, begin_s, end_s - begin_s, time.process_time() - cpu_s
