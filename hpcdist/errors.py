@@ -84,7 +84,7 @@ class DivergenceError(HpcdistError, RuntimeError):
 
 
 class ScheduleError(HpcdistError, ValueError):
-    """The operation lists of a schedule would deadlock, or do not compute a training step."""
+    """The operation lists of a pipeline schedule would deadlock, or do not compute a complete training step."""
 
 
 class NonFiniteError(HpcdistError, ArithmeticError):

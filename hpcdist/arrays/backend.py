@@ -39,7 +39,7 @@ class ArrayGroup:
 
     @property
     def given(self) -> tuple[Any, ...] | dict[str, Any]:
-        """The arrays of this group: a dict if they have names, else a tuple."""
+        """The arrays as the user passed them: a dict if they have names, else a tuple."""
         return self.arrays if self.names is None else dict(zip(self.names, self.arrays, strict=True))
 
 

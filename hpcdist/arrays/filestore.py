@@ -31,10 +31,10 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FileStore(FlatStore):
-    """A `FlatStore` that keeps its elements, initially zeros, in an unnamed file in ``directory``.
+    """A `FlatStore` (1-D array of model tensors) whose elements, initially zeros, are in a file in ``directory``.
 
-    It has no array views: use `read`, `write`, `add`, `blocks` and `contents`. The attribute ``array`` is always empty.
-    The keyword ``what`` names the data in error messages. Raises StorageError if the file system has no space.
+    The file has no name and disappears with the process. There are no array views: use `read`, `write`, `add`, `blocks`
+    and `contents`. The keyword ``what`` names the data in error messages. Raises StorageError if the disk is full.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class FileStore(FlatStore):
                 into(where, values[where.slice])
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the range ``elements`` in host arrays of up to `block` elements, which all use the same memory."""
+        """Read the range ``elements`` in steps of up to `block` elements. Yield each step in the same host array."""
         start = self._offset(elements) if elements else 0
         for where in cut(Range(0, elements.size), self.block):
             held = self._buffer(where.size)
@@ -112,7 +112,7 @@ class FileStore(FlatStore):
             yield held
 
     def contents(self, elements: Range) -> Array:
-        """Return a `FileSlice` of the range ``elements``, for use as the ``array`` of a `Piece`."""
+        """Return a `FileSlice`: an object that reads and writes the range ``elements`` of the file on demand."""
         return FileSlice(self, elements)  # type: ignore[return-value]
 
     def copy_from(self, other: FlatStore) -> None:
@@ -170,7 +170,7 @@ class FileStore(FlatStore):
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The elements ``where`` of the file of ``store``. A `Piece` can use this object as its array."""
+    """The range ``where`` of the elements in the file of ``store``. A `Piece` (tensor part) can use it as array."""
 
     store: FileStore
     where: Range
@@ -184,11 +184,11 @@ class FileSlice:
         return (self.where.size,)
 
     def read(self, part: Range, out: np.ndarray) -> None:
-        """Copy the elements ``part`` of this slice to the array ``out``. The slice's first element has index 0."""
+        """Copy the range ``part`` of this slice to the array ``out``. Element 0 is the first element of the slice."""
         self.store.read(part.shift(self.where.start), out)
 
     def write(self, part: Range, values: np.ndarray) -> None:
-        """Copy the array ``values`` to the range ``part`` of this slice. Indices count from the start of the slice."""
+        """Copy the array ``values`` to the range ``part`` of this slice, counted from the start of the slice."""
         self.store.write(part.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:

@@ -30,7 +30,7 @@ _prepared: str | None = None  # value of NUMBA_CACHE_DIR that was checked to be 
 
 
 def cache_directory() -> Path:
-    """Return the directory of the compiled kernels: NUMBA_CACHE_DIR, or else this user's directory on the node."""
+    """Return the directory of the compiled kernels: $NUMBA_CACHE_DIR, by default a directory in the $TMPDIR folder."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     return Path(chosen) if chosen else _private(tempfile.gettempdir())
 
@@ -40,7 +40,7 @@ def _private(folder: str) -> Path:
 
 
 def prepare_cache() -> bool:
-    """Create a writable cache directory, if necessary a temporary one on this node. Return False if that fails.
+    """Create the cache directory of compiled kernels, if necessary in /tmp or /dev/shm. Return False if that fails.
 
     Raises MissingCapabilityError if other users can access the directory.
     """
@@ -215,7 +215,7 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Compile this kernel by the module ``numba`` for calls in other kernels. The caller holds the module lock."""
+        """Compile this kernel with the module ``numba`` for calls from other kernels. The caller holds `_lock`."""
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
@@ -224,9 +224,9 @@ class Kernel:
         return self._inner
 
     def address(self, *types: str) -> int:
-        """Return the address of machine code that computes this kernel, for `intrinsics.call`.
+        """Compile this kernel as a C function without result, and return its address for `intrinsics.call`.
 
-        Pass the argument types as numba type names; a trailing ``*`` marks a pointer. The code returns no value.
+        The arguments are the numba names of the C function's argument types; a trailing ``*`` marks a pointer.
         """
         with _lock:
             if types not in self._exported:
@@ -259,11 +259,11 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Add a function that returns a tuple of sample arguments. `warm` compiles this kernel for their types."""
+        """Register a function that returns a tuple of sample arguments. `warm` compiles this kernel for their types."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Add argument types, passed as numba type names, for which the function `warm` compiles this kernel."""
+        """Register argument types, as numba type names, for which the function `warm` compiles this kernel."""
         self._addressed.append(types)
 
 
@@ -307,12 +307,12 @@ def is_cold() -> bool:
 
 
 def count() -> int:
-    """Return the number of registered kernels."""
+    """Return the number of functions decorated with `jit`."""
     return len(_kernels)
 
 
 def warm(part: int = 0, parts: int = 1) -> Iterator[str]:
-    """Compile every ``parts``-th kernel, from kernel number ``part`` on. Yield the names of the kernels."""
+    """Compile kernels number ``part``, ``part + parts``, ``part + 2 * parts``, and so on. Yield their names."""
     for kernel in _kernels[part::parts]:
         for arguments in kernel._samples:
             kernel(*arguments())

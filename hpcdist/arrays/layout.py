@@ -57,9 +57,9 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one rank's shard. ``along``: range of the shard in the dim that tensor parallelism splits.
+        """Return the spec of one rank's shard of this tensor, which tensor parallelism splits.
 
-        ``longest``: length of the longest shard in this dim, for which every rank reserves memory.
+        ``along``: range of the shard in the split dim. ``longest``: length of the longest shard in this dim.
         """
         assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
         shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
@@ -155,7 +155,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
-        """Return (segment, overlapping range) for each tensor that overlaps the range ``part`` of the flat array."""
+        """Return (tensor, overlap) pairs for the tensors that overlap the range ``part`` of the flat array."""
         # The last tensor that begins at or before the start of `part` may overlap `part`.
         first = max(0, bisect_right(self._starts, part.start) - 1)
         touched = []

@@ -28,7 +28,7 @@ class Ledger:
         self._lock = threading.RLock()  # reentrant: a finalizer may run inside `_add` of the same thread
 
     def track(self, array: Array, category: str, owner: Array | None = None) -> Array:
-        """Count ``array`` until it, or the ``owner`` of its memory, is garbage-collected. Return ``array``."""
+        """Count the bytes of ``array`` until it, or the ``owner`` of its memory, is deleted. Return ``array``."""
         assert category in CATEGORIES, f"category {category!r} is not one of {CATEGORIES}"
         self.add(category, array.nbytes)
         weakref.finalize(array if owner is None else owner, self.add, category, -array.nbytes).atexit = False

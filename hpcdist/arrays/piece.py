@@ -17,9 +17,10 @@ Box = tuple[tuple[int, int], ...]  # per dim, half-open
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of consecutive elements of a tensor, in ascending order, as int64 arrays.
+    """Runs of consecutive elements of a tensor, in ascending order, as three int64 arrays.
 
-    ``start`` is a run's offset in the whole tensor, ``local`` its offset in this rank's array, ``size`` its length.
+    Run i has ``size[i]`` elements. It starts at offset ``start[i]`` of the whole tensor, and at offset ``local[i]`` of
+    this rank's array.
     """
 
     start: np.ndarray
@@ -33,8 +34,7 @@ class Piece:
 
     - ``kind``: name of the state that has the tensor: "parameters", "optimizer.m", ...
     - ``box``: region of the tensor, (start, stop) per dim.
-    - ``flat``: range of the held elements in this region, in row-major order.
-    - ``array``: view of the state, or a `FileSlice`.
+    - ``flat``: range of the held elements among the region's elements, in row-major order.
     """
 
     kind: str
@@ -84,9 +84,9 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the ranges of consecutive tensor elements that a `Piece` holds.
+    """Return the runs of consecutive elements of a tensor with shape ``shape`` that a `Piece` of the tensor holds.
 
-    ``shape``: shape of the tensor. For ``box`` and ``flat`` see `Piece`.
+    The piece holds the elements ``flat``, in row-major order, of the tensor region ``box``.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.
@@ -115,10 +115,10 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the tensor ranges that two arrays both hold. ``left`` and ``right``: tensor ranges of the two arrays.
+    """Return the common elements of two arrays. ``left`` and ``right`` are the tensor elements that each array holds.
 
-    The result has three arrays, with one value per common range: offset in the left array, offset in the right array,
-    and size.
+    The result has three arrays, with one value per run of common elements: offset in the left array, offset in the
+    right array, and size.
     """
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")

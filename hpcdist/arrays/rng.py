@@ -18,7 +18,7 @@ _LOW, _HALF = np.uint64(_WORD), np.uint64(32)
 
 
 def stream(seed: int, *keys: int) -> np.random.Generator:
-    """Return a Philox4x64 random generator (Salmon et al., SC'11) that depends only on ``seed`` and ``keys``."""
+    """Return a Philox4x64 random generator (Salmon et al., SC'11), seeded by ``seed`` and the further arguments."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *keys])))
 
 

@@ -20,7 +20,7 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 class FlatStore:
     """1-D array for all or some elements of a model's tensors, in the order of ``layout``.
 
-    ``parts``: the element range to hold, or several ascending, disjoint ranges; None means all elements. Padding is
+    ``parts``: the range of elements to hold, or several ascending, disjoint ranges; None means all elements. Padding is
     zero. ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
     """
 
@@ -47,7 +47,7 @@ class FlatStore:
             ledger.track(self.array, category, None if allocate or on == "gpu" else self.array.base)
 
     def range(self, elements: Range) -> Array:
-        """Return a 1-D view of the layout's elements in the range ``elements``. This store must hold all of them."""
+        """Return a 1-D view of the range ``elements`` of the model's flat array. This store must hold all of them."""
         if not elements:
             return self.array[:0]
         start = self._offset(elements)
@@ -69,7 +69,7 @@ class FlatStore:
             yield from self.layout.within(part)
 
     def read(self, elements: Range, out: Array) -> None:
-        """Copy the range ``elements`` of the layout to ``out``, a 1-D host or GPU array."""
+        """Copy the range ``elements`` of the model's flat array to ``out``, a 1-D host or GPU array."""
         values = self.range(elements)
         if backend.is_device(values) == backend.is_device(out):
             out[...] = values
@@ -79,7 +79,7 @@ class FlatStore:
             staging.to_host_in_blocks(values, lambda where, block: np.copyto(out[where.slice], block))
 
     def write(self, elements: Range, values: Array) -> None:
-        """Copy ``values``, a 1-D host or GPU array, to the range ``elements`` of the layout."""
+        """Copy ``values``, a 1-D host or GPU array, to the range ``elements`` of the model's flat array."""
         held = self.range(elements)
         if backend.is_device(values) == backend.is_device(held):
             held[...] = values
@@ -89,7 +89,7 @@ class FlatStore:
             staging.to_device_in_blocks(held, lambda where, block: np.copyto(block, values[where.slice]))
 
     def add(self, elements: Range, values: Array) -> None:
-        """Add ``values`` to the range ``elements`` of the layout in place. A GPU store needs ``values`` on the GPU."""
+        """Add ``values`` to the range ``elements`` of the model's flat array. A GPU store needs GPU values."""
         held = self.range(elements)
         if backend.is_device(values) and not backend.is_device(held):
             staging.to_host_in_blocks(
@@ -100,15 +100,15 @@ class FlatStore:
                 held += values
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield arrays that hold the range ``elements`` in order. This class yields a single view."""
+        """Yield the range ``elements`` in one or more arrays, in order. This base class yields a single view."""
         yield self.range(elements)
 
     def contents(self, elements: Range) -> Array:
-        """Return the layout's elements in the range ``elements`` as an array, without a copy."""
+        """Return the range ``elements`` of the model's flat array without a copy; from a `FileStore`, a `FileSlice`."""
         return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:
-        """Copy all elements that are in both stores from ``other`` to this store. Layouts and dtypes must be equal."""
+        """Copy the elements that both stores hold from ``other`` to this store. Layouts and dtypes must be equal."""
         on = "gpu" if backend.is_device(self.array) else "cpu"
         for part in self.parts:
             for theirs in other.parts:

@@ -47,7 +47,7 @@ class ArrayJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepJob(ArrayJob):
-    """Sweep as a job array: task K runs trial K on at most ``nodes`` x ``ranks_per_node`` ranks.
+    """Parameter sweep as a job array: task K runs trial K on at most ``nodes`` x ``ranks_per_node`` ranks.
 
     ``trial_ranks``: number of ranks of each trial. ``run_dir``: existing directory for results and logs.
     ``retry_failed``: repeat failed trials.
@@ -100,7 +100,7 @@ class SweepJob(ArrayJob):
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArrayJob(ArrayJob):
-    """Script as a job array: ``tasks`` tasks in subfolders of ``run_dir``. HPCDIST_TASK is the task number."""
+    """Script as a job array of ``tasks`` tasks in subfolders of ``run_dir``. $HPCDIST_TASK is the task number."""
 
     template: ClassVar[str] = "script_array.sbatch.j2"
     option: ClassVar[str] = "--tasks"
@@ -189,8 +189,8 @@ class ServersJob(BatchJob):
             raise UsageError("--server-partition is empty; give a name, or leave the option out")
         if self.spare_nodes or self.survive != "none":
             raise UsageError(
-                "with --server-nodes, --spare-nodes and --survive cannot replace lost nodes and ranks; use --restarts, "
-                "or leave --spare-nodes and --survive out"
+                "--spare-nodes and --survive are not supported in a job with --server-nodes; leave them out, or use "
+                "--restarts instead"
             )
         for argument in self.server_sbatch_args:
             # Same checks as for sbatch_args, but server nodes may have other features, memory and QOS.

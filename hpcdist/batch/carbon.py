@@ -43,7 +43,7 @@ _BEGIN: Final = {"slurm": "%Y-%m-%dT%H:%M:%S", "pbs": "%Y%m%d%H%M.%S"}  # format
 
 @dataclass(frozen=True)
 class CarbonForecast:
-    """Carbon intensity ``g_per_kwh[i]`` (gCO2/kWh) from ``times[i]`` to ``times[i + 1]``. Times have a zone."""
+    """Carbon intensity ``g_per_kwh[i]`` (gCO2/kWh) from ``times[i]`` to ``times[i + 1]``. Times have a time zone."""
 
     path: Path
     times: tuple[datetime, ...]
@@ -84,7 +84,7 @@ class CarbonForecast:
 
 
 def read_forecast(path: Path) -> CarbonForecast:
-    """Read a carbon forecast from a CSV file (see the module docstring). Raises ConfigurationError, StorageError."""
+    """Read a carbon forecast from a CSV file of times and intensities. Raises ConfigurationError, StorageError."""
     try:
         with io.StringIO(regular.read(path).decode("utf-8-sig"), newline="") as file:
             return _parsed(path, csv.reader(file, strict=True))
@@ -165,8 +165,8 @@ def _intensity(where: str, text: str) -> float:
 class CarbonWindow:
     """Best start time of a job: its UTC interval, and its mean carbon intensity.
 
-    ``now_g_per_kwh`` is the mean intensity for a start now. It is None if the forecast does not cover this interval;
-    ``why_not_now`` is then the reason.
+    ``now_g_per_kwh`` is the mean intensity if the job starts now. It is None if the forecast does not cover a job that
+    starts now; ``why_not_now`` is then the reason.
     """
 
     begin: datetime
@@ -194,10 +194,10 @@ class CarbonWindow:
 
 
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
-    """Return the time window of a job with the least mean carbon intensity, between ``now`` and ``deadline``.
+    """Return the time window for a job with the least mean carbon intensity, between ``now`` and ``deadline``.
 
-    Of equal means, the earliest is returned. ``now`` and ``deadline`` have a time zone. Raises UsageError if the
-    deadline is too soon, and ConfigurationError if the forecast does not cover the job.
+    If several windows have this mean, the earliest is returned. ``now`` and ``deadline`` have a time zone. Raises
+    UsageError if the deadline is too soon, and ConfigurationError if the forecast does not cover the job.
     """
     duration = timedelta(seconds=duration_s)
     if duration <= timedelta(0):
@@ -211,9 +211,10 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
     first, last = max(now, forecast.begin), min(deadline, forecast.end) - duration
     if first > last:
         raise ConfigurationError(
-            f"{forecast.path} covers {_time_text(forecast.begin)} to {_time_text(forecast.end)}, which has no time for "
-            f"a job of {_duration_text(duration)} between now, {_time_text(now)}, and the deadline, "
-            f"{_time_text(deadline)}; get a newer or longer forecast, or submit without --carbon"
+            f"a job of {_duration_text(duration)} must run between now, {_time_text(now)}, and the deadline, "
+            f"{_time_text(deadline)}, but the forecast {forecast.path} has no such time: it covers "
+            f"{_time_text(forecast.begin)} to {_time_text(forecast.end)}; get a newer or longer forecast, or submit "
+            "without --carbon"
         )
     ends = (moment for row in forecast.times for moment in (row, row - duration))
     begins = {first, last, *(moment for moment in ends if first <= moment <= last)}
@@ -230,7 +231,7 @@ def plan_begin(
 ) -> tuple[datetime, list[str]]:
     """Return the best start time of a job according to the forecast file ``path``, and lines of text to explain it.
 
-    For ``deadline_text`` see `deadline_of`. With the job's power ``power_w`` in W, the text reports the saved CO2.
+    ``deadline_text``: duration from ``now``, or ISO time. ``power_w``: power of the job, to report the saved CO2.
     Raises UsageError, ConfigurationError or StorageError.
     """
     if walltime_s is None:
@@ -277,7 +278,7 @@ def begin_text(begin: datetime, scheduler: str = "slurm") -> str:
     """Format the time ``begin`` in whole seconds for sbatch --begin ("slurm") or qsub -a ("pbs").
 
     The text is a local time (TZ). Raises ConfigurationError if this time occurs twice (clock change) and the command
-    would use the wrong one.
+    would use the wrong occurrence.
     """
     moment = begin.replace(microsecond=0)
     local = moment.astimezone()

@@ -68,7 +68,7 @@ _OWNED: Final = {
     "--signal": "use --signal-seconds",
     "--output": "the log of all starts is hpcdist-<job>.out",
     "--open-mode": "the log of all starts is hpcdist-<job>.out",
-    "--requeue": "it is requeued until all steps are done, except with --chain",
+    "--requeue": "the job is requeued until all steps are done, except with --chain",
     "--no-requeue": "use --chain, or a site profile with scheduler.requeue = false",
     "--chdir": "submit from that directory",
     "--test-only": "use --dry-run; submit always tests with Slurm first",
@@ -89,11 +89,11 @@ _OWNED_WITH_BEGIN: Final = {"--begin": "--carbon sets the start time"}
 class BatchJob:
     """Batch job that trains on ``nodes`` x ``ranks_per_node`` ranks.
 
-    - ``recipe``: text of a complete recipe, which every start trains in ``run_dir``.
-    - ``sweep``: text of a sweep file, instead of a recipe.
+    - ``recipe``: text of a complete recipe (training settings). Every start trains it in ``run_dir``.
+    - ``sweep``: text of a file with a parameter sweep, instead of a recipe.
     - ``program``: command line, instead of a recipe. ``program_keys``: its environment variables, as (name, value)
       pairs.
-    - ``walltime``: in Slurm's format (None: the partition's default).
+    - ``walltime``: time limit in Slurm's format (None: the partition's default).
     - ``mem``: memory per node in Slurm's format ("0": all).
     - ``signal_s``: the job saves and stops this number of seconds before its end.
     - ``restarts``: maximum number of restarts within the job. ``spare_nodes``: nodes that replace lost nodes.
@@ -235,7 +235,7 @@ class BatchJob:
 
 
 def walltime_s(text: str, option: str = "--time") -> int:
-    """Convert D-HH:MM:SS, HH:MM:SS or minutes to seconds. Raises UsageError. 10:00 is ambiguous and an error."""
+    """Convert D-HH:MM:SS, HH:MM:SS or minutes to seconds. The UsageError for other texts names ``option``."""
     match, seconds = _WALLTIME.fullmatch(text), 0
     if match is None:
         seconds = int(text) * 60 if re.fullmatch(r"\d{1,9}", text, re.ASCII) else 0
@@ -251,7 +251,7 @@ def walltime_s(text: str, option: str = "--time") -> int:
 
 
 def memory_mib(text: str, option: str = "--mem") -> float:
-    """Convert a memory size (number in MiB, or with suffix K, M, G or T) to MiB. Raises UsageError."""
+    """Convert a memory size, such as 4000 (MiB) or 200G, to MiB. The UsageError for other texts names ``option``."""
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r}: expected MiB, or a number with K, M, G or T; for example 4000 or 200G")

@@ -116,7 +116,7 @@ def read(run_dir: Path) -> list[LedgerEntry]:
 
 
 def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
-    """Group ledger entries by job id. Jobs are in the order of their first entries."""
+    """Return a dict from job id to the job with its ledger entries, in the order of the jobs' first entries."""
     entries_of: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         entries_of.setdefault(entry.job, []).append(entry)

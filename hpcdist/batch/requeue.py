@@ -32,7 +32,7 @@ class NewestCheckpoint(NamedTuple):
 
 
 class RequeueVerdict(NamedTuple):
-    """Decision whether to requeue a job: "again" or "stop" as ``word``, the reason, and the lost nodes."""
+    """Decision to requeue a job or not: ``word`` is "again" or "stop". ``lost`` lists the nodes that do not answer."""
 
     word: str
     reason: str
@@ -83,10 +83,10 @@ def decide(
 def fruitless_starts(
     entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
 ) -> list[ledger.LedgerEntry]:
-    """Return the starts since the checkpoint ``saved`` was written, the newest checkpoint of the run.
+    """Return the latest consecutive starts of a run that all resumed from its newest checkpoint, ``saved``.
 
-    ``entries`` are the recorded events of the run's jobs. The result has only starts from ``saved`` with the recipe of
-    hash ``digest``, and no starts of cancelled jobs.
+    ``entries`` are the recorded events of the run's jobs. ``digest`` is the hash of the recipe; a start with another
+    recipe ends the list. Starts of cancelled jobs do not count.
     """
     starts: list[ledger.LedgerEntry] = []
     entries = list(entries)

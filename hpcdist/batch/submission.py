@@ -165,7 +165,8 @@ def _check_blocks(templates: Templates, site: SiteProfile) -> None:
     for name in site.blocks:
         if name not in shipped:
             raise ConfigurationError(
-                f"[blocks] of the site {site.name!r}: no template has a block {name!r}; {suggestion(name, shipped)}"
+                f"[blocks] of the site {site.name!r}: no job script template has a Jinja block named {name!r}; "
+                f"{suggestion(name, shipped)}"
             )
 
 
@@ -241,7 +242,7 @@ def exclusive(run_dir: Path) -> Iterator[None]:
 
 
 def unfinished_states(run_dir: Path) -> Mapping[str, str]:
-    """Ask the scheduler and return the states of the waiting and running jobs of ``run_dir``, by job number."""
+    """Return a dict from job number to state, as the scheduler reports it, of the unfinished jobs of ``run_dir``."""
     from hpcdist.batch.schedulers import dispatch
 
     states = dispatch.states(job.id for job in ledger.jobs(ledger.read(run_dir)).values() if not job.is_ended)

@@ -61,7 +61,7 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        If that process may be dead, wait for a heartbeat, unless the keyword ``waits`` is False. The keyword
+        If the other process may be dead, wait for its heartbeat, unless the keyword ``waits`` is False. The keyword
         ``otherwise``: text of advice for the error message.
         """
         path = directory / LOCK_FILE
@@ -190,7 +190,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in the lock file ``path``, {} if invalid, or None if copied from another directory."""
+    """Return the JSON object in the lock file ``path``: {} if invalid, None if the file is a copy of another lock."""
     entry = regular.json_value(path, MAX_BYTES)
     if not isinstance(entry, dict):
         return {}

@@ -109,6 +109,7 @@ def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", moun
     """Return a plan to stripe ``directory`` for ``writers`` ranks that write ``nbytes`` bytes in total.
 
     ``options`` is the recipe key ``checkpoint.stripe``: "auto", "none", or options for the striping command.
+    ``mounts`` is the path of the mount table.
     """
     system = file_system(directory, mounts)
     if options == "none":

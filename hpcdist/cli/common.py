@@ -56,7 +56,7 @@ BYTE_SIZE: Final = Parsed("size", parse_bytes)  # 4096, 16K, 1M, 2G
 
 
 def check_plot(file: Path | None) -> None:
-    """Raise MissingCapabilityError, UsageError or StorageError if no plot can be saved as ``file``. None: no plot."""
+    """Raise MissingCapabilityError, UsageError or StorageError if no plot can be saved as ``file`` (None: skip)."""
     if file is not None:
         from hpcdist.reporting import plotting
 

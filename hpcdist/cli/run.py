@@ -147,8 +147,8 @@ def command(
 class _Launch:
     """Settings of one `hpcdist run`, for the first start of the job and for every restart.
 
-    ``script``: the job runs a user's script, not an hpcdist command. ``program``: command that runs hpcdist, or empty
-    for a script. ``typed``: command line of `hpcdist run`.
+    ``script``: the job runs a user's script, not an hpcdist command. ``program``: words that start hpcdist,
+    or empty for a script. ``typed``: command line of `hpcdist run`.
     """
 
     starter: launchers.Starter
@@ -289,7 +289,7 @@ def _check_starter(starter: launchers.Starter, options: Sequence[str], *, trains
 def _check(command: tuple[str, ...], energy: bool) -> bool:
     """Return True if ``command`` is a script or other program, False if it is an hpcdist command.
 
-    Raises UsageError for an unknown command, for the option --energy without a script, and in a rank of a job.
+    Raises UsageError for an unknown command, for --energy without a script, and if a launcher started this process.
     """
     rank_commands = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # `bench` of a sweep starts ranks itself; the other benchmarks run on ranks.

@@ -52,8 +52,7 @@ def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     - A number cannot change: use the return value. Python integers must fit in 64 bits; their sum is exact.
     - ``op``: "sum", "mean" (not for integer arrays), "max" or "min".
 
-    All ranks get the same bits. Raises UsageError for an invalid op, and BufferHandoverError for an unsupported dtype
-    or a read-only array.
+    All ranks get the same bits. Raises UsageError for an invalid op, and BufferHandoverError for an unsupported array.
     """
     where = communicator_of(comm)
     if isinstance(array, int | float):

@@ -203,7 +203,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return the allreduce ``function`` with the float keyword ``scale``, which multiplies the result. Local."""
+    """Return a version of the allreduce ``function`` whose float keyword ``scale`` multiplies the result. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 

@@ -35,14 +35,13 @@ _here = _Workspace()
 def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
     """Return a scratch buffer of ``size`` uninitialised elements, on the device of the array ``like``. Local.
 
-    The next call with the same ``name`` in this thread returns the same memory: buffers in use together need different
-    names.
+    Calls with the same ``name`` in one thread return the same memory, so buffers in use together need different names.
     """
     return scratch_in(_here.arrays, name, size, dtype, like)
 
 
 def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
-    """Return a scratch buffer on the device of ``like``. ``buffers`` keeps it under ``name``. Local."""
+    """Return the scratch buffer ``name`` in the dict ``buffers``, or add one on the device of ``like``. Local."""
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
     if key not in buffers or buffers[key].nbytes < nbytes:
@@ -102,8 +101,7 @@ def check_segment(segment_bytes: int) -> None:
 def cut_evenly(part: Range, itemsize: int, segment_bytes: int) -> list[Range]:
     """Split the range ``part`` into the fewest balanced ranges of about ``segment_bytes`` bytes, aligned to 64 bytes.
 
-    ``part`` counts elements of ``itemsize`` bytes. A result may be up to 64 bytes longer than ``segment_bytes``. An
-    empty ``part`` gives [].
+    ``part`` counts elements of ``itemsize`` bytes. A range may be up to 64 bytes longer than ``segment_bytes``.
     """
     count = -(-part.size * itemsize // segment_bytes)
     return [piece.shift(part.start) for piece in split(part.size, count, itemsize) if piece] if count else []

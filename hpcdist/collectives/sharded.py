@@ -144,7 +144,7 @@ def _columns(comm: Communicator) -> list[list[int]]:
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return the ranges to reduce within a node, one per local rank, and between nodes, one per node."""
+    """Return the ranges of a two-level reduction: one per local rank in a node, then one per node between nodes."""
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]
     joined = [a.stop == b.start for column in parts for a, b in zip(column, column[1:], strict=False)]
@@ -167,7 +167,7 @@ def _check_result(buffer: Array, share: Range, result: Array) -> None:
 
 
 class _Recorded:
-    """Context of a recorded collective: its end is recorded unless it fails on the way, so that a hang names it."""
+    """Context manager that records the end of a collective. After a failure, the end is missing in the records."""
 
     __slots__ = ("_comm", "_token")
 

@@ -30,7 +30,7 @@ _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS[
 
 
 def is_plain(buffer: Array) -> bool:
-    """Return True if MPI can use ``buffer`` without conversion or a copy in host memory. Local."""
+    """Return True if ``buffer`` is a 1-D contiguous writable numpy array of a dtype that MPI supports. Local."""
     return type(buffer) is np.ndarray and buffer.ndim == 1 and buffer.flags.carray and buffer.dtype in _KNOWN_TO_MPI
 
 
@@ -46,7 +46,7 @@ def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
 
 
 def check_reduction(buffer: Array, op: str) -> None:
-    """Raise UsageError for an unknown ``op``, or BufferHandoverError for 16-bit floats, which MPI sums badly. Local."""
+    """Raise UsageError for an unknown ``op``, or BufferHandoverError for 16-bit floats. Local."""
     if op not in REDUCTIONS:
         raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
     if is_16bit_float(np.dtype(buffer.dtype)):
@@ -92,8 +92,7 @@ def describe_call(
 ) -> CollectiveCall:
     """Return the description of a collective call, to compare it between ranks. ``buffer`` may be any object. Local.
 
-    ``reduction`` is "" for an operation that does not reduce. ``extra`` describes further arguments that must be
-    equal on all ranks.
+    ``reduction``: "" if the operation does not reduce. ``extra``: further arguments that must be equal on all ranks.
     """
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)

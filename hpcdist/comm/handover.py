@@ -42,7 +42,7 @@ class Handover:
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
         """Return an array with ``buffer``'s data that MPI can send. 16-bit floats appear as uint16.
 
-        It is a copy in host memory if MPI cannot read GPU memory in ``operation``, one of `OPERATIONS`.
+        The array is a copy in host memory if MPI cannot read GPU memory in ``operation``, one of `OPERATIONS`.
         """
         _check(buffer)
         if backend.is_device(buffer):

@@ -102,7 +102,7 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """Print an error only on rank 0 if all ranks raise an equal error. Local.
+        """From now on, if all ranks raise an equal error, let only rank 0 print the error. Local.
 
         If the job survives rank failures, an uncaught error due to a rank failure does not end the job.
         """
@@ -266,7 +266,7 @@ def end_alone(error: Exception) -> NoReturn:
 
 
 def outlives(comm: Communicator) -> bool:
-    """Return True if this job continues after a rank failure. Raises MissingCapabilityError without ULFM. Local."""
+    """Return True if the job must survive rank failures. Raises an error if it must, but MPI has no ULFM. Local."""
     mode = os.environ.get(exit_file.SURVIVE, "")
     if mode and not comm.supports("ulfm"):
         raise MissingCapabilityError(

@@ -60,8 +60,8 @@ _DOMAIN: Final = 0x636F6D70
 class RandomKey:
     """Key of a stream of random numbers. Every call of `Compressor.encode` needs another key.
 
-    ``tensor``: number that differs between the calls of a step on this rank. Pass ``rank`` 0 on every rank if all ranks
-    need equal streams.
+    ``tensor``: number that differs between the `encode` calls of one step on this rank. If all ranks need equal
+    streams, pass ``rank`` 0 on every rank.
     """
 
     seed: int
@@ -79,8 +79,8 @@ class RandomKey:
 class Compressor(ABC):
     """Base class of compressors, which encode n float32 values as a payload of ``payload_bytes(n)`` bytes.
 
-    If the attribute ``is_linear`` is True, float views of payloads (see `summable`) may be summed elementwise in
-    float32. The rounded sum decodes to the sum of the values. A biased compressor needs `ErrorFeedback`.
+    If the attribute ``is_linear`` is True, payloads may be summed elementwise as floats (see `summable`). The sum
+    decodes to the sum of the values, up to rounding. A biased compressor needs `ErrorFeedback`.
     """
 
     name: ClassVar[str]
@@ -180,7 +180,7 @@ class DenseCompressor(Compressor):
 
     @abstractmethod
     def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
-        """Write the decoded ``payload`` to ``out``. With ``factor``, add ``factor`` times the values instead."""
+        """Write the decoded ``payload`` to ``out``, or add ``factor`` times the values if ``factor`` is not None."""
 
 
 def align(offset_bytes: int) -> int:
@@ -199,9 +199,9 @@ _FLOAT32: Final = np.dtype(np.float32)
 class ErrorFeedback:
     """Compression errors (residuals) of this rank, which are added to later gradients.
 
-    ``parts``: ranges of the flat parameter vector ``layout`` with residuals (None: all elements). In a step, call
-    `encode` once for each range. Callers that compress values themselves call `compensate` instead. End the step with
-    `keep`, or with `rollback` if the step is skipped.
+    ``layout`` describes the flat parameter vector. ``parts``: its ranges that have residuals (None: all elements). In a
+    step, call `encode` once for each range, or `compensate` to compress the values yourself. End the step with `keep`,
+    or with `rollback` if the step is skipped.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class ErrorFeedback:
         self._open: list[Range] = []
 
     def encode(self, where: Range, gradient: Array, compressor: Compressor, payload: Array, key: RandomKey) -> None:
-        """Compress the sum of ``gradient`` and the residual of range ``where`` into ``payload``.
+        """Compress ``gradient`` plus the residual of the parameter range ``where`` into ``payload``.
 
         ``gradient`` has shape (where.size,). The compression error becomes the new residual of the range. ``key`` is
         the random stream of ``compressor``.
@@ -231,9 +231,9 @@ class ErrorFeedback:
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Add ``gradient`` in place to the residual of range ``where``. Return a view of the sum.
+        """Add ``gradient`` in place to the residual of the parameter range ``where``. Return a view of the sum.
 
-        The caller compresses the sum, and subtracts the decoded values from the view. The rest is the new residual.
+        The caller compresses the sum, and subtracts the decoded values from the view, which is then the new residual.
         """
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:

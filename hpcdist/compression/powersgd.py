@@ -49,7 +49,7 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
 
 
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
-    """Return the numbers of float32 values in a step's two allreduces: the sizes of the factors P and Q.
+    """Return the numbers of float32 values in a step's two allreduces (factors P and Q) for a tensor of ``shape``.
 
     If the tensor is sent uncompressed (see `rank_of`), the result is (size of the tensor, 0).
     """

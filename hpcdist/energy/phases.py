@@ -24,8 +24,8 @@ def configure(**keys: Any) -> None:
 
     The keywords are the keys of ``[energy]`` in a recipe. For example, ``configure(sources="declared",
     cpu_tdp_w=280.0)`` estimates the energy with a model. Environment variables of rank 0, such as
-    HPCDIST_SET__ENERGY__SOURCES, override the keywords. Raises UsageError if it is too late or a key is unknown, and
-    ConfigurationError for an invalid value.
+    HPCDIST_SET__ENERGY__SOURCES, override the keywords. Raises UsageError after the first `window` or for an unknown
+    key, and ConfigurationError for an invalid value.
     """
     if _monitors:
         raise UsageError("energy.configure must come before the first energy.window of a program")

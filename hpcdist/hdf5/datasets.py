@@ -43,9 +43,9 @@ def create(
     width: int = 0,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create table ``name`` with the columns ``described``. The first column is the HDF5 dimension scale of the rows.
+    """Create table ``name`` with the columns ``described``. The first column becomes the dimension scale of the rows.
 
-    The keyword ``second`` is the name of a dimension scale for the second dimension of 2-D columns, or "".
+    The keyword ``second`` names a dimension scale to create for the second dimension of 2-D columns; "": no scale.
     """
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
@@ -77,7 +77,7 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 
 
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Append ``rows``, arrays of equal length by column, to table ``name``. Enlarges 2-D columns for longer rows."""
+    """Append ``rows``, {column name: array}, to table ``name``. Columns of 2-D arrays get wider if necessary."""
     group = file[name]
     for column, dataset in columns(file, name).items():
         values = rows[column]
@@ -98,7 +98,7 @@ def _widen(scale: h5py.Dataset, width: int) -> None:
 
 
 def shorten(file: h5py.File, name: str, rows: int) -> None:
-    """Truncate all columns to ``rows`` rows. A killed writer may leave columns of unequal length."""
+    """Truncate all columns of table ``name`` to ``rows`` rows, or to the shortest column if it has fewer rows."""
     datasets = columns(file, name).values()
     for dataset in datasets:
         dataset.resize(min(rows, *(column.shape[0] for column in datasets)), axis=0)
@@ -116,7 +116,7 @@ def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, 
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return the datasets of the columns of table ``name``. Raises ValueError for a shape too large for the file."""
+    """Return {column name: dataset} of table ``name``. Raises ValueError if a dataset is too large for the file."""
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():
@@ -152,7 +152,7 @@ class DatasetMaker:
         self._text_in_memory = h5t.py_create(self._text)
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
-        """Create a dataset with allocated but unwritten elements. Return their first byte's offset in the file."""
+        """Create a dataset with allocated but unwritten elements. Return the byte offset of its data in the file."""
         dataset = h5d.create(
             self._file.id, name.encode(), self._type(dtype), self._space(shape), self._contiguous, self._links
         )
@@ -168,7 +168,7 @@ class DatasetMaker:
         fill: np.ndarray,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Create a virtual dataset that maps ``regions`` to other datasets. Missing elements equal ``fill``."""
+        """Create a virtual dataset composed of ``regions`` of other datasets. Missing elements read as ``fill``."""
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)
         for box, file, dataset, source_shape, source_box in regions:
@@ -228,7 +228,7 @@ FILTER_NAMES: Final = {
 def check_filters(dataset: h5py.Dataset) -> None:
     """Raise MissingCapabilityError, with a remedy, if a filter that ``dataset`` needs is missing.
 
-    Imports hdf5plugin, if it is installed. A filter is not needed if it was optional and unavailable to the writer.
+    Imports hdf5plugin, if it is installed. Optional filters that the writer of the file skipped are not needed.
     """
     if not _missing_filters(dataset):
         return

@@ -64,7 +64,7 @@ class Blocks(Protocol):
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
         """Yield all elements in row-major order as 1-D arrays. Each array is valid until the next one is yielded.
 
-        ``offset`` is the byte offset of the first element in the file, so that blocks can end at page boundaries.
+        ``offset``: byte offset of the first element in the file. An implementation can align blocks to file pages.
         """
 
 
@@ -122,7 +122,7 @@ def resolved(file: h5py.File, name: str) -> Any:
 
 
 def offset_in_file(dataset: h5py.Dataset) -> int | None:
-    """Return the byte offset of the elements of ``dataset`` in its file, or None if numpy cannot read them there."""
+    """Return the byte offset of the elements of ``dataset`` in its file, or None if they are no plain array there."""
     properties = dataset.id.get_create_plist()
     file = dataset.file
     plain = (
@@ -139,9 +139,9 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return {file: minimum size in bytes} for the files that store ``dataset``, and True if no file is missing in it.
+    """Return {file: minimum size in bytes} for the files that store ``dataset``, and True if this dict is complete.
 
-    Files are missing if a virtual dataset names them by a pattern, or if they need a special HDF5 driver. Raises
+    The dict lacks files that a virtual dataset names by a pattern, and files that need a special HDF5 driver. Raises
     StorageError for missing or truncated files and missing source datasets. Raises MissingCapabilityError for a missing
     filter.
     """
@@ -232,7 +232,7 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
 
 @contextmanager
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
-    """Open or create the file ``path`` for changes. At the end of the context all changes reach the disk, or none.
+    """Open or create the HDF5 file ``path``, as a context manager. At its end all changes reach the disk, or none.
 
     Raises StorageError if the disk is full or fails, and DamagedFileError if the file has another schema.
     """
@@ -267,7 +267,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise StorageError if no new file can be written at ``path``. Writes and removes a test file."""
+    """Raise StorageError if ``path`` exists or cannot be written. Writes and removes a test file."""
     path = Path(path)
     if path.exists():
         raise StorageError(f"{path}: exists already; remove the file, or choose another --output")
@@ -287,7 +287,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return ``array`` in a dtype of HDF5: bfloat16 as uint16 of equal bits. Contiguous arrays are not copied."""
+    """Return ``array`` with a dtype that HDF5 has: view bfloat16 as uint16. Contiguous arrays are not copied."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
@@ -309,8 +309,8 @@ def write_contiguous(
 
     - ``attributes``: root attributes, in addition to the keywords ``schema`` and ``version``.
     - ``dataset_attributes``: attributes of each dataset, by name.
-    - The keyword ``opens``: function that creates the file.
-    - The keyword ``outside``: hash object to update with the bytes of the file that belong to no dataset.
+    - The keyword ``opens``: function that creates the file ``path`` and returns its `Overlay`.
+    - The keyword ``outside``: hash object. It is updated with all bytes of the file outside the datasets.
     """
     path = Path(path)
     try:

@@ -48,7 +48,7 @@ def journal_of(path: Path) -> Path:
 def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
     """Return the redo journal of a commit that sets the file to ``size`` bytes and replaces ``pages``.
 
-    ``pages`` maps page numbers to new contents. ``before`` has the old contents, of which the journal stores hashes.
+    ``pages``: {page number: new content}. ``before``: {page number: old content}; the journal stores hashes of it.
     """
     numbers = sorted(pages)
     digests = [xxhash.xxh3_64_intdigest(before[number]) for number in numbers]
@@ -58,9 +58,9 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return the file size and {page number: contents} of an unfinished commit to ``path``, or None without a commit.
+    """Return the new file size and {page number: new content} of an unfinished commit to ``path``, or None.
 
-    A journal that is incomplete, or that does not match the pages of the file, is ignored.
+    The data comes from the file's journal. A journal that is incomplete, or does not match the file, is ignored.
     """
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
@@ -106,12 +106,12 @@ class Overlay(io.RawIOBase):
 
     @classmethod
     def created(cls, path: Path) -> Self:
-        """Create the file, which must not exist. Raises OSError."""
+        """Create the file ``path``, which must not exist, and return its `Overlay`. Raises OSError."""
         return cls(path, create=True)
 
     @classmethod
     def reading(cls, path: Path) -> Self:
-        """Open the file ``path`` for reading, with the changes of an unfinished commit. The disk stays unchanged."""
+        """Open the file ``path`` for reading. Changes of an unfinished commit are visible, but not written."""
         return cls(path, read_only=True)
 
     def _recover(self, read_only: bool) -> None:
@@ -241,7 +241,7 @@ class Overlay(io.RawIOBase):
         pwrite_all(self._fd, memoryview(self._pages[number])[: max(0, self._size - start)], start)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` at byte ``offset`` of the file on disk. Call `commit` before. Raises OSError."""
+        """Write ``data`` directly to the file at byte ``offset``. Call `commit` first. Raises OSError."""
         assert not self._pages, "commit first: pages in memory would overwrite this"
         pwrite_all(self._fd, data, offset)
         if data.nbytes >= BEGIN_BYTES:

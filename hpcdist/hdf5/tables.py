@@ -23,8 +23,8 @@ MAX_BLOCKS: Final = 1024  # each block costs a lookup in the file's chunk index
 class MetricsTable:
     """Table ``name`` of an HDF5 file. Rows are ordered by the first column, e.g. the step.
 
-    ``second``: name of the second dimension of 2-D columns.
-    ``remade``: True if appended rows replace existing rows of the same and later steps.
+    ``second``: name of the second dimension of 2-D columns. ``remade``: True if appending rows first deletes the
+    existing rows of the same and later steps.
     """
 
     name: str
@@ -33,15 +33,15 @@ class MetricsTable:
     remade: bool = False
 
     def create(self, file: h5py.File, width: int = 0, attributes: Mapping[str, Any] | None = None) -> None:
-        """Create the table in the open ``file``, if it is missing. ``width``: row length of 2-D columns. Local."""
+        """Create the table and its HDF5 ``attributes`` if ``file`` lacks it. ``width``: row length of 2-D columns."""
         if self.name not in file:
             datasets.create(file, self.name, self.columns, second=self.second, width=width, attributes=attributes)
 
     def append(self, file: h5py.File, /, **values: Any) -> None:
         """Append rows to the table in the open ``file``. Local. Does nothing for 0 rows.
 
-        Pass each column by name: an array with one element per row, of shape (rows, width) for a wide column, or one
-        value for all rows. Longer texts than the column allows are truncated.
+        Pass each column as a keyword: an array of shape (rows,), of shape (rows, width) for a wide column, or one value
+        for all rows. Texts that are too long for the column are truncated.
         """
         rows = {column.name: _array(values[column.name], np.dtype(column.dtype)) for column in self.columns}
         count = max((len(row) for row in rows.values() if row.ndim), default=1)
@@ -64,9 +64,9 @@ class MetricsTable:
 
 
 def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
-    """Select about ``most`` rows from a table with ``rows`` rows: return evenly spread row ranges (start, stop).
+    """Return evenly spread row ranges (start, stop) of a table of ``rows`` rows, with about ``most`` rows in total.
 
-    A range consists of whole chunks of ``chunk`` rows. The ranges include the first and the last chunk.
+    A range consists of whole HDF5 chunks, of ``chunk`` rows each. The first and the last chunk are included.
     """
     if rows <= most:
         return [(0, rows)] if rows else []
@@ -78,7 +78,7 @@ def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
 
 
 def read_spread(file: h5py.File, name: str, columns: Sequence[str], most: int) -> tuple[dict[str, np.ndarray], bool]:
-    """Return about ``most`` evenly spread rows of ``columns`` of table ``name``, and True if no row is left out."""
+    """Return {column: values} of about ``most`` evenly spread rows of table ``name``, and True if no row is missing."""
     if name not in file or not file[f"{name}/{columns[0]}"].shape[0]:
         return {}, True
     datasets_of = {column: file[f"{name}/{column}"] for column in columns}

@@ -23,10 +23,10 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Dataset of another file that fills some elements of a virtual dataset.
+    """Dataset in another file that supplies a range of elements to a virtual dataset.
 
-    ``box``: the virtual dataset's region with these elements, a (start, stop) per dimension. ``flat``: (start, stop) of
-    the elements in row-major order of the region.
+    ``box``: region of the virtual dataset, as one (start, stop) per dimension. ``flat``: (start, stop) of the supplied
+    elements, counted in row-major order within this region.
     """
 
     file: str  # relative to the directory of the virtual dataset's file
@@ -47,9 +47,9 @@ class VirtualDataset:
 
 
 def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield, in order, boxes that together cover the elements ``start`` to ``stop`` of an array of shape ``extent``.
+    """Yield boxes that together cover the elements [start, stop) of an array of shape ``extent``, in ascending order.
 
-    Elements are in row-major order. A box has a (start, stop) per dimension.
+    Elements are counted in row-major order. A box is a tuple with one (start, stop) per dimension.
     """
     if start >= stop:
         return
@@ -78,9 +78,9 @@ def write(
     schema: str,
     version: int,
 ) -> None:
-    """Write virtual datasets (``wholes``, by name) and file ``attributes`` to a new file ``path``, and fsync it.
+    """Write the virtual datasets ``wholes``, {name: `VirtualDataset`}, to a new HDF5 file ``path``, and fsync it.
 
-    After a StorageError, there is no file.
+    ``attributes``: root attributes of the file. If writing fails, the file is deleted and StorageError is raised.
     """
     path = Path(path)
     try:

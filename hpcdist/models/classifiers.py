@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x converted to ``dtype``, in memory from ``saved``. Integers are divided by their type's maximum."""
+    """Return x converted to ``dtype``, as an array of ``saved``. Integers are divided by their type's maximum."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -130,7 +130,7 @@ class Convolution(DeclaredStage):
         return samples, *self.picture
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw weights by He et al. 2015, with the generator ``rng_of(spec)`` of each. Norm scales are 1, biases 0."""
+        """Draw each weight with its random generator ``rng_of(spec)`` (He et al. 2015). Norm scales are 1, biases 0."""
         for spec in self._specs:
             if spec.adapted:
                 draw_normal(parameters, spec, rng_of, math.sqrt(2.0 * spec.shape[0] / spec.size))
@@ -138,7 +138,7 @@ class Convolution(DeclaredStage):
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of this convolution layer. It and x have the shape (batch, height, width, channels).
+        """Return the layer's output. x and the output have the shape (batch, height, width, channels).
 
         The first layer also accepts integers, and x of shape (batch, height * width * channels). Raises UsageError for
         pictures of another size.

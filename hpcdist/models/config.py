@@ -147,7 +147,7 @@ def speed_unit(kind: str, tokens_per_sample: float) -> str:
 
 
 def loss_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of losses: "nats", or "" if unknown, as for a user's model with one label per sample."""
+    """Return the unit of the loss: "nats", or "" if unknown: for a user's model with one target per sample."""
     return "" if kind in FOREIGN and speed_unit(kind, tokens_per_sample) == "samples" else "nats"
 
 

@@ -64,10 +64,10 @@ class Scratch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCounts:
-    """Number of parameters of one stage, and its FLOPs and elements of activation memory per sample.
+    """Parameters of one model stage, and its FLOPs and activation memory (in elements) per sample.
 
-    ``kept``: arrays kept for the backward pass, in the order of allocation. ``scratch``: {name of a scratch array:
-    size}. Scratch arrays of equal names in several stages use the same memory.
+    ``kept``: arrays kept for the backward pass, in the order of allocation. ``scratch``: {name: `Scratch`}. Scratch
+    arrays of the same name in several stages use the same memory.
     """
 
     parameters: int
@@ -83,7 +83,7 @@ class UnitCounts:
 
     @property
     def backward(self) -> int:
-        """FLOPs of the backward pass per sample. Attention has four matrix products here, two in the forward."""
+        """FLOPs of the backward pass per sample. Attention counts twice as much as in the forward pass."""
         return (1 if self.first else 2) * self.linear + 2 * self.attention
 
 
@@ -107,7 +107,7 @@ class DocumentPairs(NamedTuple):
 
 
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer's embedding stage."""
+    """Return the `UnitCounts` (FLOPs, parameters and memory) of a transformer's embedding stage."""
     wide = context * config.hidden
     return UnitCounts(
         parameters=config.vocabulary * config.hidden + (wide if config.positions == "learned" else 0),
@@ -117,7 +117,7 @@ def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def head_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer's head, including the loss."""
+    """Return the `UnitCounts` (FLOPs, parameters and memory) of a transformer's head, including the loss."""
     wide, matrix = context * config.hidden, config.vocabulary * config.hidden
     rows = norm_statistics(config)
     return UnitCounts(
@@ -134,7 +134,7 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a transformer block, for samples of ``context`` tokens.
+    """Return the `UnitCounts` (FLOPs, parameters and memory) of a transformer block, for ``context`` tokens.
 
     ``documents`` describes packed samples: the mean number of query-key pairs. None: samples are not packed.
     """
@@ -240,7 +240,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return the number of statistics, and of parameter tensors, of a norm: 1 for "rms", else 2."""
+    """Return 1 for an "rms" norm, else 2: its number of statistics per row, and also of parameter tensors."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -249,7 +249,7 @@ def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
 
 
 def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
-    """Return FLOPs, parameters and memory of an mlp layer, including its activation or (last layer) the loss."""
+    """Return the `UnitCounts` (FLOPs, parameters and memory) of an mlp layer and its activation or, if last, loss."""
     return UnitCounts(
         parameters=(inputs + 1) * outputs,
         linear=2 * inputs * outputs,
@@ -262,9 +262,9 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convolution and the norm after it.
+    """Return the `UnitCounts` (FLOPs, parameters and memory) of a convolution and the norm after it.
 
-    ``before`` and ``after`` are shapes (height, width, channels). ``statistics``: 1 for an "rms" norm, else 2.
+    ``before``, ``after``: input and output (height, width, channels). ``statistics``: result of `norm_statistics`.
     """
     pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
     row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
@@ -284,7 +284,7 @@ def convolution_counts(
 
 
 def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
-    """Return FLOPs, parameters and memory of a convnet's head and loss, for an input of shape ``picture``."""
+    """Return the `UnitCounts` (FLOPs, parameters, memory) of a convnet's head and loss. ``picture``: input shape."""
     channels = picture[2]
     return UnitCounts(
         parameters=(channels + 1) * classes,
@@ -376,7 +376,7 @@ class InputSizes(TypedDict, total=False):
 
 
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
-    """Return parameters, FLOPs and memory of the model ``config``, for a sample of the given size.
+    """Return the `Counts` (parameters, FLOPs and memory) of the model that ``config`` describes.
 
     The keyword ``context`` is the number of tokens of a text sample. For other data, pass other fields of `InputSizes`.
     """

@@ -56,7 +56,7 @@ class Documents:
         return int(self.whole.max(initial=0)) + 1
 
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-        """Return the row range [first, end) of each document in this rank's tokens of sample number ``sample``.
+        """Return this rank's range of rows [first, end) for each document of sample number ``sample``.
 
         A document without tokens on this rank has an empty range. ``pieces`` lists the token ranges on this rank, each
         as (first row, end row, position of the first token in the sample).
@@ -66,7 +66,7 @@ class Documents:
 
     @cached_property
     def ranges(self) -> Array:
-        """Position range [first, end) of each token's document: an int64 array of shape (samples, context, 2)."""
+        """For each token, the range [first, end) of its document in the sample: int64 (samples, context, 2)."""
         ranges = np.empty((*self.whole.shape, 2), np.int64)
         for row, borders in zip(ranges, self.borders, strict=True):
             sizes = np.diff(borders)
@@ -79,9 +79,9 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 
 
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
-    """Return this rank's tokens of the micro-batch ``x``, and `Documents` if ``x`` is `PackedTokens`, else None.
+    """Return this rank's tokens of the micro-batch ``x``, and their `Documents`, or None if ``x`` is not packed.
 
-    ``cut(array)`` returns this rank's tokens of an array of shape (samples, context). Raises DataError if a packed
+    ``cut(array)`` returns this rank's columns of an array of shape (samples, context). Raises DataError if a packed
     sample starts inside a document.
     """
     if not isinstance(x, PackedTokens):

@@ -43,10 +43,10 @@ LOCAL: Final = Operations(
 
 
 class SkipConnections:
-    """Outputs and gradients of a micro-batch's skip connections, given as ``pairs`` (stage, later stage). Local.
+    """Skip connections of a micro-batch: outputs of stages for later stages, and their gradients. Local.
 
-    In the `hpcdist.models.stage.Saved` of the later stage, "skip.INDEX" is the output of stage INDEX, and
-    "skip.INDEX.gradient" is its gradient.
+    ``pairs``: (stage number, number of the later stage). In the `hpcdist.models.stage.Saved` of the later stage,
+    "skip.N" is the output of stage number N, and "skip.N.gradient" is the gradient of this output.
     """
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -58,22 +58,22 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Before the forward pass of stage number ``unit``, put its inputs from skip connections into ``saved``."""
+        """Put the inputs of stage number ``unit`` from skip connections into ``saved``, before its forward pass."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
     def leave(self, unit: int, y: Array, *, copy: bool = False) -> None:
-        """Store the output ``y`` of stage ``unit`` for later stages. The keyword ``copy``: True to store a copy."""
+        """Store the output ``y`` of stage number ``unit`` for later stages. The keyword ``copy``: store a copy of y."""
         if unit in self._sources:
             self._values[unit] = y.copy() if copy else y
 
     def send_back(self, unit: int, saved: Saved) -> None:
-        """Copy the gradients for earlier stages from ``saved``, after the backward pass of stage number ``unit``."""
+        """After the backward pass of stage number ``unit``, copy its gradients for earlier stages from ``saved``."""
         for source in self._into.get(unit, ()):
             self._gradients[source].append(saved[f"skip.{source}.gradient"].copy())
 
     def add(self, unit: int, dy: Array) -> Array:
-        """Add the gradients from later stages to ``dy``, the output gradient of stage ``unit``. Return ``dy``."""
+        """Add the gradients that `send_back` stored for stage number ``unit`` to its output gradient dy. Return dy."""
         for gradient in reversed(self._gradients.pop(unit, [])):
             dy += gradient
         return dy
@@ -142,8 +142,8 @@ class Model:
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
         """Return views of stage ``unit``'s gradients. ``store_of(layer)`` returns the gradient store of a layer.
 
-        ``written``: keys of tensors with a gradient from this step, to which later gradients are added. Pass the same
-        set for all stages of a rank.
+        ``written``: a set that will hold the keys of the tensors whose gradients have been written in this step. Pass
+        the same set for all stages of a rank.
         """
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
@@ -221,13 +221,13 @@ class Model:
             saved.release()
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return a copy of the logits without saving activations for a backward pass, as for text generation."""
+        """Return a copy of the logits for the input x. Save no activations for a backward pass."""
         return self.outputs(parameters, x, arena, self.operations)
 
     def outputs(self, parameters: Sequence[Parameters], x: Array, arena: Arena, operations: Operations) -> Array:
-        """Run all stages with ``operations``, without a backward pass. Return a copy of the last stage's output.
+        """Run the forward pass of all stages with ``operations``. Return a copy of the last stage's output.
 
-        The memory of a stage is freed after the next stage has run.
+        There can be no backward pass: the activations of a stage are freed after the next stage has run.
         """
         before: Saved | None = None
         skips = SkipConnections(self.skips)
@@ -291,7 +291,7 @@ class Loss:
 class BoundGradients:
     """Gradients of one stage as views of a gradient store. It implements `hpcdist.models.stage.Gradients`.
 
-    For a tied tensor, the view is of the gradient in the layer that owns the tensor.
+    The gradient of a tied tensor is a view of the gradient store of the layer that owns the tensor.
     """
 
     def __init__(self, stage: Stage, views: Parameters, written: set[str]) -> None:

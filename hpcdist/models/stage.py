@@ -27,7 +27,7 @@ StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
 class Draw:
     """Values that determine the dropout masks of a micro-batch: seed, step, and index of its first sample in the batch.
 
-    ``words``: ``first_sample`` and ``step`` in an int64 GPU array of shape (2,), which CUDA graphs read.
+    ``words``: int64 GPU array (first sample, step). Kernels in CUDA graphs read both values from this array.
     """
 
     seed: int
@@ -71,7 +71,7 @@ class Saved(Protocol):
         """Return an uninitialised array. The next call with the same ``name``, by any stage, reuses this memory."""
 
     def within(self) -> "Saved":
-        """Return another, empty `Saved` object for the same stage, which the caller must release."""
+        """Return a new, empty `Saved` object for the same stage and micro-batch. The caller must release it."""
 
     def owns(self, array: Array) -> bool:
         """Return True if ``array`` is in memory that the method `empty` of this object returned."""
@@ -162,7 +162,7 @@ class NormOperation(Protocol):
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Return the input gradient in scratch memory. If ``residual`` is an array, add to it and return it."""
+        """Return the input gradient in scratch memory, or add it to the array ``residual`` and return ``residual``."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -256,13 +256,13 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the backward pass for the output gradient dy. Return a function that finishes it and returns dx.
 
-        `Gradients.into` decides if the parameter gradients are written or added.
+        Parameter gradients overwrite the arrays of ``gradients``, or are added, as `Gradients.into` determines.
         """
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of a model. Layers of ``linear_column`` are sharded by outputs, of ``linear_row`` by inputs."""
+    """Operations of a model. Tensor parallelism shards ``linear_column`` by outputs and ``linear_row`` by inputs."""
 
     linear_column: LinearOperation
     linear_row: LinearOperation
@@ -308,7 +308,7 @@ class Stage(Protocol):
 
 
 class MixedStage(Stage, Protocol):
-    """Stage with experts. If experts are divided over ranks, all ranks must compute together, even without samples."""
+    """Stage with experts. If ranks have different experts, a rank without samples must call the `attend` methods."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
         """Call the collectives of `forward` on a rank that has no samples. Collective."""
@@ -409,7 +409,7 @@ IGNORED: Final = -1  # target without loss and gradient
 
 
 def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> None:
-    """Raise DataError, naming ``what``, if a token on the host is outside [0, count).
+    """Raise DataError if a token is outside [0, count). ``what``: word for a token in the error message.
 
     The keyword ``ignored`` also allows the token IGNORED. GPU tokens are not checked, to avoid a synchronisation.
     """

@@ -110,7 +110,7 @@ class TransformerBlock(DeclaredStage):
         super().__init__(layer, specs, (context, hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw weights from the streams ``rng_of``, smaller if they write to the residual stream. Norm scales are 1."""
+        """Draw each weight from ``rng_of(spec)``, smaller if it adds to the residual stream. Norm scales are 1."""
         for spec in self._specs:
             if spec.name.endswith(".weight"):
                 residual = spec.name.endswith(("projection.weight", "down.weight"))
@@ -132,7 +132,7 @@ class TransformerBlock(DeclaredStage):
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
-        """Compute the parameter gradients. Add the input gradient of each branch to dy in place, and return dy."""
+        """Compute the parameter gradients. Overwrite dy with the gradient of the block's input, and return dy."""
         branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
         d = self._feed_forward_backward(parameters, gradients, branch, operations, saved)
         dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)

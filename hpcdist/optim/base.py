@@ -30,8 +30,8 @@ Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, 
 class SegmentWise(ABC):
     """Base class of optimizers for ``parts``, the ranges of the flat parameter vector that this rank owns. Local.
 
-    An update calls `direction`, then `apply`. If ``needs_norms`` is true, `apply` needs the `partial_norms`, summed
-    over the ranks. ``slots`` maps names to optimizer state, in the dtype of the master weights.
+    For an update, call `direction`, then `apply`. If ``needs_norms`` is true, sum the `partial_norms` over the ranks
+    and pass them to `apply`. ``slots`` maps names to optimizer state, in the dtype of the master weights.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()
@@ -160,9 +160,9 @@ class SegmentWise(ABC):
 
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
-    """Return the parameter group of each tensor of ``layout``, by tensor name. Local.
+    """Return {tensor name: parameter group} for the tensors of ``layout`` that belong to a group. Local.
 
-    Tensors that are in no group of ``config`` are left out. Raises ConfigurationError if a group has no tensor.
+    A tensor belongs to the first group of ``config`` that matches. Raises ConfigurationError if a group has no tensor.
     """
     groups = config.parsed_groups
     group_of: dict[str, ParameterGroup] = {}
@@ -194,11 +194,11 @@ class ElementWise(SegmentWise):
     _before = False
 
     def direct_before(self) -> None:
-        """From now on, let `direction` compute the update directions, because the weights change before `apply`."""
+        """From now on, compute update directions in `direction`, not in `apply`: the weights may change in between."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Store ``scale`` for `apply`. After a call of `direct_before`, write the direction to ``gradient``."""
+        """Store ``scale`` for `apply`. After a call of `direct_before`, overwrite ``gradient`` with the direction."""
         self._scale = scale
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "direct_before needs gradients in the master dtype"
@@ -348,9 +348,9 @@ class LayerWise(SegmentWise):
         scale: float,
         tensors: kernels.TensorOptions,
     ) -> None:
-        """Write the update directions of the flat range ``where`` to the GPU array ``step``.
+        """Write the update directions of all tensors in the flat range ``where`` to the GPU array ``step``.
 
-        The mean gradient is ``scale * gradient``. Add the squared norms of tensors to ``partial``.
+        The mean gradient is ``scale * gradient``. Add the squares of weights and directions to ``partial``.
         """
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:

@@ -79,9 +79,9 @@ class OptimizerConfig:
         warmup_steps: Number of updates in which the rate rises linearly to the peak; or set ``warmup_samples``.
         decay: Shape of the decay to ``final_fraction`` of the peak at the last step; ``power`` is for "polynomial".
         momentum: For sgd and lars. ``nesterov`` is for sgd, ``momentum_correction`` and ``trust_coefficient`` for lars.
-        beta1: For adamw and lamb. ``beta2`` and ``bias_correction`` also.
+        beta1: For adamw and lamb, like ``beta2`` and ``bias_correction``.
         weight_decay: For matrices only.
-        trust_ratio_min: For lamb. ``trust_ratio_max`` also. 0: no bound.
+        trust_ratio_min: Lower bound of lamb's trust ratio. ``trust_ratio_max``: upper bound. 0: no bound.
         groups: Name patterns ``LAYER.NAME``, a colon, and ``weight_decay=``, ``rate_factor=`` or both. The first match
             counts.
     """

@@ -72,7 +72,7 @@ class Norms:
 
 
 class GpuNorms:
-    """Sums of squares of weights and update directions, as in `Norms`, on a GPU.
+    """Sums of squares of each tensor's weights and update directions, on a GPU.
 
     GPU kernels add the squares to the attribute ``partial``.
     """
@@ -88,7 +88,7 @@ class GpuNorms:
 
 
 class ExactNorms:
-    """Exact sums of squares as in `Norms`, on the host. The sums are integers; `exact.rounded` converts them."""
+    """Exact sums of squares of each tensor's weights and update directions: integers that `exact.rounded` converts."""
 
     def __init__(self, count: int) -> None:
         self._sums = exact.zeros(count, 2)
@@ -113,8 +113,8 @@ def sum_of_squares(
 ) -> float:
     """Return the float64 sum of squares of ``store`` in the flat ranges ``parts`` (None: all), without padding.
 
-    The sum is NaN if the further ranges ``watched`` contain a NaN or infinity. Their squares are not added. On a GPU,
-    the host waits once for the result.
+    ``watched``: further ranges, only checked: if they contain a NaN or infinity, the result is NaN. On a GPU, the host
+    waits once for the result.
     """
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)

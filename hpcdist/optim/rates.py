@@ -186,8 +186,8 @@ RULES: Final[dict[Scaling, Callable[[float], float]]] = {
 class StagedOptimizerConfig(OptimizerConfig):
     """Optimizer settings from `resolve_rate` for a training whose batch size grows in stages.
 
-    The learning rate is for the final batch size. ``rule`` scales it for earlier sizes. ``ramp_samples``: length of the
-    learning-rate warm-up in samples, or 0 if it is given in updates.
+    The learning rate is for the final batch size. The scaling rule ``rule`` adapts it to earlier sizes.
+    ``ramp_samples``: length of the learning-rate warm-up in samples, or 0 if ``warmup_steps`` sets it.
     """
 
     batches: BatchSchedule
@@ -195,7 +195,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return the factor by which the batch size scales the learning rate at ``update`` (1: first update)."""
+        """Return the factor of the learning rate for the batch size at update number ``update``, counted from 1."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
@@ -206,10 +206,10 @@ class StagedOptimizerConfig(OptimizerConfig):
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return a copy of ``config`` with the learning rate scaled to the batch size, and the warm-up in updates. Local.
+    """Return a copy of ``config`` with its learning rate scaled to the batch size, and its warm-up in updates. Local.
 
-    The highest rate is scaled from ``config.base_batch`` to ``batches.final`` samples per step. If the batch size grows
-    in stages, the result is a `StagedOptimizerConfig`.
+    The peak rate is scaled from ``config.base_batch`` to ``batches.final`` samples per step. If the batch size grows in
+    stages, the result is a `StagedOptimizerConfig`.
     """
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
@@ -222,9 +222,9 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 
 
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
-    """Return a log text on batch growth, learning rate scaling and warm-up in a run. Local.
+    """Return a text for the log that describes batch growth, learning rate scaling and warm-up in samples. Local.
 
-    ``batches``: batch schedule of the run. The result is "" without growth, scaling and warm-up in samples.
+    ``batches``: batch schedule of the run. The result is "" if a run has none of the three.
     """
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:

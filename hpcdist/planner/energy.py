@@ -32,7 +32,7 @@ ASSUMED: Final = (
 
 
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
-    """Return the energy of a step in joules, by consumer: devices, hosts, network and cooling of all nodes.
+    """Return the energy of a training step on all nodes, in joules: of devices, hosts, network and cooling.
 
     ``timing``: seconds of each phase. ``peak_share``: fraction of the peak FLOP rate that computing devices reach. The
     result's attribute ``device_w`` is the mean power of a device that is not a parameter server.
@@ -96,7 +96,7 @@ def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
 
 
 def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
-    """Return warnings on energy terms that are assumed, or left out because ``cluster`` gives no power for them."""
+    """Return warnings about energy terms that are left out because ``cluster`` has no power for them, or assumed."""
     terms = (
         (cluster.device.peak_w, "the power of a device is unknown: its energy is left out"),
         (cluster.node.host_w, "the power of a host is unknown: its energy is left out"),

@@ -17,7 +17,7 @@ class MemoryEstimate:
     """Memory use of the device with the highest use, in bytes.
 
     ``terms``: bytes of "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved".
-    ``rule``: formula for the bytes of model states per parameter, as text. ``stage``: pipeline rank of the device.
+    ``rule``: text with the formula for the bytes of model states per parameter. ``stage``: pipeline rank of the device.
     """
 
     terms: Mapping[str, float]
@@ -32,7 +32,7 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the total fits into the device memory."""
+        """Whether the total memory use fits into the device memory."""
         return self.bytes <= self.limit_bytes
 
     @property

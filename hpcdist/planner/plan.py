@@ -53,12 +53,12 @@ def plan(
 ) -> PlanEstimate:
     """Return the time, memory and energy estimate of ``steps`` steps of ``global_batch`` samples. Local.
 
-    The caller must check that the layout is possible, with `hpcdist.planner.limits.checks`. The estimate may exceed the
-    memory. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
+    The caller must check that the layout is possible, with `hpcdist.planner.limits.checks`. The memory estimate may
+    exceed the device memory. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
 
     Keywords:
         simulate: Simulate the pipeline schedule instead of using a closed formula.
-        limit_bytes: Memory limit for larger gradient buckets, which save time; 0 means the device memory.
+        limit_bytes: Memory limit of a device, in bytes. Gradient buckets grow up to this limit. 0: the device memory.
         flow: Micro-batch times of this layout, if the caller has computed them already.
     """
     footprint = memory(description, layout, cluster, global_batch)
@@ -112,7 +112,7 @@ def _corrected(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster) ->
 
 
 def least_s(work_: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the step time in s at the MFU limit `Cluster.most_mfu`, or 0 without a limit. ``work_``: step FLOPs."""
+    """Return the lowest possible step time in s for the MFU limit `Cluster.most_mfu`, or 0 without such a limit."""
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
@@ -136,7 +136,10 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
 
 
 def peak_share(work_: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
-    """Return the fraction of the peak FLOP rate that the devices reach while computing. ``work_``: FLOPs. Local."""
+    """Return the fraction of the peak FLOP rate that the devices reach while they compute, from 0 to 1. Local.
+
+    ``work_``: FLOPs of a step. ``times``: step time by phase. ``peak_flops``: peak FLOP/s of all devices together.
+    """
     computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
     return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
 
@@ -206,7 +209,7 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if the planner's times are known to be too short: ZeRO-3 replicas on an uncalibrated cluster."""
+    """Return True for ZeRO-3 on an uncalibrated cluster. The planner's times are then known to be too short."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 

@@ -58,9 +58,9 @@ def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool 
 
 
 def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
-    """Replace the file ``path`` atomically. Raises StorageError whose message ends with ``cure``.
+    """Replace the file ``path`` by ``content`` atomically. Raises StorageError, with the advice ``cure``.
 
-    If ``parents`` is True, first create the directory of ``path``.
+    If the keyword ``parents`` is True, first create the directory of ``path``.
     """
     try:
         if parents:
@@ -89,7 +89,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Create the directory ``path`` and its parents. Replace ``path`` if it is a symbolic link. Raises OSError."""
+    """Create the directory ``path`` and its parents; first remove ``path`` if it is a symbolic link. Raises OSError."""
     if path.is_symlink():
         with suppress(FileNotFoundError, IsADirectoryError):  # another process has replaced it
             path.unlink()
@@ -99,7 +99,7 @@ def own_directory(path: Path) -> None:
 def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
     """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
 
-    ``of``: remove only temporary files for this file name. Pass ``older_s=0`` only if no other process writes there.
+    ``of``: only remove temporary files of the file with this name. Do not pass ``older_s=0`` if other processes write.
     """
     prefix = f".{of}." if of else "."
     with suppress(OSError):

@@ -115,7 +115,7 @@ def label_rows(axes: Any, rows: Sequence[str], most: int | None = None) -> None:
 
 
 def kind_handles(kinds: Iterable[str], styles: Mapping[str, GanttStyle], meanings: Mapping[str, str]) -> list[Any]:
-    """Return one legend handle for each kind of bar in ``kinds``, labelled with its text in ``meanings``."""
+    """Return one legend handle per kind of bar in ``kinds``. ``meanings``: dict from kind to legend text."""
     from matplotlib.patches import Patch
 
     return [Patch(facecolor=styles[kind].colour, label=meanings.get(kind, kind)) for kind in kinds]

@@ -42,10 +42,10 @@ def is_damage(error: BaseException) -> bool:
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the file ``path`` if ``error``, raised while reading it, shows that it is damaged.
+    """Rename the file ``path`` if ``error``, raised while reading the file, shows that the file is damaged.
 
-    Return True if the file is damaged, and the end of the caller's warning, such as "; it is now NAME". After
-    True, the caller may write a new ``path``.
+    Return a pair (is damaged, text). The text, such as "; it is now NAME", continues the caller's warning. If the file
+    was damaged, the caller may write a new file to ``path``.
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
@@ -57,8 +57,8 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
     """Convert errors of a ``with`` block that reads the file ``path`` to DamagedFileError.
 
-    Errors of the operating system, such as a missing permission, become StorageError. ``what``: text after the path in
-    the message.
+    Errors of the operating system, such as a missing permission, become StorageError. ``what``: predicate of the
+    message, "<path>: <what>: ...".
     """
     try:
         yield

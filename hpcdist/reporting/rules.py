@@ -33,8 +33,9 @@ def written(value: Any) -> str:
 class Condition:
     """Condition of a `Rule` on the value of a configuration key.
 
-    ``cure(key, value)`` returns the setting that the error message proposes, such as "run.steps = 1". ``sign`` and
-    ``values`` are an operator, such as ">", and its operands. ``sign`` is None without an operator.
+    ``matches(value)``: True if the value satisfies the condition. ``cure(key, value)``: the setting that the error
+    message proposes, such as "run.steps = 1". ``sign``: operator of the condition, such as ">", or None. ``values``:
+    operands of the operator.
     """
 
     matches: Callable[[Any], object]
@@ -65,7 +66,7 @@ class Rule:
     relation: Callable[..., object] | None = None
 
     def refusal(self, values: Values) -> str:
-        """Return the error message if ``values``, which must have all keys of this rule, break it, else ""."""
+        """Return the error message if ``values`` break this rule, else "". ``values`` must have the rule's keys."""
         for conditions in (self.conditions, self.given):
             for key, condition in conditions.items():  # no generator: a search evaluates this thousands of times
                 if not condition.matches(values[key]):

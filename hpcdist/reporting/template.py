@@ -44,7 +44,7 @@ def templates(
 
 
 def extended(existing: Templates, name: str, base: str, text: str) -> Templates:
-    """Return ``existing`` plus a template ``name``: the template ``base`` with its blocks replaced by ``text``."""
+    """Return ``existing`` plus a template ``name``, which extends ``base`` by the Jinja blocks in ``text``."""
     assert existing.loader is not None
     over = jinja2.DictLoader({name: f'{{% extends "{base}" %}}\n{text}'})
     return existing.overlay(loader=jinja2.ChoiceLoader([over, existing.loader]))

@@ -30,7 +30,7 @@ def counted(number: int, what: str) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Format ``nbytes`` as text in the largest binary unit that does not exceed this number."""
+    """Format a number of bytes in the largest binary unit that fits, such as "1.5 GiB"."""
     for name, unit in (("GiB", UNITS["G"]), ("MiB", UNITS["M"]), ("KiB", UNITS["K"])):
         if nbytes >= unit:
             return f"{nbytes / unit:.1f} {name}"

@@ -142,7 +142,7 @@ def operations(
     """Return this rank's operations for one step. Local.
 
     ``copies``: tied tensors that several pipeline ranks hold. ``parallel``: recipe section [parallel]. ``schedule``:
-    forward and backward passes of every pipeline rank, by default of the schedule ``parallel.order``.
+    forward and backward passes of every pipeline rank. By default, ``parallel.order`` names the schedule.
     """
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:

@@ -113,7 +113,7 @@ class ParallelConfig:
       tokens outside matrix products.
     - ``context``: number of ranks that divide the tokens of each sample.
     - ``expert``: number of consecutive replicas that divide the experts of each block.
-    - ``partition``: what to minimise on the slowest pipeline rank: parameters, FLOPs or measured time.
+    - ``partition``: quantity to minimise on the slowest pipeline rank: parameters, FLOPs or measured time.
     - ``stage_units``: number of layers, with embedding and head, in each chunk.
     - ``stage_memory_bytes``: one memory limit for all ranks or one per rank; 0: no limit.
     """

@@ -73,8 +73,8 @@ class Anomalies:
         """Return the anomalies that begin in ``step``.
 
         ``tokens``: number of tokens of the step. ``figures``: figures of the step from `DerivedFigures`. The keyword
-        ``skipped``: the step made no update. The keyword ``held_up``: the step includes a checkpoint or validation, so
-        its speed is ignored.
+        ``skipped``: True if the step made no update. The keyword ``held_up``: True if the step includes a checkpoint or
+        a validation; its speed is then ignored.
         """
         self._rows += 1
         self._skipped = self._skipped + 1 if skipped else 0

@@ -74,10 +74,10 @@ def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
 def _blamed_half_first(
     a: list[int], b: list[int], events: dict[int, RecordedEvent], calls: dict[tuple[str, int], dict[int, RecordedEvent]]
 ) -> tuple[list[int], list[int]]:
-    """Return ``a`` and ``b``, lists of ranks that called different collectives, with the list to blame first.
+    """Return the equally long rank lists ``a`` and ``b``, whose collectives differ, with the list to blame first.
 
-    If the last two calls of only one list form a new sequence, blame this list. Otherwise, blame the list whose call
-    site is further down in the source of the same function.
+    If only one list's last two call sites never followed each other before, blame this list. Otherwise, blame the list
+    whose call site is further down in the source of the same function.
     """
 
     def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
@@ -148,10 +148,10 @@ class HangReport:
 
 
 def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
-    """Read the flight recorder files of a run. Raises UsageError if there are none, StorageError for invalid files.
+    """Return the list of flight recorder files of the run in ``directory``, as one `RankRecord` per rank.
 
-    If the dict ``damaged`` is given, unreadable files are skipped, and ``damaged`` gets an error text for each rank.
-    StorageError then means that all files are unreadable.
+    If the dict ``damaged`` is given, unreadable files are skipped, and ``damaged[rank]`` is set to an error text.
+    Raises UsageError if there are no files. Raises StorageError if a file (with ``damaged``: every file) is unreadable.
     """
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
     records, last = [], None
@@ -182,8 +182,8 @@ def analyse(
 ) -> HangReport:
     """Diagnose a run from the flight recorder ``records`` of its ranks.
 
-    A live rank waits after ``patience_s`` seconds in one operation. ``now_ns``: current time (None: system clock).
-    ``damaged``: errors of unreadable files, by rank, from the function `load`.
+    A live rank counts as waiting after ``patience_s`` seconds in one operation. ``now_ns``: current time (None: system
+    clock). ``damaged``: dict from rank to error of its unreadable file, as filled by the function `load`.
     """
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world

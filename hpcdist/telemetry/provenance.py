@@ -99,7 +99,7 @@ _UNIT_BYTES: Final = 1024  # kB of /proc are KiB
 
 
 def pss_bytes() -> float:
-    """Return the proportional set size of this process (shared pages are divided) in bytes, or NaN. Local."""
+    """Return the proportional set size (PSS) of this process in bytes, or NaN if unknown. Local."""
     try:
         lines = SMAPS_ROLLUP.read_text().splitlines()
     except OSError:

@@ -32,9 +32,10 @@ _SEEN_AS: Final = {
 
 
 class Buffer:
-    """Array over the memory of a PyTorch ``tensor``, or over a copy if ``copy`` is true or it is not contiguous.
+    """Array over the memory of a PyTorch ``tensor``, for communication.
 
-    Raises BufferHandoverError for a sparse or quantised tensor, or a device other than CPU and CUDA.
+    A copy is used if ``copy`` is True, or if the tensor is not contiguous. Raises BufferHandoverError for a sparse or
+    quantised tensor, or a device other than CPU and CUDA.
     """
 
     __slots__ = ("_copy", "_tensor", "array")
@@ -74,7 +75,7 @@ class Buffer:
         return self._tensor.device
 
     def finish(self) -> None:
-        """Call after the operation: if a copy was used, copy the result back into the tensor."""
+        """After the operation, copy the result back into the tensor if the operation used a copy."""
         if self._copy is not None:
             if self._tensor.is_cuda:
                 streams.record_use(self._tensor)
@@ -82,10 +83,10 @@ class Buffer:
 
 
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
-    """Return a `Buffer` of each of ``inputs``, the input tensors of one coalesced collective. Local.
+    """Return a list with a `Buffer` for each of ``inputs``, the input tensors of one coalesced collective. Local.
 
-    Further positional arguments are lists of one output tensor per input. If tensors for different inputs overlap in
-    memory, all inputs are copied.
+    Further positional arguments are lists of output tensors, one tensor per input. If tensors at different positions of
+    these lists overlap in memory, all inputs are copied.
     """
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]
@@ -123,7 +124,7 @@ def array_of(memory: torch.Tensor) -> Array:
 
 
 def devices_of(arguments: Iterable[Iterable[Any]]) -> set[torch.device]:
-    """Return the devices of all buffers in the tuples ``arguments``, and in lists in them. Ignores other values."""
+    """Return the set of devices of the `Buffer` objects in ``arguments``, the argument tuples of several calls."""
     values = (value for argument in arguments for value in argument)
     parts = (part for value in values for part in (value if isinstance(value, list) else (value,)))
     return {part.device for part in parts if isinstance(part, Buffer)}

@@ -29,7 +29,7 @@ LOOK_S: Final = 0.001
 
 
 def allreduce(comm: Communicator, buffer: Buffer, how: Reduction, algorithm: str) -> None:
-    """Reduce ``buffer`` in place over all ranks by the `Reduction` ``how``. All ranks get the same bits. Collective."""
+    """Allreduce ``buffer`` in place with the operation ``how`` (sum, max, ...). ``algorithm``: its name, or "auto"."""
     _allreduce(comm, buffer.array, how, algorithm)
     buffer.finish()
 
@@ -55,7 +55,7 @@ def broadcast(comm: Communicator, buffer: Buffer, root: int) -> None:
 
 
 def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algorithm: str) -> None:
-    """Reduce the buffers of all ranks by the `Reduction` ``how`` into the buffer of rank ``root`` only. Collective."""
+    """Reduce all ranks' buffers with the operation ``how`` (sum, max, ...) into the buffer of ``root``. Collective."""
     if comm.rank == root:
         allreduce(comm, buffer, how, algorithm)
     elif buffer.array.size:
@@ -65,7 +65,7 @@ def reduce(comm: Communicator, buffer: Buffer, how: Reduction, root: int, algori
 
 
 def all_gather(comm: Communicator, output: Buffer, source: Buffer) -> None:
-    """Fill ``output`` with the buffers ``source`` of all ranks, in rank order. Sources have equal size. Collective."""
+    """All-gather ``source``, a buffer of the same size on all ranks, into ``output`` in rank order. Collective."""
     shares = ranges([source.array.size] * comm.size)
     _all_gather(comm, output.array, source.array, shares)
     output.finish()
@@ -78,7 +78,7 @@ def _all_gather(comm: Communicator, output: Array, source: Array, shares: Sequen
 
 
 def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffer) -> None:
-    """Fill ``outputs[r]`` with the buffer ``source`` of each rank r; sizes may differ between ranks. Collective."""
+    """All-gather: ``outputs[r]`` receives ``source`` of rank r. Sizes may differ between ranks. Collective."""
     shares = ranges([output.array.size for output in outputs])
     gathered = scratch("torch gathered", shares[-1].stop, source.array.dtype, source.array)
     _all_gather(comm, gathered, source.array, shares)
@@ -88,7 +88,7 @@ def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffe
 
 
 def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Reduction) -> None:
-    """Reduce ``source`` by the `Reduction` ``how``; rank r's ``output`` gets the r-th of equal ranges. Collective."""
+    """Reduce-scatter ``source``, in equal chunks, to ``output`` with the operation ``how`` (sum, max, ...)."""
     addend = source.array
     if how.factor is not None:
         addend = scratch("torch addend", source.array.size, source.array.dtype, source.array)
@@ -97,7 +97,7 @@ def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Redu
 
 
 def reduce_scatter_list(comm: Communicator, output: Buffer, parts: Sequence[Buffer], how: Reduction) -> None:
-    """Reduce ``parts[r]`` of all ranks by ``how`` into ``output`` of each rank r; part sizes may differ. Collective."""
+    """Reduce-scatter: ``output`` of rank r receives the reduced ``parts[r]``. ``how``: operation (sum, max, ...)."""
     shares = ranges([part.array.size for part in parts])
     addend = scratch("torch addend", shares[-1].stop, output.array.dtype, output.array)
     for part, share in zip(parts, shares, strict=True):
@@ -120,7 +120,7 @@ def _reduce_scatter(comm: Communicator, output: Buffer, addend: Array, shares: l
 
 
 def all_to_all(comm: Communicator, source: Buffer, target: Buffer, sent: list[Range], received: list[Range]) -> None:
-    """Send range ``sent[r]`` of ``source`` to rank r, and receive ``received[r]`` of ``target`` from it. Collective."""
+    """Send range ``sent[r]`` of ``source`` to each rank r, and fill range ``received[r]`` of ``target`` from rank r."""
     exchange.all_to_all(comm, source.array, target.array, sent, received)
     target.finish()
 
@@ -141,7 +141,7 @@ def all_to_all_list(comm: Communicator, sources: Sequence[Buffer], targets: Sequ
 
 
 def gather(comm: Communicator, outputs: Sequence[Buffer], source: Buffer, root: int) -> None:
-    """Fill ``outputs[r]`` of rank ``root`` with ``source`` of each rank r; other ranks pass no outputs. Collective."""
+    """Gather: ``outputs[r]`` on rank ``root`` receives ``source`` of rank r. Other ranks pass []. Collective."""
     token = comm.events.begin(comm.name, "gather", str(source.array.dtype), source.array.size, 0, root, 0)
     if comm.rank == root:
         others = [rank for rank in range(comm.size) if rank != root]
@@ -155,7 +155,7 @@ def gather(comm: Communicator, outputs: Sequence[Buffer], source: Buffer, root: 
 
 
 def scatter(comm: Communicator, output: Buffer, parts: Sequence[Buffer], root: int) -> None:
-    """Fill ``output`` of each rank r with ``parts[r]`` of rank ``root``; other ranks pass no parts. Collective."""
+    """Scatter: ``output`` on rank r receives ``parts[r]`` of rank ``root``. Other ranks pass []. Collective."""
     token = comm.events.begin(comm.name, "scatter", str(output.array.dtype), output.array.size, 0, root, 0)
     if comm.rank == root:
         others = [rank for rank in range(comm.size) if rank != root]
@@ -171,7 +171,7 @@ def scatter(comm: Communicator, output: Buffer, parts: Sequence[Buffer], root: i
 def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> None:
     """Wait until all ranks have called this. Collective. Raises DeadlineError after ``limit_s`` seconds.
 
-    Rank 0's message names one missing rank, or all of them if ``name_all``.
+    The error of rank 0 names one missing rank. If ``name_all`` is True, it names all missing ranks.
     """
     limit, token = time.monotonic() + limit_s, np.zeros(1, np.uint8)
     if comm.rank:
@@ -201,14 +201,14 @@ def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> Non
 
 
 def ranges(sizes: Sequence[int]) -> list[Range]:
-    """Return adjacent ranges with the given ``sizes``; the first range starts at 0. Local."""
+    """Return a list of adjacent index ranges with lengths ``sizes``. The first range starts at 0. Local."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return each rank's range of elements in ``tensor``, for an all-to-all of rows among ``ranks`` ranks.
+    """Return the range of elements of each rank in ``tensor``, for an all-to-all of rows.
 
-    ``sizes``: number of rows of each rank, or None for equal numbers. ``which``: name of the tensor in errors.
+    ``sizes``: each rank's number of rows, or None to split evenly. ``which``: "input" or "output", for error messages.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
@@ -229,7 +229,7 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
 
 
 def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
-    """Raise UsageError if two tensors differ in dtype, or in their element counts ``expected`` and ``actual``."""
+    """Raise UsageError unless dtypes, and the counts ``expected`` and ``actual``, are equal. ``name``: collective."""
     if output.dtype != source.dtype:
         raise UsageError(f"the output of {name} is {output.dtype}, the input {source.dtype}; they must have one dtype")
     if expected != actual:
@@ -240,6 +240,6 @@ def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: 
 
 
 def check_count(tensors: Sequence[Any], size: int, name: str) -> None:
-    """Raise UsageError unless the list ``tensors`` has ``size`` entries, one per rank. Local."""
+    """Raise UsageError unless ``tensors`` has one entry for each of ``size`` ranks. ``name``: collective. Local."""
     if len(tensors) != size:
         raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; give one tensor for each rank")

@@ -52,8 +52,8 @@ class Options:
 class Group(_ProcessGroup):
     """PyTorch process group of the ranks of a communicator. Construction is collective.
 
-    The argument ``limit(name, timeout)`` sets the timeout of the communicator ``name``. The method `shutdown` frees the
-    communicator and calls the argument ``at_end``.
+    The argument ``limit`` is a function (communicator name, timeout) that sets a timeout. The argument ``at_end`` is a
+    function that the method `shutdown` calls before it frees the communicator.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Group(_ProcessGroup):
         self._ended = False
 
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
-        """Start the collective ``run``, which writes the tensors ``result``, after the group's earlier operations."""
+        """Queue the function ``run``, which does a collective that writes the tensors ``result``. Return its handle."""
         gpu_streams = self._streams_for({tensor.device for tensor in result}) if streams.HAS_GPU else None
         site = call_site(sys._getframe(1), OUTSIDE)
         return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams))
@@ -87,7 +87,7 @@ class Group(_ProcessGroup):
         opts: Any,
         gpu_streams: Streams | None = None,
     ) -> Work:
-        """Queue ``run``, which writes the tensors ``result``. Wait for it if ``opts`` asks for a synchronous call."""
+        """Queue the collective ``name``. It calls ``run``, which writes the tensors ``result``. Return its handle."""
         self._check_lives()
         work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), gpu_streams, name)
         work.timeout = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)  # negative if not set
@@ -133,7 +133,7 @@ class Group(_ProcessGroup):
         return self._streams
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Use ``device``, an argument of `init_process_group`, as the GPU of this group. Local."""
+        """Bind this group to the GPU ``device`` (``device_id`` of `init_process_group`). Local."""
         self._streams_for({device})
         self.bound_device_id = device
 
@@ -181,17 +181,15 @@ class Group(_ProcessGroup):
         return self._run_each(calls.all_gather_list, pairs, [tensor for tensors in outputs for tensor in tensors], opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Fill the tensors ``outputs[r]`` with the tensors ``inputs`` of rank r, for each rank r. Collective."""
         return self.allgather([[tensors[index] for tensors in outputs] for index in range(len(inputs))], inputs, opts)
 
     def all_gather_single(self, output: Any, tensor: Any, opts: Any = None, *_: Any) -> Work:
-        """Fill ``output`` with ``tensor`` of all ranks, concatenated in rank order. Collective."""
+        """Fill ``output`` with the ``tensor`` of each rank, in rank order. Collective."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
-        """Run `all_gather_single` for several tensors. Collective."""
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.check_pair("all_gather", output, tensor, output.numel(), tensor.numel() * self.comm.size)
         pairs = list(zip(_buffers(outputs), coalesced_inputs(inputs, outputs), strict=True))
@@ -200,7 +198,6 @@ class Group(_ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
-        """Reduce ``inputs[i][r]`` of all ranks to ``outputs[i]`` of each rank r, for each i. Collective."""
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         for tensors in inputs:
@@ -210,13 +207,12 @@ class Group(_ProcessGroup):
         return self._run_each(calls.reduce_scatter_list, each, outputs, opts)
 
     def reduce_scatter_single(self, output: Any, tensor: Any, opts: Any = None, *_: Any) -> Work:
-        """Reduce ``tensor`` over all ranks, and write the r-th of equal chunks to ``output`` of rank r. Collective."""
+        """Reduce ``tensor`` over all ranks; ``output`` of rank r receives the r-th of equal chunks. Collective."""
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> Work:
-        """Run `reduce_scatter_single` for several tensors. Collective."""
         for output, tensor in zip(outputs, inputs, strict=True):
             calls.check_pair("reduce_scatter", output, tensor, output.numel() * self.comm.size, tensor.numel())
         pairs = zip(outputs, coalesced_inputs(inputs, outputs), strict=True)
@@ -233,11 +229,6 @@ class Group(_ProcessGroup):
         input_sizes: Sequence[int] | None,
         opts: Any = None,
     ) -> Work:
-        """Send rows of ``tensor`` to all ranks, and receive their rows in ``output``. Collective.
-
-        ``input_sizes`` and ``output_sizes`` are the numbers of rows to send and to receive, per rank. If empty, rows
-        are split evenly.
-        """
         calls.check_pair("all_to_all", output, tensor)
         sent = calls.row_ranges(tensor, input_sizes, self.comm.size, "input")
         received = calls.row_ranges(output, output_sizes, self.comm.size, "output")
@@ -282,7 +273,6 @@ class Group(_ProcessGroup):
         return self._run("barrier", run, [], opts, self._streams)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; see `calls.monitored_barrier`. Collective. Raises DeadlineError after ``timeout``."""
         seconds = timeout.total_seconds()
         self._queue.run(
             CollectiveWork(self._queue, lambda: calls.monitored_barrier(self.comm, seconds, wait_all_ranks), [])
@@ -324,7 +314,7 @@ class Group(_ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> "Group | None":
-        """Return a new group of ``new_ranks``, ranks in this group; None on other ranks. Collective over this group."""
+        """Return a new group of the ranks ``new_ranks`` of this group, or None on other ranks. Collective."""
         is_member = self.comm.rank in new_ranks
         child = self.comm.split(*((0, list(new_ranks).index(self.comm.rank)) if is_member else (None, 0)))
         if child is None:
@@ -337,7 +327,7 @@ class Group(_ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Complete the group's queued collectives, wait briefly for messages, free the communicators. Collective."""
+        """Complete the queued collectives, wait up to 1 s for point-to-point messages, free the group. Collective."""
         self._ended = True
         self._queue.close()
         self._mailbox.finish()

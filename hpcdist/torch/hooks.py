@@ -32,10 +32,9 @@ _FLOAT32: Final = np.dtype(np.float32)
 def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **options: Any) -> None:
     """Compress the gradients that ``model`` sends, with compressor ``name``. Collective; call before any backward pass.
 
-    `COMPRESSORS` lists the names. Other keywords are ``error_feedback``, ``warmup_steps``, ``across_nodes``, and for
-    some compressors ``density``, ``rank``, ``bits``. Gradients must be float32. Error feedback needs as much memory as
-    the gradients; PyTorch checkpoints do not contain it. Raises UsageError for an invalid name or option, or if
-    ``model`` does not use the backend hpcdist.
+    `COMPRESSORS` lists the names. Keywords are the recipe keys of section [compression] and ``seed``. Gradients must
+    be float32. Error feedback needs as much memory as the gradients, and PyTorch checkpoints do not contain its state.
+    Raises UsageError for an invalid name or keyword, or if ``model`` does not use the backend hpcdist.
     """
     if name not in COMPRESSORS:
         near = nearest(name, COMPRESSORS)
@@ -62,7 +61,7 @@ class _Bucket:
         self.steps = 0
 
     def reduce(self, values: np.ndarray) -> None:
-        """Sum ``values``, the gradients of this bucket, over the process group in place. Collective."""
+        """Sum this bucket's gradients, the flat array ``values``, in place over the process group. Collective."""
         state = self._state
         if self._reduction is None:
             on = "gpu" if backend.is_device(values) else "cpu"

@@ -103,9 +103,9 @@ def _await_parent() -> None:
 
 
 def begin(world: World, timeout: timedelta) -> Callable[[], None]:
-    """Start to record operations and to measure energy. An operation's deadline is ``timeout``. Collective.
+    """Start the recorder of operations and, if requested, the energy measurement. Collective.
 
-    Return the function to call at the end of the program, on all ranks.
+    ``timeout`` is the deadline of each operation. Return a function that all ranks must call at the program's end.
     """
     record(world, timeout.total_seconds())
     program = ExitStack()
@@ -118,7 +118,7 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
 
 
 def limit(name: str, timeout: timedelta) -> None:
-    """Set the deadline of operations on the communicator ``name``, unless HPCDIST_DEADLINE_S is set. Local."""
+    """Set the timeout of operations on the communicator ``name``. HPCDIST_DEADLINE_S takes precedence. Local."""
     watchdog = start_world("cpu").session.watchdog
     if watchdog is not None and not os.environ.get(DEADLINE):
         watchdog.limit(name, timeout.total_seconds())

@@ -49,7 +49,7 @@ Pending: TypeAlias = Request | _AnySource
 
 
 class MessageWork(Work):
-    """Handle of a point-to-point message in flight, for example to wait for its end."""
+    """Handle of a point-to-point message that PyTorch's isend and irecv return."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class MessageWork(Work):
         return ON_HOST if self.streams is None else self.streams.communicating(self._start_event)
 
     def look(self) -> bool:
-        """Poll the message and return True if it has ended. The mailbox calls this while it holds its lock."""
+        """Poll the message and return True if it has ended. Called by the mailbox, which holds a lock."""
         if self.done:
             return True
         error = None
@@ -116,7 +116,7 @@ class MessageWork(Work):
 
 
 class Mailbox:
-    """Point-to-point messages of one process group, on a separate communicator. ``has_thread``: a thread polls them."""
+    """Point-to-point messages of one process group. If ``has_thread``, a thread polls the messages in flight."""
 
     def __init__(self, comm: Communicator, has_thread: bool) -> None:
         self.comm, self.has_thread, self.name = comm, has_thread, comm.name
@@ -127,7 +127,7 @@ class Mailbox:
         self._is_awake = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start sending ``tensor`` to rank ``peer``. Return the handle. ``streams``: CUDA streams or None. Local."""
+        """Start sending ``tensor`` to rank ``peer``. Return a handle. ``streams`` is None for a host tensor. Local."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:
@@ -136,10 +136,7 @@ class Mailbox:
         return self._post(MessageWork(self, begin, tensor, lambda: None, peer, streams))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start receiving ``tensor`` from rank ``peer`` (ANY: from any rank). Return the handle. Local.
-
-        ``streams`` are the CUDA streams of the tensor's GPU, or None for a host tensor.
-        """
+        """Start receiving ``tensor`` from rank ``peer`` (ANY: any rank). Return a handle. ``streams``: see `send`."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:

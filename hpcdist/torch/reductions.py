@@ -41,8 +41,8 @@ _ON_BOOLS: Final = {  # on bool tensors, as bytes 0 and 1
 class Reduction:
     """A PyTorch reduction (ReduceOp) for tensors of one dtype, expressed by hpcdist's reductions.
 
-    ``op``: hpcdist's name of the reduction. If it is "", ``function`` names a numpy ufunc instead. ``average``: divide
-    the sum by the number of ranks. ``factor``: multiply the values by it first.
+    ``op``: hpcdist's name of the reduction, or "" to use the numpy ufunc ``function``. ``average``: True to divide
+    the sum by the number of ranks. ``factor``: multiply each rank's values by this factor first, or None.
     """
 
     op: str
@@ -52,7 +52,7 @@ class Reduction:
 
 
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
-    """Return the `Reduction` for PyTorch's ReduceOp ``op``. Raises UsageError if ``tensor``'s dtype is unsupported."""
+    """Convert PyTorch's ReduceOp ``op``. Raises UsageError if ``op`` does not support the dtype of ``tensor``."""
     kind, factor = op.__getstate__()
     reduction = _reduction(kind, tensor.dtype)
     return reduction if factor is None else replace(reduction, factor=factor)
@@ -80,7 +80,7 @@ def _name(kind: Any) -> str:
 
 
 def allreduce(comm: Communicator, buffer: Array, function: str) -> None:
-    """Reduce ``buffer`` in place by the ufunc ``function``, to the same bits on all ranks. Collective over ``comm``."""
+    """Allreduce ``buffer`` in place with the numpy ufunc named ``function``. Collective over ``comm``."""
     if comm.size > 1:
         chunks = split(buffer.size, comm.size, buffer.itemsize)
         reduce_chunk(comm, buffer, chunks, function, buffer[chunks[comm.rank].slice])
@@ -88,7 +88,7 @@ def allreduce(comm: Communicator, buffer: Array, function: str) -> None:
 
 
 def premultiply(buffer: Array, how: Reduction) -> None:
-    """Multiply ``buffer`` in place by the factor of the reduction ``how``, if it has a factor (PREMUL_SUM). Local."""
+    """If the reduction ``how`` is PREMUL_SUM, multiply ``buffer`` in place by its factor. Local."""
     if how.factor is not None:
         factor = how.factor
         if isinstance(factor, torch.Tensor):
@@ -103,7 +103,7 @@ def premultiply(buffer: Array, how: Reduction) -> None:
 
 
 def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
-    """If ``how`` is AVG, divide the integer sums in ``buffer`` by the number of ranks, rounding toward zero. Local."""
+    """If the reduction ``how`` is AVG, divide integer sums in ``buffer`` by ``ranks``, rounding toward zero. Local."""
     if how.average and buffer.dtype.kind in "iu":
         xp = namespace(buffer)
         whole = xp.abs(buffer) // ranks if buffer.dtype.kind == "i" else buffer // ranks
@@ -111,9 +111,9 @@ def divide_integers(buffer: Array, how: Reduction, ranks: int) -> None:
 
 
 def reduce_chunk(comm: Communicator, buffer: Array, chunks: list[Range], function: str, result: Array) -> None:
-    """Reduce ``buffer`` over all ranks, and write this rank's chunk of the result to ``result``. Collective.
+    """Reduce-scatter: ``result`` on rank r receives range ``chunks[r]`` of the reduced ``buffer``. Collective.
 
-    ``chunks`` has the range of each rank's chunk. ``function`` names a numpy ufunc. ``result`` may overlap ``buffer``.
+    ``function`` names a numpy ufunc. ``result`` may overlap ``buffer``.
     """
     chunk = chunks[comm.rank]
     rows = scratch("torch reduction", comm.size * chunk.size, buffer.dtype, buffer)

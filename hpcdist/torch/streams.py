@@ -23,7 +23,7 @@ HAS_GPU: Final = cuda.is_available()
 
 
 class _CommunicationStream:
-    """CUDA stream of one thread, as a cupy object and a PyTorch object. After the thread ends, the stream is reused."""
+    """CUDA stream of one thread, as a cupy stream and a PyTorch stream. After the thread ends, another may reuse it."""
 
     def __init__(self, device: torch.device) -> None:
         self._free = _free[device]
@@ -77,7 +77,7 @@ class Streams:
 
     @contextmanager
     def communicating(self, *marks: cuda.Event | None) -> Iterator[None]:
-        """Context manager: use this thread's communication stream. It first waits for the CUDA events passed."""
+        """Make this thread's communication stream current in a ``with`` body. Arguments: events to wait for before."""
         with cuda.device(self.device):
             stream = _here.streams.get(self.device)
             if stream is None:
@@ -89,7 +89,7 @@ class Streams:
                 yield
 
     def future(self) -> Any:
-        """Return a PyTorch future for results on this GPU."""
+        """Return an uncompleted PyTorch future for tensors on this GPU."""
         return torch.futures.Future(devices=[self.device])
 
 

@@ -54,7 +54,7 @@ class Work(dist.Work):
     """Handle (a `torch.distributed.Work`) of an operation that writes tensors.
 
     The attribute ``streams`` has the CUDA streams for GPU tensors, or None for host tensors. The attribute ``done`` is
-    True if the host has nothing left to do for the operation.
+    True if the operation has ended or, for GPU tensors, is enqueued on a CUDA stream.
     """
 
     streams: Streams | None = None
@@ -108,8 +108,8 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the operation and return True. Raise the operation's error if it failed.
 
-        For GPU results the current stream waits, not the host. Raises DeadlineError after ``timeout``, which is
-        enforced only with MPI_THREAD_MULTIPLE.
+        For GPU results, the current CUDA stream waits, not the host. Raises DeadlineError after ``timeout``. For
+        collectives, the timeout needs MPI_THREAD_MULTIPLE, and is ignored otherwise.
         """
         if not self.done:
             self._complete(timeout)
@@ -120,7 +120,7 @@ class Work(dist.Work):
         return True
 
     def hold_back(self) -> None:
-        """Make later work on the current stream wait for this operation on the GPU. Local."""
+        """Make later work on the current CUDA stream wait for the end of this operation. Local."""
         if self.streams is not None and self.end_event is not None:
             self.streams.hold_back(self.end_event)
 
@@ -157,8 +157,8 @@ class Work(dist.Work):
 class CollectiveWork(Work):
     """Handle of a queued collective. A thread calls the argument ``run`` to perform the collective.
 
-    On a GPU, the collective starts after the earlier work on the current CUDA stream. Records of the collective show
-    the arguments ``name`` and ``site``, the source line of the call.
+    On a GPU, the collective starts after the earlier work on the current CUDA stream. Event records show the arguments
+    ``name``, such as "all_reduce", and ``site``, the source line of the call.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class CollectiveWork(Work):
         self._run: Callable[[], object] | None = run
 
     def size(self) -> tuple[str, int]:
-        """Return the dtype and total element count of the result, or ("uint8", 0) if they may differ between ranks."""
+        """Return dtype and element count for event records: ("uint8", 0) if sizes may differ between ranks."""
         if self.name not in ONE_SIZE or not self._result:
             return "uint8", 0
         return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
@@ -269,7 +269,7 @@ class OperationQueue:
         self._watcher: threading.Thread | None = None
 
     def run(self, work: CollectiveWork) -> CollectiveWork:
-        """Run ``work`` after all queued operations, and return it after it has ended."""
+        """Queue ``work``, wait for its end, and return it."""
         if self._runner == threading.get_ident():
             self._perform(work)  # called by a callback of an operation: runs directly after this operation
             return work
@@ -278,7 +278,7 @@ class OperationQueue:
         return work
 
     def start(self, work: CollectiveWork) -> CollectiveWork:
-        """Queue ``work`` and return it. The queue's thread or a waiting thread will run it."""
+        """Queue ``work`` and return it at once. The queue's thread, or a thread that waits for ``work``, runs it."""
         if self._runner == threading.get_ident():
             return self.run(work)
         self._waiting.append(work)
@@ -377,7 +377,7 @@ class OperationQueue:
 
 
 def _settle(queue: "weakref.ref[OperationQueue]") -> None:
-    """Before MPI_Finalize, let ``queue`` run for at most `END_S` seconds; then drop its remaining operations. Local."""
+    """Before MPI_Finalize, wait at most `END_S` seconds for queued operations, then drop the others. Local."""
     operations, limit = queue(), time.monotonic() + END_S
     while operations is not None and operations._waiting and time.monotonic() < limit:
         time.sleep(LOOK_S)

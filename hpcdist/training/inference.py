@@ -54,7 +54,7 @@ def generate(
     top_k: int,
     seed: int,
 ) -> Iterator[int]:
-    """Yield ``count`` tokens that continue the tokens ``prompt``. The model sees the last ``context`` tokens. Local.
+    """Yield ``count`` generated tokens that follow ``prompt``. The model sees the last ``context`` tokens. Local.
 
     ``logits_of`` maps tokens, of shape (1, length), to logits, of shape (1, length, vocabulary), both on the host. The
     keyword ``temperature`` 0 selects the most likely token. The keyword ``top_k`` limits the choice to the k most
@@ -182,7 +182,7 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
 
 
 def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> None:
-    """Raise UsageError if the model factory ``named`` has changed since the training of ``path``. Collective."""
+    """Raise UsageError if the model factory ``named`` has changed since the training. ``seal``: hash of its file."""
     if not comm.broadcast_object(factory.is_sealed(named, seal) if comm.rank == 0 else None):
         why = (
             "is not the file that this user trained it with"
@@ -233,7 +233,7 @@ def on_available_device(recipe: Recipe) -> Recipe:
 
 
 class InspectionSession:
-    """Context manager for evaluating or sampling a run's model. If ``alone``, only this process takes part."""
+    """Context manager for evaluating the model of run directory ``path``. ``alone``: True to use one process only."""
 
     def __init__(self, path: Path, alone: bool = False) -> None:
         self.path, self.recipe = path, on_available_device(recipes.load_stored(path / run_directory.RECIPE_FILE))
@@ -247,7 +247,7 @@ class InspectionSession:
         self.session.record(self._records, communication.deadline_s)
 
     def load(self, trust: bool = False) -> TrainedModel:
-        """Load the newest intact model. ``trust``: accept a model factory file changed since training. Collective."""
+        """Load the newest intact model. ``trust``: True to run a model factory that has changed. Collective."""
         return load(self.session.comm, self.path, self.recipe, trust)
 
     def __enter__(self) -> Self:
@@ -263,7 +263,7 @@ class InspectionSession:
 
 
 def _folder_for_records(comm: Communicator, path: Path) -> Path:
-    """Create and return a flight-record folder in ``path``, or if that fails, a temporary one. Collective."""
+    """Create a folder for flight records in ``path``, or else in the temporary directory. Return it. Collective."""
     name = None
     if comm.rank == 0:
         try:
@@ -276,7 +276,7 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
 
 
 def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield ``prompt``, then the text that the model in ``path`` generates, piece by piece, then a newline. Local.
+    """Yield ``prompt``, then a text of ``tokens`` tokens, which the model in ``path`` generates, piece by piece. Local.
 
     Ranks other than 0 yield nothing. Raises UsageError for an empty prompt, or a model whose tokens are not bytes.
     """

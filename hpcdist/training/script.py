@@ -289,8 +289,8 @@ class Training:
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         """Raise DataError if the ranks of a replica passed different batches. Only some steps are checked. Collective.
 
-        ``what``: "step" or "evaluation" with its ``number``. ``before``: number of earlier steps or evaluations of this
-        start.
+        ``what``: name of the step or evaluation for messages. ``number``: its number in the run. ``before``: number of
+        earlier steps or evaluations since this process started.
         """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:

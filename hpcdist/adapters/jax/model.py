@@ -33,7 +33,7 @@ class JaxLoss(Loss):
     """Loss computed by the user's function ``call(y, targets)``. ``y`` is the output of the last stage.
 
     ``call`` returns the mean loss, losses of shape (samples, ...), or the pair (sum of losses, sum of weights). Raises
-    UsageError if the divisor of the mean depends on the data.
+    UsageError if a returned mean has a divisor that depends on the data, such as the number of unmasked tokens.
 
     The keyword ``output`` is the shape and dtype of ``y`` for one sample. The keyword ``example`` is an array of
     targets to test ``call`` with.
@@ -140,7 +140,7 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 
 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
-    """Return True if the output of ``jaxpr`` is a plain mean: a sum over array elements, divided by a constant.
+    """Return True if the JAX program ``jaxpr`` returns a plain mean: a sum of elements, divided by a constant.
 
     Sums, differences and multiples of plain means are also plain means. ``data`` is the set of input variables that are
     not constant: the model output and the targets. If the keyword ``divided`` is True, the caller divides the output by
@@ -210,17 +210,17 @@ def wrap(
     keep: str = "products",
     adapted: Adapted | None = None,
 ) -> WrappedModel:
-    """Return a model that trains the functions ``stages``: pure functions (params, x) -> y of whole micro-batches.
+    """Return a model that trains the functions ``stages``. Each is a pure function (params, x) -> y.
 
-    ``params`` has one pytree per function, or a function that creates the pytree. The leaves are float32 or float64
-    arrays. A function without params is merged with the stage before it. ``loss(y, targets)`` returns losses of shape
-    (samples, ...), their mean, or the pair (sum, weight).
+    ``x`` is a micro-batch. ``params`` has, for each function, a pytree or a function that creates the pytree. The
+    leaves are float32 or float64 arrays. A function without params becomes part of the stage before it.
+    ``loss(y, targets)`` returns losses of shape (samples, ...), their mean, or the pair (sum, weight).
 
     The keyword arguments:
         ``example``: batch (inputs, targets) of arrays or `jax.ShapeDtypeStruct`.
-        ``tied``: maps a tensor to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}. A name is
-            the stage number after merging, a dot, and the pytree path with dots.
-        ``keep``: values to store for backward: "products", "everything" or "nothing" (`hpcdist.adapters.jax.stage`).
+        ``tied``: maps a tensor to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}. The
+            number counts stages, not functions. The rest is the pytree path with dots.
+        ``keep``: activations to store for backward: "products" (results of matrix products), "everything" or "nothing".
         ``adapted(name, leaf)``: True if weight decay and layer-wise rates apply to the leaf. By default, they apply to
             leaves with at least two dims.
 

@@ -39,7 +39,7 @@ def submodule(name: str) -> ModuleType:
 class JaxTraffic:
     """Counts of tensors and bytes that hpcdist shared with JAX, or copied to or from JAX.
 
-    ``seen``: shared without a copy. ``copied_in``: copied to JAX. ``copied_out``: copied back from JAX.
+    ``seen``: tensors shared without a copy. ``copied_in``: tensors copied to JAX. ``copied_out``: tensors copied back.
     """
 
     seen: int = 0
@@ -92,7 +92,7 @@ def repeat_samples(rows: np.ndarray, samples: int) -> np.ndarray:
 
 
 def jax_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype in which JAX computes with ``dtype``: 32-bit for a 64-bit type, unless ``jax_enable_x64``."""
+    """Return the dtype that JAX uses for ``dtype``. Unless ``jax_enable_x64`` is set, 64-bit types become 32-bit."""
     return np.dtype(library().dtypes.canonicalize_dtype(dtype))
 
 
@@ -130,7 +130,7 @@ class ParameterLeaves:
     def of(cls, params: Any, where: str) -> "ParameterLeaves":
         """Return the leaves of ``params``, which is a pytree or a function that returns a pytree.
 
-        Raises UsageError if a leaf is not an array. ``where``: name of ``params`` in the error.
+        Raises UsageError if a leaf is not an array. ``where``: name of ``params`` for the error message.
         """
         jax = library()
         makes = callable(params) and jax.tree_util.all_leaves([params])
@@ -171,10 +171,10 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Return the stages of a JAX model: for each stage, the indices of its functions.
+    """Group the user functions of a JAX model into stages. Return the list of function indices of each stage.
 
-    ``leaves`` holds the parameter leaves of each function. Each function with params has its own stage. A function
-    without params is merged with the stage before it, or else the first stage. Raises UsageError without params.
+    ``leaves`` holds the parameter leaves of each function. Each function with params starts a stage. A function without
+    params joins the stage before it; at the start, it joins the first stage. Raises UsageError if there are no params.
     """
     groups: list[list[int]] = []
     leading: list[int] = []
@@ -192,7 +192,7 @@ def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
 
 
 def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
-    """Return the dtype of all parameter leaves. Raises ConfigurationError for mixed or unsupported dtypes."""
+    """Return the dtype that all parameter leaves have. Raises ConfigurationError for mixed or unsupported dtypes."""
     pairs = [
         (f"{name} in the params of stage {number}", np.dtype(leaf.dtype))
         for number, group in enumerate(leaves)
@@ -235,10 +235,11 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
-    """Check tied tensors. Return, for each layer, a dict from the names of tied tensors to their owners.
+    """Check tied tensors. Return, for each layer, a dict from a tied tensor's NAME to its owner's LAYER.NAME.
 
-    ``tied`` maps a tied tensor to its owner in an earlier layer, both as ``LAYER.NAME``. ``layers`` holds the leaves of
-    each layer. Raises UsageError for invalid ties, and if two layers contain the same array without a tie.
+    A tied tensor shares the values of its owner, a tensor of an earlier layer. ``tied`` maps tied tensors to owners,
+    both as LAYER.NAME. ``layers`` holds the parameter leaves of each layer. Raises UsageError for invalid ties, and if
+    two layers contain the same array without a tie.
     """
     shapes = {
         f"{layer}.{name}": shape

@@ -42,8 +42,8 @@ def compile_passes(
 ) -> CompiledPasses:
     """Compile the forward and backward of the function ``compute(leaves, x, draw)`` for one set of shapes.
 
-    Pass ``leaves`` (parameters), ``x`` and ``draw`` (random seed words) as `jax.ShapeDtypeStruct`. If the keyword
-    ``input_gradient`` is true, the backward also returns the gradient of x.
+    ``leaves`` (parameters), ``x`` (input) and ``draw`` (random seed words) are given as `jax.ShapeDtypeStruct`. If the
+    keyword ``input_gradient`` is true, the backward also returns the gradient of x.
     """
     jax = library()
     policies = jax.checkpoint_policies
@@ -209,7 +209,7 @@ class SharedContext:
 class JaxStage:
     """A `hpcdist.models.stage.Stage` that computes with JAX.
 
-    ``tied``: for each leaf that is a tensor of an earlier layer, the name ``LAYER.NAME`` of this tensor. ``sample``:
+    ``tied`` maps the name of a leaf to the earlier layer's tensor ``LAYER.NAME`` that the leaf shares. ``sample``:
     shape and dtype of one input sample.
     """
 
@@ -248,17 +248,17 @@ class JaxStage:
         return repeat_samples(rows, samples)
 
     def kept_bytes(self, samples: int) -> int:
-        """Return the bytes of residuals kept for the backward pass of ``samples`` samples, without input and output."""
+        """Return the bytes of activations kept for the backward of ``samples`` samples, without input and output."""
         return self.passes(samples).kept_bytes
 
     def unused(self, samples: int) -> list[str]:
-        """Return the names of the stage's leaves that its output does not depend on. They never have a gradient."""
+        """Return the names of the parameters without effect on the output, found by tracing ``samples`` samples."""
         return [self._leaves.names[index] for index in self.passes(samples).unused]
 
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
         """Return the compiled forward and backward functions of this stage for ``samples`` samples.
 
-        The boolean keyword ``draws`` enables random keys. Raises UsageError if the output is invalid.
+        The boolean keyword ``draws`` enables random keys. Raises UsageError for an output of invalid shape or dtype.
         """
         drawn = draws and self.chain.keyed
         key = (self.chain.key, self._leaves.shapes, self._sample, self._dtype, self.layer > 0, samples, drawn)
@@ -281,7 +281,6 @@ class JaxStage:
                 parameters[name][...] = np.asarray(value)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the stage's output for ``x``. Raises DataError if its samples have an unexpected shape or dtype."""
         if x.shape[1:] != self._sample or jax_dtype(x.dtype) != self._dtype:
             raise DataError(
                 f"{self} got samples of shape {x.shape[1:]} and type {x.dtype}, but the example had {self._sample} and "
@@ -300,7 +299,6 @@ class JaxStage:
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Compute the gradients of the stage from ``dy``. Return the input gradient, or None in the first stage."""
         passes = self.passes(len(dy), draws=saved.draw is not None)
         leaves, x, draw = self._bring(parameters), saved["jax.x"], self._draw(saved)
         leaf_gradients, dx = passes.backward(leaves, x, draw, saved["jax.kept"], self._traffic.bring(dy))

@@ -77,7 +77,7 @@ def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
 
 @contextlib.contextmanager
 def share_stream(array: Array) -> Iterator[None]:
-    """Make PyTorch launch kernels on the stream that writes ``array``, so that no synchronisation is needed."""
+    """Context manager: PyTorch launches kernels on the CUDA stream that writes ``array``, without synchronisation."""
     if not is_device(arrays_in(array)[0]):
         yield
         return
@@ -90,7 +90,7 @@ def share_stream(array: Array) -> Iterator[None]:
 
 
 def flop_counter() -> Any:
-    """Return a PyTorch context manager that counts FLOPs of matrix products. Read them by ``get_total_flops()``."""
+    """Return a PyTorch `FlopCounterMode`, which counts the FLOPs of matrix products (``get_total_flops()``)."""
 
     def attention(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
         return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])  # scores, and weighted sums of values
@@ -102,16 +102,16 @@ def flop_counter() -> Any:
 
 @contextlib.contextmanager
 def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
-    """Restore the random states of the CPU and ``devices`` on exit. Only this thread may draw random numbers inside."""
+    """Context manager: restore the random states of the CPU and ``devices`` on exit. Holds a global lock."""
     with _GENERATORS, library().random.fork_rng(devices):
         yield
 
 
 @contextlib.contextmanager
 def seeded_random(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
-    """Context that seeds the random generators for one layer and batch, and restores their states on exit.
+    """Context manager that seeds the random generators for one layer and batch, and restores their states on exit.
 
-    ``draw`` has the seed, the step and the first sample. ``where``: device of the layer.
+    ``draw`` has the seed, the step, and the index of the first sample. ``where``: device of the layer.
     """
     torch = library()
     words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class SampleCut:
-    """This rank's tokens of each sample, and the attention operation over the ranks of the context axis.
+    """This rank's tokens of each sample, and the attention operation over all context-parallel ranks.
 
-    ``places``: positions of these tokens in the sample. ``whole``: number of tokens of the sample.
+    ``places``: positions of this rank's tokens in the sample. ``whole``: number of tokens of the whole sample.
     """
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
@@ -63,8 +63,8 @@ CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # f
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
     """Return the positions of this rank's tokens in each sample, as int64 of shape (tokens,). Local.
 
-    Without context parallelism, the positions are 0 to ``tokens - 1``. With it, raises UsageError unless this rank has
-    ``tokens`` tokens of each sample.
+    Without context parallelism, the positions are 0 to ``tokens - 1``. With context parallelism, raises UsageError
+    unless this rank has ``tokens`` tokens of each sample.
     """
     torch, cut = library(), CURRENT.get()
     if cut is None:
@@ -88,14 +88,14 @@ def context_attention(
     enable_gqa: bool = False,
     window: int = 0,
 ) -> "torch.Tensor":
-    """Return the attention of this rank's queries over the tokens of all context ranks.
+    """Return the attention of this rank's queries over the tokens of all context-parallel ranks.
 
-    ``query``, ``key``, ``value`` and the result have the shape (samples, heads, tokens, size). All ranks of the context
-    axis must call the forward and the backward pass together.
-    ``enable_gqa``: allow fewer heads in ``key`` and ``value``.
-    ``window``: number of keys that a causal query sees, or 0 for all earlier keys.
-    Raises UsageError for a window without ``is_causal``. With context parallelism, masks, dropout and mismatched shapes
-    are errors, too.
+    ``query``, ``key``, ``value`` and the result have the shape (samples, heads, tokens, size). The other arguments are
+    as in PyTorch's ``scaled_dot_product_attention``, except ``window``: the number of keys that a causal query sees, or
+    0 for all earlier keys. All context-parallel ranks must run the forward and the backward pass together.
+
+    Raises UsageError for a window without ``is_causal``. With context parallelism, also raises UsageError for masks,
+    dropout and mismatched shapes.
     """
     pytorch, cut = library(), CURRENT.get()
     if window < 0 or (window and (not is_causal or attn_mask is not None)):

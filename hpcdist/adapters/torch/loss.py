@@ -37,8 +37,8 @@ REDUCTIONS: Final = ("mean", "sum")
 class TorchLoss(Loss):
     """Loss that the user's ``function(outputs, targets)`` computes.
 
-    ``function`` returns (summed loss, number of targets that count), or one number. One number is the ``reduction``
-    ("mean" or "sum") over the samples. Targets are an array, or a tuple or dict of arrays.
+    ``function`` returns (summed loss, number of targets that count), or one number. ``reduction`` says if this number
+    is the "mean" or the "sum" over the samples. Targets are an array, or a tuple or dict of arrays.
     """
 
     takes_several: Final = True
@@ -106,7 +106,7 @@ class TorchLoss(Loss):
             return array_of(outputs.grad)
 
     def _compare_halves(self, outputs: "torch.Tensor", targets: Inputs) -> None:
-        """Raise UsageError if the loss is not the reduction (mean or sum over samples) passed to `wrap`."""
+        """Raise UsageError if the losses of half batches contradict the ``reduction`` passed to `wrap`."""
         half, count = len(outputs) // 2, len(outputs)
         devices = [outputs.device] if outputs.is_cuda else []
         random = library().get_rng_state if not devices else library().cuda.get_rng_state
@@ -134,7 +134,7 @@ class TorchLoss(Loss):
         return self._recorded(outputs.detach(), targets)[0].detach()
 
     def _recorded(self, outputs: "torch.Tensor", targets: Inputs) -> "tuple[torch.Tensor, int | torch.Tensor]":
-        """Return the summed loss with its autograd graph, and the divisor that gives the mean loss."""
+        """Return the summed loss as a tensor with its autograd graph, and the divisor: sum / divisor is the mean."""
         outputs.requires_grad_()
         with library().enable_grad():
             result = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
@@ -200,8 +200,8 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
     """Return the average weight of a target in a mean loss, such as 0.9 if the loss ignores 10 % of the targets.
 
-    ``node`` is the last node of the loss's autograd graph. ``predictions`` is the number of targets. Raises UsageError
-    if the graph does not show the weights.
+    ``node`` is the last node of the loss's autograd graph. ``predictions`` is the number of targets, ignored ones
+    included. Raises UsageError if the weights cannot be determined from the graph.
     """
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
@@ -250,10 +250,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _terms(node: Any, reduction: int) -> int | None:
-    """Return the number of elements that the autograd node ``node`` averages or sums, or None.
-
-    Returns None unless ``node`` is a mean (if ``reduction`` is 1) or a sum (if 2).
-    """
+    """Return the number of elements that an autograd node averages (``reduction`` 1) or sums (2). Others: None."""
     kind = _kind(node)
     if kind == {1: "Mean", 2: "Sum"}[reduction]:
         return math.prod(node._saved_self_sym_sizes)
@@ -263,7 +260,7 @@ def _terms(node: Any, reduction: int) -> int | None:
 
 
 def _counted(node: Any) -> "int | torch.Tensor":
-    """Return the number, or total class weight, of the targets that a cross-entropy autograd node does not ignore."""
+    """Return the number, or total class weight, of the targets that the cross-entropy ``node`` does not ignore."""
     targets, weights = node._saved_target, node._saved_weight
     ignored = (node._saved_ignore_index + (1 << 63)) % (1 << 64) - (1 << 63)  # PyTorch returns it as unsigned
     counts = targets != ignored
@@ -276,7 +273,7 @@ def _counted(node: Any) -> "int | torch.Tensor":
 
 
 def _selects(node: Any) -> bool:
-    """Return True if a mask or index selects the input elements of ``node``, a mean or sum in an autograd graph."""
+    """Return True if the autograd node ``node`` averages or sums only elements that a mask or index selects."""
     selects = False
     for operation in _before(node):
         kind = _kind(operation)

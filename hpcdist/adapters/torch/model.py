@@ -34,11 +34,11 @@ Setting = tuple[float | None, float]  # (weight decay, or None for the default; 
 
 
 def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
-    """Return the recipe keys for the same updates as the PyTorch ``optimizer``. Local.
+    """Return a dict of recipe keys with which hpcdist updates parameters like the PyTorch ``optimizer``. Local.
 
     Supported are AdamW, Adam, SGD and RMSprop, with a constant learning rate. Adam and RMSprop must have no weight
-    decay, and RMSprop no momentum. Parameter groups may differ in learning rate and weight decay. Explicit recipe keys
-    override the returned values. Raises ConfigurationError for anything else.
+    decay, and RMSprop no momentum. Parameter groups may differ in learning rate and weight decay. Raises
+    ConfigurationError for other optimizers. Keys that the recipe sets override the returned keys.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in KINDS:
@@ -123,7 +123,7 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
 
 
 def _written(settings: Mapping[str, Setting]) -> list[str]:
-    """Format ``settings``, tensor name -> (weight decay, rate factor), for the recipe key ``optimizer.groups``."""
+    """Format ``settings`` for the recipe key ``optimizer.groups``: tensor name -> (weight decay, rate factor)."""
     by_end: dict[str, set[Setting]] = {}
     for key, setting in settings.items():
         by_end.setdefault(key.rpartition(".")[2], set()).add(setting)
@@ -143,10 +143,10 @@ def _written(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
-    """Copy the tensors ``parameters`` into the modules that were passed to `wrap`. Local.
+    """Copy the trained tensors ``parameters`` into the modules that were passed to `wrap`. Local.
 
-    The keys of ``parameters`` are LAYER.NAME, as in `wrap`. The modules then no longer share memory with the training
-    run. Raises UsageError for missing tensors, unknown tensors, and wrong shapes.
+    The keys of ``parameters`` are the tensor names of `wrap`, LAYER.NAME. Afterwards the modules no longer share memory
+    with the training run. Raises UsageError for missing tensors, unknown tensors, and wrong shapes.
     """
     torch, remaining = library(), dict(parameters)
     other = "these are parameters of other modules"
@@ -179,10 +179,10 @@ def wrap(
     tokens_per_sample: int = 1,
     adapted: Adapted | None = None,
 ) -> Model:
-    """Return PyTorch modules as a model that every strategy can train. Local.
+    """Return PyTorch modules as a model that hpcdist can train. Local.
 
-    ``module_or_stages`` is a module, or a list of modules. Its stages are the children of an ``nn.Sequential``, the
-    modules of a list, or else the whole module.
+    ``module_or_stages`` is a module, or a list of modules. The model's stages are the children of an ``nn.Sequential``,
+    the modules of a list, or else the whole module.
 
     - A stage passes one tensor, of shape (samples, ...) and the parameters' dtype, to the next stage. A module joins
       the previous stage if it has no parameters, or only parameters of earlier modules.

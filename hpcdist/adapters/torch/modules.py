@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class StageModules:
     """Modules of one stage in order of execution, each with its qualified name ("" if unnamed).
 
-    ``own``: the parameters of the stage by name, except parameters shared with an earlier stage. ``tied``: (layer,
-    name) in the earlier stage, keyed by the name of a shared parameter. ``modes``: for each nested module, True for
-    training mode or False for evaluation mode.
+    ``own``: the parameters of the stage by name, except parameters shared with an earlier stage. ``tied`` maps the name
+    of a shared parameter to (layer, name) in the earlier stage. ``modes``: for each nested module, True for training
+    mode or False for evaluation mode.
     """
 
     modules: list[tuple[str, "torch.nn.Module"]]
@@ -68,11 +68,11 @@ class StageModules:
 
 
 def stages_of(module_or_stages: Any) -> list[StageModules]:
-    """Return the stages of a module or sequence of modules.
+    """Divide a module or a sequence of modules into the stages of a model.
 
-    The children of an ``nn.Sequential`` and the modules of a list or tuple are stages. Any other module is one stage. A
-    module that adds no parameter joins the stage before it; at the start, it joins the first stage. Raises UsageError
-    for other types.
+    Each child of an ``nn.Sequential``, and each module of a list or tuple, is a stage. Any other module is one stage. A
+    module without new parameters joins the stage before it; at the start, it joins the first stage. Raises UsageError
+    if ``module_or_stages`` has another type.
     """
     modules = _modules(module_or_stages)
     stages: list[StageModules] = []
@@ -223,7 +223,7 @@ class _StageTensors:
 
 
 class ParameterBinding:
-    """Turns parameters of wrapped modules into views of the arrays of a training run. Not thread-safe."""
+    """Makes the parameters of the user's modules views of the arrays of a training run. Not thread-safe."""
 
     def __init__(self, cuts: Sequence[StageModules]) -> None:
         self._bound = {id(cut): _StageTensors(cut) for cut in cuts}
@@ -242,13 +242,13 @@ class ParameterBinding:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def initial(self, cut: StageModules) -> dict[str, np.ndarray]:
-        """Return the initial values of stage ``cut``'s unshared parameters as host arrays, keyed by name."""
+        """Return a dict from names to initial values (host arrays) of the parameters that stage ``cut`` owns."""
         if self._initial is None:
             raise UsageError("another run has taken the parameters of these modules; wrap new modules for this run")
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
 
     def settle(self, step: int) -> None:
-        """If ``step`` > 1, free the initial parameter values, and parameters of stages that only other ranks run."""
+        """If ``step`` is 2 or later, free the initial values, and the parameters of stages not run by this rank."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}
@@ -293,12 +293,12 @@ class ParameterBinding:
         )
 
     def holds(self, cut: StageModules, start: int) -> bool:
-        """Return True if address ``start`` is the start of a parameter of ``cut`` (the modules of a stage)."""
+        """Return True if a parameter of ``cut`` (the modules of a stage) begins at the memory address ``start``."""
         return start in self._bound[id(cut)].starts
 
     @contextlib.contextmanager
     def saving(self, cut: StageModules) -> Iterator[None]:
-        """Context manager: autograd saves the parameters of stage ``cut`` as `ParameterView`, not as tensors."""
+        """Context manager: the autograd graph of stage ``cut`` saves a `ParameterView` instead of each parameter."""
         bound = self._bound[id(cut)]
 
         def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":

@@ -57,7 +57,7 @@ class TorchStage:
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
-        """Return a copy of this stage that computes only this rank's tokens of each sample, listed in ``cut``.
+        """Return a copy of this stage for only this rank's tokens of each sample, which ``cut`` describes.
 
         Raises ConfigurationError unless the stage's output has one row per token.
         """
@@ -76,7 +76,7 @@ class TorchStage:
         return self._specs
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the output shape for ``samples`` samples. Raises ConfigurationError if the shape is not yet known."""
+        """Return the output shape for ``samples`` samples. Raises ConfigurationError before the stage's first run."""
         if self._output is None:
             raise ConfigurationError(
                 f"the output shape of stage {self.layer}, {self.name}, is unknown before its first run; pass example=x "
@@ -112,10 +112,6 @@ class TorchStage:
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
-        """Return the gradient of the stage's input, or None if this stage is the first stage of the model.
-
-        Raises UsageError if the stage's output does not depend on its parameters or its input.
-        """
         self.binding.bind(self.cut, parameters, dy)
         with share_stream(dy):
             x, y = saved["torch.run"]
@@ -144,7 +140,7 @@ class TorchStage:
             return array_of(x.grad)
 
     def guard(self, why: str) -> None:
-        """Make this stage's modules raise UsageError, with the text ``why``, if user code calls them during a run."""
+        """Make this stage's modules raise UsageError if user code calls them during a run. ``why``: error message."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
             if not self._inside and self.binding.has(self.cut):

@@ -123,7 +123,7 @@ def new_stream() -> Any:
 
 
 class Event:
-    """A CUDA event recorded in a stream. After this object is deleted, `record` can reuse the CUDA event."""
+    """A CUDA event recorded in a stream. When this object is deleted, its CUDA event returns to a pool."""
 
     def __init__(self, event: Any) -> None:
         self._event = event

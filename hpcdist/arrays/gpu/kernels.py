@@ -72,7 +72,7 @@ def elementwise(n: int, width: int = 1, threads: int = 256) -> tuple[int, int]:
 
 
 def threads_for(elements: int, most: int = 1024) -> int:
-    """Return the threads of a CUDA block for ``elements`` elements: whole warps, at most ``most`` threads."""
+    """Return the number of threads of a CUDA block for ``elements`` elements: whole warps, at most ``most``."""
     return min(max(-(-elements // WARP), 1) * WARP, most)
 
 

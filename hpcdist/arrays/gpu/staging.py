@@ -91,12 +91,12 @@ def lease(size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def refusal() -> str:
-    """Return the reason why pinned memory was refused, or "" if it was not. Local."""
+    """Return the error with which the driver refused pinned memory, or "" if it never did. Local."""
     return _pool.refusal
 
 
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
-    """Start to copy the GPU array ``source`` to the host array ``target``. Return the end event of the copy. Local.
+    """Start to copy the GPU array ``source`` to the host array ``target``. Return the event that marks its end.
 
     The copy waits for the event ``produced``, recorded after the kernels that write ``source``. Without ``produced``,
     it waits for all work queued before this call.
@@ -121,7 +121,7 @@ def to_host(source: Array) -> np.ndarray:
 
 
 def to_device(source: np.ndarray, target: Any) -> Event:
-    """Start to copy ``source`` to the GPU array ``target``. Change ``source`` only after the returned event. Local."""
+    """Start to copy ``source`` to the GPU array ``target``. Do not change ``source`` before the returned event."""
     target.set(source)
     event = device.record()
     _per_thread.busy.append((event, source))  # the reference keeps the leased block out of the pool

@@ -139,7 +139,7 @@ class Modulefile:
 
 
 def render(kind: str, chosen: Modulefile) -> str:
-    """Return the text of a modulefile of type ``kind`` (a key of KINDS) with the settings ``chosen``."""
+    """Return the text of a modulefile of type ``kind`` ("tcl" or "lua") with the settings ``chosen``."""
     description = source()
     first_line = description["help_without_mpi"] if not chosen.mpi else f"{description['help_with_mpi']} {chosen.mpi}."
     return (
@@ -159,7 +159,8 @@ def render(kind: str, chosen: Modulefile) -> str:
 def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) -> list[Path]:
     """Write modulefiles of hpcdist ``version`` below ``folder`` and return their paths.
 
-    ``texts``: text by type of modulefile. Raises UsageError if a file differs, unless the keyword ``force`` is true.
+    ``texts`` maps "tcl" and "lua" to texts. Raises UsageError if a file exists with another text, unless the keyword
+    ``force`` is true.
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
     regular.save_all(paths, force=force)

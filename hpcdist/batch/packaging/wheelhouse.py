@@ -71,7 +71,7 @@ class Wheel:
         return cls(path, parsed.name, parsed.version, extras, str(message.get("Requires-Python", "")))
 
     def check(self, *, extras: Sequence[str], python: str) -> None:
-        """Raise UsageError if the wheel lacks one of ``extras``, or needs a newer Python than version ``python``."""
+        """Raise UsageError if the wheel lacks an extra in ``extras``, or needs a newer Python than ``python``."""
         for extra in extras:
             if extra not in self.extras:
                 raise UsageError(f"hpcdist has no extra {extra!r}; {suggestion(extra, sorted(self.extras))}")
@@ -108,7 +108,7 @@ def compatible_tags(platform: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class WheelhouseOrder:
-    """Request for a wheelhouse. Its wheels fit this machine, or ``platform`` and ``python_version`` if set."""
+    """Request for a wheelhouse (folder of wheels) for this machine, or for ``platform`` and ``python_version``."""
 
     output: Path
     extras: tuple[str, ...] = ()

@@ -31,15 +31,15 @@ def scheduler_of(job: str) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return one state for each id in ``jobs``. Never raises: if the scheduler does not answer, the state is UNKNOWN.
+    """Return a dict from job id to state for ``jobs``. If the scheduler does not answer, the state is UNKNOWN.
 
-    Of several tasks or components of a job, one is selected: preferably running, then waiting, then failed.
+    For a job with several tasks or components, one of their states is returned: running before waiting before failed.
     """
     return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
-    """Return a list of states for each id in ``jobs``: one, or one per array task (123_4) or component (123+1).
+    """Return a dict from job id to a list of states: one, or one per array task (123_4) or component (123+1).
 
     GONE: the scheduler no longer knows the job. UNKNOWN: the scheduler does not answer. Both states have a reason.
     """
@@ -53,7 +53,7 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return a `JobState` for every execution of ``jobs`` (several after requeues), and an error message or ""."""
+    """Return a list of one `JobState` per execution of ``jobs`` (several after requeues), and an error text or ""."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"

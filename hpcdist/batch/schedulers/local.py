@@ -71,7 +71,7 @@ def submit(script: str, log: Path, begin: datetime | None = None) -> str:
     """
     bash = shutil.which("bash")
     if bash is None:
-        raise MissingCapabilityError("bash is not on PATH, but runs the jobs of a machine without a scheduler")
+        raise MissingCapabilityError("bash is not on PATH; install bash, which runs jobs if there is no scheduler")
     begin_s = 0 if begin is None else math.ceil(begin.timestamp())
     folder, job_info = _home(), {"host": socket.gethostname(), "boot": boot_id(), "log": os.path.abspath(log)}
     try:
@@ -89,7 +89,7 @@ def submit(script: str, log: Path, begin: datetime | None = None) -> str:
 
 
 def _start(line: list[str], new: Path, log_fd: int) -> str:
-    """Start the supervising shell of the job in folder ``new``, rename the folder to the job id, and return the id."""
+    """Run the command ``line`` as a job with the folder ``new``. Rename the folder to the job id; return the id."""
     name_reader, name_writer = os.pipe()  # the shell's final folder name, which contains its process id
     ready_reader, ready_writer = os.pipe()  # the shell closes it when the job can be cancelled
     try:

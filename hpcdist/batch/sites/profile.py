@@ -167,7 +167,7 @@ class SiteStorage:
 class SiteLimits:
     """``[limits]``, ``[partitions.NAME]`` or ``[qos.NAME]``: resources of a node, and maximum nodes and walltime.
 
-    0 and "" mean unknown. Limits of a partition override limits of the site, and limits of a QOS override both.
+    0 and "" mean unknown. Limits of a partition override the site's limits; limits of a QOS override both.
     """
 
     max_walltime: str = ""

@@ -112,7 +112,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
 
 
 def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
-    """Return the limits for ``job``, and the site, partition or QOS that sets them, as text for error messages.
+    """Return the limits for ``job``, and the name of the site, partition or QOS that sets them, for error messages.
 
     Raises ConfigurationError for an unknown partition.
     """
@@ -149,7 +149,7 @@ def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
-    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: path by purpose. Local."""
+    """Return a warning for each of ``paths`` (purpose -> path) that the nodes of ``site`` cannot see. Local."""
     return [
         f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]
@@ -180,7 +180,7 @@ def shipped_folders() -> list[Path]:
 
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Return the path of each site profile, keyed by name. For equal names, the first folder of `folders` counts."""
+    """Return a dict from profile name to path. If several folders have a profile of this name, the first counts."""
     paths: dict[str, Path] = {}
     for folder in folders(environment):
         for path in sorted(folder.glob("*.toml")):

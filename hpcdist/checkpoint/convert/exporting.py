@@ -28,7 +28,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class _FileRegion:
-    """Region of an output file that holds one tensor. Its `write` takes the same arguments as `FileStore.write`."""
+    """Region of an output file that holds one tensor. The method `write` writes a range of the tensor's elements."""
 
     fd: int
     offset: int
@@ -44,13 +44,13 @@ def key_of(tensor: StoredTensor) -> str:
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return JSON text with the step, scalars and kinds of tensors (such as "optimizer.m") of ``loaded``."""
+    """Return JSON text with the step, scalars and tensor kinds (such as "optimizer.m") of the manifest ``loaded``."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return the parameters in ``loaded``, or all tensors if ``optimizer``. Raises UsageError if there are none."""
+    """Return the parameters in the manifest ``loaded``, or all tensors if ``optimizer`` is True. Raises UsageError."""
     tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")
@@ -67,7 +67,7 @@ def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTenso
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` that reads or writes the whole ``tensor`` by ``store``, an object like `FileStore`."""
+    """Return a `Piece` for the whole ``tensor``. ``store`` has methods to read or write elements, like `FileStore`."""
     whole = Range(0, tensor.size)
     elements: Any = FileSlice(store, whole)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, elements)

@@ -84,7 +84,7 @@ def write(
 
 
 def split_into_files(tensors: Sequence[StoredTensor], most_bytes: int) -> list[list[StoredTensor]]:
-    """Divide ``tensors``, in order, among files of at most ``most_bytes`` bytes. A larger tensor gets its own file."""
+    """Return one list of ``tensors`` per file, in order. Files have at most ``most_bytes`` bytes or one tensor."""
     groups: list[list[StoredTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:

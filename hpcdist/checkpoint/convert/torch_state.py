@@ -168,7 +168,7 @@ def _check_records(path: Path) -> None:
 
 
 def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
-    """Split the dict ``state`` into tensors by type ("parameters", ...), metadata or "", and ignored names."""
+    """Return, from the dict ``state``: tensors by kind ("parameters", ...), metadata text or "", and ignored names."""
     if not isinstance(state, Mapping):
         raise ValueError(
             f"the PyTorch file holds a {type(state).__name__}, expected a dict of tensors; save model.state_dict()"

@@ -121,7 +121,7 @@ class IndexFile:
 
 @dataclass(frozen=True)
 class _Header:
-    """Manifest fields that decide if this version of hpcdist can read the others."""
+    """Manifest fields that decide if this version of hpcdist can read the remaining fields."""
 
     schema: str
     version: int
@@ -147,9 +147,9 @@ class Manifest(_Shards):
     """Content of ``manifest.json``.
 
     ``pieces``: stored parts of tensors. ``files``: size of each shard in bytes. ``outside``: digest of each shard's
-    bytes that are not tensor data. ``about``: description of the run.
-    A shard can be a hard link to a file of an earlier checkpoint. ``unused``: tensor parts in the shards that this
-    checkpoint does not need. Older versions lack ``outside`` and ``unused``.
+    bytes that are not tensor data. ``about``: description of the run. ``unused``: tensor parts in the shards that this
+    checkpoint does not need, if a shard is a hard link to a file of an earlier checkpoint. Manifests of older versions
+    lack ``outside`` and ``unused``.
     """
 
     scalars: dict[str, Any]
@@ -239,7 +239,7 @@ def build(
     """Return the manifest of a checkpoint. Raises StorageError if the pieces do not cover every tensor.
 
     ``world`` is the number of ranks. ``scalars`` holds the non-tensor state. ``files`` maps each shard to its size in
-    bytes. ``about`` describes the run.
+    bytes. ``pieces`` lists the tensor parts that the shards contain. ``about`` describes the run.
     """
     entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
     by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[StoredPiece]] = {}
@@ -330,7 +330,8 @@ def load(directory: Path) -> Manifest:
         )
     if manifest.block_bytes != BLOCK_BYTES:
         raise StorageError(
-            f"{path} has a digest per {manifest.block_bytes} bytes; expected {BLOCK_BYTES}; restore it from a copy"
+            f"{path} has one digest per {manifest.block_bytes} bytes of tensor data, expected one per {BLOCK_BYTES} "
+            "bytes; restore it from a copy"
         )
     reason = inconsistency(manifest)
     if reason:
@@ -345,7 +346,7 @@ def _read(path: Path) -> bytes:
         most = MAX_BYTES if size <= MIN_LIMIT_BYTES else min(MAX_BYTES, MIN_LIMIT_BYTES + 2 * _shard_bytes(path.parent))
         if size > most:
             raise OSError(
-                f"the manifest has {size} bytes; expected at most {most} for the size of the shards; restore the "
+                f"the manifest has {size} bytes; expected at most {most} bytes for shards of this size; restore the "
                 "manifest from a copy"
             )
         return pread_all(fd, size, 0)

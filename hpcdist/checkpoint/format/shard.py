@@ -171,7 +171,7 @@ class WrittenShards:
     """Shard files that one writer wrote or hard-linked.
 
     - ``files``: size in bytes of each file.
-    - ``outside``: digest of all other bytes than tensor data in each file.
+    - ``outside``: digest of each file's bytes that are not tensor data.
     - ``entries``: tensor data of this checkpoint in the files.
     - ``unused``: tensor data in hard-linked files that this checkpoint does not need.
     """
@@ -249,7 +249,7 @@ def write(
 
 
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
-    """Write the index file of ``entries`` and return its `IndexFile`. If this fails, warn on stderr and return None."""
+    """Write and return the HDF5 index file of the tensor parts ``entries``, or warn on stderr and return None."""
     pieces = [entry for entry in entries if entry.nbytes]
     if len(pieces) > MAX_INDEX_PIECES:
         return None

@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return the dataset names of the tensor pieces ``slots``. Names of a tensor's later pieces end with an offset."""
+    """Return the HDF5 dataset name of each tensor piece in ``slots``. Later pieces of a tensor get an offset suffix."""
     datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
@@ -30,7 +30,7 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
 
 
 def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return a flag for each tensor piece of each rank: True if the rank writes it, as no lower rank has the piece.
+    """Return a flag for each tensor piece of each rank: True if the rank writes it, because no lower rank holds it.
 
     ``groups[r]`` lists the descriptions (`Slot`) of the pieces of rank r.
     """

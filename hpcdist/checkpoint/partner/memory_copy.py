@@ -98,7 +98,7 @@ class MemoryCopy:
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return a view of this copy's header and scalars. With ``names``, it includes piece names."""
+        """Return a view of this copy's header and scalars, and of the tensor descriptions if ``names`` is True."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
@@ -223,9 +223,9 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
-    """Yield one list of copies for each BLOCK_BYTES of ``data``, which fill these bytes from ``pieces``.
+    """Yield, for each block of BLOCK_BYTES bytes of ``data``, the list of copies that fill it from ``pieces``.
 
-    A copy is (index in ``pieces``, slice of the elements of that array, target view in ``data``).
+    A copy is (index of the piece, slice of the elements of its array, target view in ``data``).
     """
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):

@@ -198,7 +198,7 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state of which each rank's data has an intact copy, or None. Collective over ``comm``.
+    """Return the newest state for which intact copies of all ranks' data exist, or None. Collective over ``comm``.
 
     All ranks get the same step and scalars. The result's tensors share the memory of ``copies``. Damaged copies are
     reported on stderr.
@@ -228,9 +228,10 @@ def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None)
 def _holders(
     gathered: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
 ) -> dict[tuple[int, int], list[int]]:
-    """Return the current ranks with a copy of a state, by (step, old rank). The owner of the state comes first.
+    """Return a dict: (step, rank before the failure) -> current ranks with a copy of this rank's state after the step.
 
-    ``gathered``: (old rank, old size, result of `HeldCopies.held`) of each current rank, or None for a new process.
+    The owner of the state comes first. ``gathered``: for each current rank, (rank and size before the failure, result
+    of `HeldCopies.held`), or None for a new process.
     """
     reports = {report[0]: (rank, report) for rank, report in enumerate(gathered) if report is not None}
     holders: dict[tuple[int, int], list[int]] = {}

@@ -151,7 +151,7 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Split the elements of all ``lines`` into messages of at most ``longest`` bytes.
+    """Split the elements of all selections in ``lines`` into messages of at most ``longest`` bytes.
 
     Yield each message as a list of (i, range): elements ``range.start`` to ``range.stop - 1`` of ``lines[i]``.
     """
@@ -233,10 +233,9 @@ class _Stream:
 def exchange(
     comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
 ) -> int:
-    """Send each rank its ``outgoing`` elements, and receive the ``incoming`` elements. Collective over ``comm``.
+    """Send ``outgoing[r]`` to each rank r, and receive ``incoming[r]`` from rank r. Collective over ``comm``.
 
-    Item r of both lists is for rank r. Sender and receiver must list the same elements in the same order. Returns the
-    number of bytes received.
+    Sender and receiver must list the same elements in the same order. Returns the number of bytes received.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART

@@ -23,7 +23,7 @@ SHARE_BYTES: Final = 256 << 10  # smaller requests are not divided among holders
 
 @dataclass(frozen=True)
 class PieceOffer:
-    """Description of a tensor piece that ``rank`` can send. ``number`` is its index in the rank's list of pieces."""
+    """Description of a tensor slice that ``rank`` can send. ``number``: index of the slice on that rank."""
 
     rank: int
     number: int
@@ -38,10 +38,10 @@ class PieceOffer:
 
 @dataclass(frozen=True)
 class CopyRuns:
-    """Runs of elements to copy from a held array to a requested array.
+    """Ranges of elements to copy from a source array to a target array.
 
-    Run i has ``size[i]`` elements, from index ``at[i]`` of the held array to index ``to[i]`` of the requested array
-    (ascending).
+    Range i has ``size[i]`` elements. It starts at index ``at[i]`` of the source and at index ``to[i]`` of the target.
+    The values in ``to`` are ascending.
     """
 
     to: np.ndarray
@@ -49,16 +49,15 @@ class CopyRuns:
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool array: item i is True if a run contains element ``start[i]`` of the requested array."""
+        """Return a bool array. Item i is True if element ``start[i]`` of the target array is among those to copy."""
         if not self.to.size:
             return np.zeros(start.size, bool)
-        inside = (
-            np.searchsorted(self.to, start, "right") - 1
-        )  # the last run that begins at ``start`` or before; -1: none
+        # Index of the last range that begins at ``start`` or before, or -1.
+        inside = np.searchsorted(self.to, start, "right") - 1
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return only the copies of ``size[i]`` elements from index ``start[i]`` of the requested array, for all i."""
+        """Return a subset that copies only the elements ``start[i]:start[i] + size[i]`` of the target, for all i."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
         # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
@@ -75,10 +74,10 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Return the offers that fill ``piece``, each with the element ranges to copy from it. Local.
+    """Choose the slices to copy into ``piece``. Return pairs of a slice and its ranges of elements to copy. Local.
 
-    ``offers``: tensor slices on all ranks; slices of this ``rank`` are preferred. ``loads``: bytes taken from each
-    rank so far, which this function updates. Raises `GapError` if an element of ``piece`` is in no offer.
+    ``offers``: slices of this tensor on all ranks. Slices on this rank, ``rank``, are preferred. ``loads[r]``: bytes
+    that this rank requests from rank r; updated. Raises `GapError` if no slice has some element of ``piece``.
     """
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
@@ -126,9 +125,11 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
 def _divided(
     covers: np.ndarray, ranks: Sequence[int], size: np.ndarray, itemsize: int, loads: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide intervals among offers. Return arrays: offer, interval, first element in it, number of elements.
+    """Divide the loading of intervals of elements among the slices that contain them, to balance the ranks.
 
-    ``covers[o, i]``: True if offer o contains interval i. ``ranks[o]``: its rank. ``size[i]``: elements of interval i.
+    ``covers[s, i]``: True if slice s contains interval i. ``ranks[s]``: rank of slice s. ``size[i]``: elements of
+    interval i, of ``itemsize`` bytes. ``loads[r]``: bytes already requested from rank r. Returns arrays (a, b, c, d):
+    for each k, slice ``a[k]`` provides ``d[k]`` elements of interval ``b[k]``, from its element number ``c[k]``.
     """
     patterns, belongs = np.unique(covers, axis=1, return_inverse=True)
     parts = []
@@ -150,7 +151,7 @@ def _divided(
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Convert ``local``, an index in the tensor slice with the ranges ``mine``, to a flat index in the tensor."""
+    """Convert ``local``, an index in a tensor slice, to an index in the flattened tensor. ``mine``: the slice."""
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -160,7 +161,7 @@ Offers = dict[tuple[str, str], list[PieceOffer]]  # by kind and tensor
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Elements to copy from the sender's held piece ``number`` to this rank's requested piece ``wanted``."""
+    """Elements to copy from the sender's slice with index ``number`` to this rank's slice with index ``wanted``."""
 
     number: int
     wanted: int
@@ -168,10 +169,11 @@ class _Transfer:
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill the arrays of ``pieces`` from the tensor slices ``held`` on any rank. Return the bytes received. Collective.
+    """Fill the arrays of ``pieces`` with data from all ranks. Return the number of bytes received. Collective.
 
-    State types in ``optional`` stay unchanged if absent. Held and requested slices of equal elements may share memory.
-    Raises StorageError on all ranks, before any change, if elements are missing or a shape or dtype differs.
+    ``held``: the tensor slices that this rank has. ``pieces``: the tensor slices that it needs. ``optional``: kinds of
+    state, such as "optimizer.m", that stay unchanged if no rank has them. Raises StorageError on all ranks, before any
+    change, if elements are missing or a shape or dtype differs.
     """
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)
     requests = [_encode_request(parts) for parts in chosen]
@@ -201,7 +203,7 @@ def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> lis
 
 
 def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndarray]:
-    """Return the distinct tensors in ``held``, and integers that describe the slices."""
+    """Encode the tensor slices ``held`` of this rank: the list of their tensors, and integers for each slice."""
     heads: dict[tuple[Any, ...], int] = {}
     numbers: list[int] = []
     for piece in held:
@@ -232,9 +234,9 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return the element ranges to request from each rank, and an error message or "". Local.
+    """Return a list of the transfers to request from each rank, and an error message or "". Local.
 
-    ``offers``: tensor slices on all ranks. ``optional``: state types that may be absent.
+    ``offers``: slices on all ranks. ``requested``: slices to fill. ``optional``: kinds of state that may be absent.
     """
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]

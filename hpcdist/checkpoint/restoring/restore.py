@@ -100,7 +100,7 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
 def _copy(
     reader: BlockReader, entry: StoredPiece, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Copy ranges of ``entry`` to ``out``. ``stretches``: their starts in ``out`` and ``entry``, and their sizes."""
+    """Read ranges of ``entry`` into ``out``. ``stretches``: starts in ``out``, starts in ``entry``, and sizes."""
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
     # First and last block of each run; in a set, since short runs share blocks.
@@ -112,7 +112,7 @@ def _copy(
 
 
 def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
-    """Return a callback for `BlockReader.read` that copies stored elements ``at:at + size`` to ``out`` from ``to``."""
+    """Return a callback for `BlockReader.read`. It copies stored elements ``at:at+size`` to ``out[to:to+size]``."""
     shift, low, high = to - at, at, at + size
 
     def take(first: int, elements: np.ndarray) -> None:
@@ -127,9 +127,9 @@ def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
 
 
 def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
-    """Return a callback for `BlockReader.read` that copies runs of stored elements to ``out``.
+    """Return a callback for `BlockReader.read` that copies ranges of stored elements to ``out``.
 
-    Run i has ``size[i]`` elements, from index ``at[i]`` of the stored piece to index ``to[i]`` of ``out``.
+    For each i, it copies the stored elements ``at[i]:at[i]+size[i]`` to ``out[to[i]:to[i]+size[i]]``.
     """
     ends = at + size
 
@@ -206,7 +206,7 @@ def _unusable_reason(path: Path, comm: Communicator) -> str:
 def restore_together(
     comm: Communicator, directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Restore a checkpoint like `restore` on all ranks of ``comm``. Only rank 0 reads the manifest. Collective.
+    """Call `restore` on all ranks of ``comm``, but read the manifest only on rank 0. Collective.
 
     If any rank fails, raises StorageError on all ranks. Its subclass `DamagedError` means that files are damaged.
     """
@@ -243,8 +243,8 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
 def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
     """Fill the arrays of ``pieces`` from the checkpoint ``directory``. Return its scalar values by name. Local.
 
-    State types in ``optional`` stay unchanged if the checkpoint lacks them. Raises StorageError if bytes are
-    damaged, or if a tensor is missing or has another shape or dtype. The arrays are then undefined.
+    ``optional``: kinds of state, such as "optimizer.m", that stay unchanged if the checkpoint lacks them. Raises
+    StorageError if bytes are damaged, or a tensor is missing or has another shape or dtype. Arrays are then undefined.
     """
     directory = Path(directory)
     stored = _PackedEntries.of(manifest.load(directory))

@@ -45,14 +45,14 @@ class SnapshotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the allocated memory."""
+        """Size of the allocated memory in bytes."""
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the data of all ``delivery.slots`` to memory. Return a function per slot that yields the copied bytes.
+        """Copy all tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
 
-        The caller may change the data after this call. Ranks whose data this rank writes must call `GroupGather.bring`
-        meanwhile.
+        The pieces come from all ranks of the writer group. The other ranks must call `GroupGather.bring` at the same
+        time. The caller may change its tensors after this call.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -103,16 +103,16 @@ def _copy_blocks(blocks: Iterator[np.ndarray], buffer: np.ndarray) -> None:
 
 
 class SnapshotFile:
-    """Unnamed file in ``directory`` that holds a snapshot of the data to write, instead of `SnapshotMemory`."""
+    """Temporary file in ``directory`` that holds a snapshot of the data to write; replaces `SnapshotMemory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fd = -1
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor pieces of ``delivery`` to a local file. Return, for each piece, a function that reads it.
+        """Copy all tensor pieces of ``delivery`` to this file. Return, for each piece, a function that reads it.
 
-        Like `SnapshotMemory.fill`. Raises StorageError if the file cannot be written.
+        Raises StorageError if the file cannot be written. See also `SnapshotMemory.fill`.
         """
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
@@ -199,20 +199,21 @@ class BackgroundCheckpoints:
 
     @property
     def is_busy(self) -> bool:
-        """True if a checkpoint is in progress, which is the case on all ranks or on none. Local."""
+        """True if a checkpoint is in progress. The value is equal on all ranks. Local."""
         return self._phase is not SavePhase.IDLE
 
     def numbers(self) -> np.ndarray:
-        """Return the two flags (still writing, failed) of this rank, each 0 or 1. Local."""
+        """Return an array of two flags of this rank, 0 or 1: writing or committing now, and failed. Local."""
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
         outcome = self._own if self._task is None else self._task.outcome
         return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Finish the checkpoint in progress, then start the checkpoint ``plan``. Raises StorageError on all ranks.
+        """Wait for the checkpoint in progress, if there is one, then start the checkpoint ``plan``.
 
-        The caller may change this rank's tensor ``pieces`` after the call. ``writers``: recipe key checkpoint.writers.
+        After the call, the caller may change the data of ``pieces``. ``writers``: see `two_phase.group_of`. Raises
+        StorageError on all ranks if a checkpoint cannot be written.
         """
         self.finish()
         group = group_of(self._comm, writers)
@@ -231,7 +232,7 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if all ranks have written the checkpoint in progress, or a rank has failed. Local.
+        """Return True if `settle` has work to do: all ranks have finished a phase of the checkpoint, or a rank failed.
 
         ``sums``: results of the method `numbers`, summed over all ranks.
         """
@@ -239,15 +240,15 @@ class BackgroundCheckpoints:
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Continue the checkpoint in progress. Return its path if it is committed now, else None.
+        """Start the commit once all ranks have written, or complete a finished commit. Does not wait.
 
-        ``sums``: results of `numbers`, summed over all ranks. The commit starts when all ranks have written. Raises
-        StorageError on all ranks if a rank has failed.
+        Returns the checkpoint's path if its commit is complete, else None. ``sums``: results of `numbers`, summed over
+        all ranks. Raises StorageError on all ranks if a rank has failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint in progress, and return its path, or None. Raises StorageError on all ranks."""
+        """Wait for the checkpoint in progress. Return its path, or None if there was none. Raises StorageError."""
         path = None
         while self.is_busy:
             path = self._go_on()

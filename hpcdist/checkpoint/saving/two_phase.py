@@ -56,7 +56,8 @@ class IncrementalWriter:
         """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
 
         ``directories``: temporary and final directory of the checkpoint. ``slots``: descriptions of the tensor data.
-        ``sources[i]()`` yields the data of ``slots[i]``. Raises StorageError.
+        ``sources[i]()`` yields the data of ``slots[i]``. ``about``: attributes of the shard file. ``opens(path)``
+        creates the file. Raises StorageError.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -85,7 +86,10 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link old shards with enough of the unchanged data ``same``. Return the shards and the data in them."""
+        """Hard-link old shards into ``temporary`` if enough of their data is unchanged, which means: is in ``same``.
+
+        Returns a description of the linked shards, and the tensor slices of ``same`` in them.
+        """
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
@@ -120,7 +124,7 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Ranks whose first rank writes one shard for all. ``comm`` is None if the group has only one rank."""
+    """Group of ranks whose first rank writes the data of all into one shard. ``comm`` is None for a single rank."""
 
     comm: Communicator | None
     index: int
@@ -157,8 +161,8 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 class GroupGather:
     """Gather of a `WriterGroup`'s tensor data on its writer rank. The constructor is collective over the group.
 
-    The writer rank must read each of `sources` once, in order, and then call `end`, even after an error. All other
-    ranks must call `bring`, which sends their data.
+    The writer rank must call each function of `sources` once, in order, and then `end`, even after an error. All
+    other ranks must call `bring`, which sends their data.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -257,8 +261,8 @@ def save(
     """Save the checkpoint of ``step`` and return its path ``directory/step-N``. Collective over ``comm``.
 
     The ``pieces`` of all ranks together must cover every tensor. Only rank 0 uses ``scalars``, the retention rule
-    ``keep``, and the keyword ``about`` (JSON values). For the keyword ``writers`` see `group_of`. If a rank cannot
-    write, all ranks raise StorageError, and existing checkpoints are unchanged.
+    ``keep``, and the keyword ``about``, a dict for the manifest. For the keyword ``writers`` see `group_of`. If a rank
+    cannot write, all ranks raise StorageError, and existing checkpoints are unchanged.
     """
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
@@ -272,8 +276,8 @@ def save_planned(
 ) -> Path:
     """Save the checkpoint ``plan`` and return its path. Collective over ``comm``.
 
-    ``pieces``: this rank's tensor data. ``writers``: as in `group_of`. With ``incremental``, only changed tensor data
-    is written, and every rank must write.
+    ``pieces``: this rank's tensor data. ``writers``: as in `group_of`. If ``incremental`` is not None, only changed
+    tensor data is written, and ``writers`` must be "rank".
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
@@ -314,8 +318,7 @@ def write(
 ) -> ShardOutcome:
     """Write one shard with the tensor data of the ranks in ``group``. Return its outcome or error. Local.
 
-    ``slots`` describes the tensor data. ``sources`` has a function per slot that yields its bytes. With
-    ``incremental``, only changed data is written.
+    ``slots[i]`` describes a tensor slice. ``sources[i]()`` yields its bytes. ``incremental`` writes only changed data.
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
@@ -330,7 +333,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return the `ShardOutcome` of every rank. Except on rank 0, they contain only the errors. Collective."""
+    """Return every rank's `ShardOutcome`. Only rank 0 gets the written shards, other ranks the errors. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:
@@ -354,8 +357,7 @@ def agree(comm: Communicator, error: str) -> None:
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
     """Commit the checkpoint if all ``outcomes`` (one per rank) have no error. Return an error message, or "". Local.
 
-    After an error, removes the unfinished checkpoint. If another job has taken over the directory, nothing in it is
-    changed.
+    After an error, removes the unfinished checkpoint, unless another job has taken over its directory.
     """
     taken = lost(plan.directory.parent)
     if taken:

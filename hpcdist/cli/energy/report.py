@@ -42,8 +42,8 @@ def command(
 ) -> None:
     """Report the energy of the run in RUN_DIR, over all of its starts. The run may still be running.
 
-    Checkpoints and validations are measured directly. The phases of training are estimated from the activities of the
-    ranks between two counter updates, with a standard error.
+    The energy of checkpoints and validations is measured. The energy of each part of a training step is estimated, with
+    a standard error, because these parts are shorter than the update interval of energy counters.
     """
     _check(carbon_intensity, carbon_source, carbon_date, options["forecast"])
     # Late: --help must not load numpy.

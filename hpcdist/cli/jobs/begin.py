@@ -52,8 +52,8 @@ def begin(
 ) -> None:
     """Record the start of a job in the ledger of RUN_DIR. Print `go`, or `done` if the run has all its steps.
 
-    Exits with code 78 if the last --most-fruitless starts made no new checkpoint. A changed recipe, or a successful end
-    of a --program (run instead of a recipe), resets that count.
+    Exits with code 78 if the last N starts made no new checkpoint, where N is --most-fruitless. The count restarts at 0
+    if the recipe is changed, or if a --program (run instead of a recipe) ends successfully.
     """
     from hpcdist.training.recipe import recipe as recipes
 
@@ -129,7 +129,7 @@ def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
 
 
 def _forget_stop(run_dir: Path, job: str) -> None:
-    """Remove the stop file that `hpcdist jobs cancel` wrote for another job. A stop file without a job is kept."""
+    """Remove a stop file that `hpcdist jobs cancel` wrote for another job than ``job``. Other stop files are kept."""
     path = run_dir / STOP_FILE
     try:
         if regular.read(path, 4096).decode(errors="replace").split() not in ([], [job]):
@@ -149,8 +149,8 @@ def _forget_stop(run_dir: Path, job: str) -> None:
 def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> None:
     """Record in the ledger of RUN_DIR that one start of a job has ended. Print `again`, `stop` or `cancelled`.
 
-    `again` means that the job should be requeued. After exit code 75 it is printed if this start saved a new
-    checkpoint. A start that had no time to save is accepted once.
+    `again` means that the job should be requeued. After exit code 75 (training stopped before its last step), it is
+    printed unless two consecutive starts made no new checkpoint.
 
     After a failure, `again` is printed if a node no longer answers, or if the previous start of the job lost a node or
     was killed. It is also printed if the job was preempted before its training ended.

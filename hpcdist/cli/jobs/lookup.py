@@ -37,7 +37,7 @@ class LocatedJob:
     later: tuple[str, ...] = ()
 
     def text(self, name: str) -> str:
-        """Return the newest text named ``name`` in the job's records, or "" if it is not set."""
+        """Return the newest value of the field ``name`` in the job's records, or "" if no record has the field."""
         return "" if self.entered is None else self.entered.text(name)
 
     def log(self, part: str) -> str:
@@ -121,7 +121,7 @@ def _jobs(run_dir: Path, entries: list[ledger.LedgerEntry]) -> list[LocatedJob]:
 
 
 def recipe_steps(run_dir: Path) -> int | None:
-    """Return the key run.steps of the recipe in ``run_dir``, or None if the recipe is missing or unreadable. Local."""
+    """Return run.steps of the recipe in ``run_dir``, or None if the recipe is missing or unreadable. Local."""
     try:
         steps = regular.toml(run_dir / RECIPE_FILE).get("run", {}).get("steps")
     except (OSError, ValueError, AttributeError):

@@ -51,7 +51,7 @@ class JobStart:
 
 
 class StartWindow(NamedTuple):
-    """Time from a job start of a run to the next start. ``place``: index of the start in the run's job records."""
+    """Time interval from one job start of a run to the next. ``place``: index of the start in the job records."""
 
     place: int
     job: str
@@ -112,8 +112,7 @@ def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], sav
     """Return the seconds of work lost in ``trainings``, executions of the training program.
 
     A failed execution loses the time from its last checkpoint to its last heartbeat. ``saved``: checkpoint times. Only
-    executions that began in one of the time intervals ``within`` count. If checkpoints were removed, the result is an
-    upper bound.
+    executions that began in the time intervals ``within`` count. Removed checkpoints make the result an upper bound.
     """
     seconds = 0.0
     for training in trainings:
@@ -140,9 +139,8 @@ def _utc(seconds: float) -> datetime:
 def report(word: str, as_json: bool) -> None:
     """Report on a job, or on all jobs of a run: outcome, time, node hours, restarts, steps, energy, lost work.
 
-    Times and energy come from Slurm accounting if enabled; otherwise times are from the ledger. Slurm measures the
-    energy of whole nodes, so the value is only right if the job had the nodes to itself. It is available once the job
-    is over.
+    Times and energy come from Slurm accounting if enabled; otherwise times are from the run's job records. The energy
+    is known once the job is over. It covers whole nodes, also if other jobs ran on them.
 
     --json prints one object: jobs, each with job, state, reason, exit_code and restarts; run_dir, starts,
     failed_starts, elapsed_s, elapsed_by (accounts, ledger or queue), elapsed_reason, node_hours, steps_from, steps_to,
@@ -207,7 +205,7 @@ def _starts(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[st
 
 
 def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
-    """Return the elapsed time and node hours of all starts, from Slurm accounting, job records or the queue."""
+    """Return the elapsed time and node hours of all starts, from Slurm accounting, else job records, else the queue."""
     # Components of a heterogeneous job (7+0, 7+1) are on different nodes at the same time.
     accounts = [((row.id.partition("+")[0], row.restarts), row.elapsed_s, row.nodes) for row in rows]
     by_ledger = [(number, entry.elapsed_s, entry.nodes) for number, entry in enumerate(begun)]

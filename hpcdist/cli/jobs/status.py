@@ -43,7 +43,7 @@ class StatusRow:
 
     @property
     def name(self) -> str:
-        """Job name in the submission, or else in the queue."""
+        """Job name in the run's job records, or else in the queue."""
         return self.job.text("name") or self.state.name
 
 
@@ -103,7 +103,7 @@ def status_rows(jobs: Sequence[LocatedJob], ended: bool) -> list[StatusRow]:
 
 
 def by_ledger(job: LocatedJob, state: JobState) -> JobState:
-    """Return a copy of ``state``, updated by the events of ``job`` that hpcdist recorded."""
+    """Return the scheduler's ``state`` of ``job``, corrected by the events in the run's job records."""
     if job.entered is None:
         return state
     end = job.entered.last(ledger.ENDED)

@@ -177,7 +177,7 @@ def command(
 
 
 def draw_plot(answer: "PlanEstimate", subject: "PlanSubject", cluster: "Cluster", file: Path) -> None:
-    """Draw the memory use and the step timeline of the plan ``answer`` to ``file``.
+    """Draw memory use and step timeline of the plan ``answer`` for the model and layout ``subject`` to ``file``.
 
     Raises MissingCapabilityError without matplotlib, StorageError if writing fails, UsageError for an unknown format.
     """

@@ -79,7 +79,7 @@ TOKENS: Final = Parsed("tokens", partial(parse_size, of="tokens"))  # 4096, 32K
 
 
 class PlanOption(NamedTuple):
-    """Option of the command `hpcdist plan`. ``axis`` is the name of the `SearchSpec` field with its value, or ""."""
+    """Option of `hpcdist plan`. ``axis``: the `SearchSpec` field that the option sets, or "" if it sets no field."""
 
     flags: str
     kind: Kind

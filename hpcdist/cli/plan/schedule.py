@@ -68,8 +68,8 @@ def command(
 ) -> None:
     """Show the bubble, critical path and live activations of pipeline schedules. Needs no MPI and no training.
 
-    NAME is gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v. Several are drawn one below the other. Each schedule
-    is first proven to be free of deadlocks.
+    NAME is gpipe, 1f1b, interleaved, zb-h1, zb-h2 or zb-v. Several schedules are drawn one below the other. Each
+    schedule is first proven to be free of deadlocks.
     """
     from hpcdist.bench import schedules
     from hpcdist.bench.timing import without_collection

@@ -22,7 +22,7 @@ PROGRAM: Final = "hpcdist.program"  # key in click's context.meta of the words a
 
 
 def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
-    """Return lines of text with the planner's estimate for the job, or with the reason why there is no estimate.
+    """Return lines of text: the planner's estimate for the job ``planned``, or the reason why there is no estimate.
 
     Return [] if neither ``cluster`` nor the site profile names a cluster to estimate for. Never raises. Local.
     """

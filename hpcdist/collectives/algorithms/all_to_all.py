@@ -70,7 +70,7 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
     sent, expected = sizes[:, 0], sizes[:, 1].T  # both (from, to)
     for source, to in np.argwhere(sent != expected):
         raise CommunicationError(
-            f"in an all-to-all of {comm.name} rank {source} sends {sent[source, to]} elements to rank {to}, which "
+            f"in an all-to-all over {comm.name}, rank {source} sends {sent[source, to]} elements to rank {to}, which "
             f"expects {expected[source, to]}; make the two ranges equally long"
         )
 
@@ -78,7 +78,7 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
 def pairwise_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Exchange data in p - 1 steps. Collective over ``comm``, of p ranks.
+    """Execute `all_to_all` in p - 1 steps. Collective over ``comm``, of p ranks.
 
     In step k = 1 to p - 1, rank r sends to rank (r + k) mod p and receives from rank (r - k) mod p.
     """
@@ -91,10 +91,9 @@ def pairwise_all_to_all(
 def bruck_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Exchange data by Bruck's algorithm. Collective over ``comm``, of p ranks.
+    """Execute `all_to_all` by Bruck's algorithm. Collective over ``comm``, of p ranks.
 
-    In step b = 0, 1, ..., rank r sends to rank (r + 2^b) mod p all data whose distance to the receiver, in ranks, has
-    bit b set.
+    In step b = 0, 1, ..., rank r sends to rank (r + 2^b) mod p all data whose distance to its receiver has bit b set.
     """
     block = _block(send_ranges, receive_ranges)
     # Row i is the block with i ranks to go. In step b, rows with bit b in their number move 2^b ranks ahead and keep
@@ -129,7 +128,7 @@ def _block(send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> int
 def native_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Exchange data by MPI_Alltoallv. Collective over ``comm``."""
+    """Execute `all_to_all` by MPI_Alltoallv. Collective over ``comm``."""
     comm.all_to_all(send, receive, send_ranges, receive_ranges)
 
 
@@ -166,7 +165,7 @@ def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> 
 
 
 def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place; only the elements ``shares[rank]`` on each rank are valid then. Collective."""
+    """Reduce ``buffer`` in place. Afterwards, only ``buffer[shares[rank]]`` is valid on each rank. Collective."""
     check_buffer(buffer)
     ufunc(buffer, op)  # rejects an unknown op before anything is sent
     check_ranges(comm, buffer, shares)
@@ -178,7 +177,7 @@ def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequenc
 
 
 def reduce_rows(rows: list[Array], result: Array, op: str) -> None:
-    """Reduce ``rows``, an array per rank, in rank order. Write the sum, rounded once, to ``result``. Local."""
+    """Reduce ``rows``, one array per rank, in rank order. Write the result, rounded once, to ``result``. Local."""
     wide = accumulation_dtype(result.dtype)
     total = scratch("all to all total", result.size, wide, result)
     combine = ufunc(total, op)

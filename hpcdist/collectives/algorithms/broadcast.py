@@ -59,7 +59,7 @@ def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str =
 
 
 def binomial_broadcast(comm: Communicator, buffer: Array, root: int = 0) -> None:
-    """Send the whole buffer down a binomial tree. Collective over ``comm``."""
+    """Send the buffer of rank ``root`` down a binomial tree of ranks. Collective over ``comm``."""
     relative_rank = (comm.rank - root) % comm.size  # root: 0; the parent is this number without its lowest set bit
     span = _span(relative_rank, comm.size)
     if relative_rank:
@@ -73,7 +73,7 @@ def binomial_broadcast(comm: Communicator, buffer: Array, root: int = 0) -> None
 
 
 def scatter_all_gather_broadcast(comm: Communicator, buffer: Array, root: int = 0) -> None:
-    """Scatter one chunk per rank down a binomial tree, then all-gather the chunks. Collective over ``comm``."""
+    """Scatter the buffer of rank ``root`` down a binomial tree, one chunk per rank, then all-gather. Collective."""
     turned = (comm.rank - root) % comm.size
     chunks = split(buffer.size, comm.size, buffer.itemsize)  # in the order of the numbers relative to the root
 
@@ -93,7 +93,7 @@ def scatter_all_gather_broadcast(comm: Communicator, buffer: Array, root: int = 
 
 
 def chain_broadcast(comm: Communicator, buffer: Array, root: int = 0, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-    """Send segments along the chain of ranks. Each rank forwards a segment while the next arrives. Collective."""
+    """Send the buffer of rank ``root`` along a chain of ranks that forward it segment by segment. Collective."""
     check_segment(segment_bytes)
     relative_rank = (comm.rank - root) % comm.size
     whole = Range(0, buffer.size)

@@ -34,19 +34,19 @@ from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
-    """Return each rank's range of the ``shards`` shards, for ``size`` ranks; sizes differ by at most one."""
+    """Split ``shards`` logical shards among ``size`` ranks. Return each rank's range. Local."""
     return split(shards, size, itemsize=1, align_bytes=1)
 
 
 def halves(node: Range) -> tuple[Range, Range]:
-    """Return the two ranges into which the tree splits ``node``, a range of more than one shard."""
+    """Return the two children of a tree node. A node is a range of logical shards; ``node`` has at least two."""
     assert node.size > 1
     middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # split at the largest power of two below the size
     return Range(node.start, middle), Range(middle, node.stop)
 
 
 def nodes_within(shards: int, part: Range) -> list[Range]:
-    """Return the fewest tree nodes that together cover exactly the shards in ``part``, of ``shards`` in the tree."""
+    """Return the fewest nodes of the tree over ``shards`` logical shards that cover exactly the range ``part``."""
 
     def walk(node: Range) -> list[Range]:
         common = node.intersect(part)
@@ -102,8 +102,7 @@ class FixedTree:
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
         """Add ``addend``, the buffer of shard ``shard``. The caller may change the buffer afterwards. Local.
 
-        If the keyword ``copy`` is False, the buffer must not change until `reduce`, which may overwrite it. This saves
-        one copy.
+        With the keyword ``copy`` = False, the buffer must not change until `reduce`, which may overwrite it.
         """
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")
@@ -128,7 +127,7 @@ class FixedTree:
         self._run("allreduce", buffer, chunks, lambda: all_gather(self._comm, buffer, chunks))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Reduce all added arrays. Write only elements ``shares[rank]`` of the result to ``buffer``. Collective."""
+        """Reduce all added arrays. Write the result only to ``buffer[shares[rank]]`` on each rank. Collective."""
         self._run("reduce_scatter", buffer, shares, lambda: None)
 
     def _run(self, name: str, buffer: Array, shares: Sequence[Range], then: Callable[[], None]) -> None:
@@ -163,7 +162,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Exchange partial sums. Return the elements ``chunks[rank]`` of each sum, keyed by the sum's first shard."""
+        """Exchange partial sums. Return {first shard of a partial sum: its elements ``chunks[rank]``}. Collective."""
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)
@@ -210,8 +209,8 @@ class FixedTree:
     def _check_shares(self, shares: Sequence[Range], size: int) -> None:
         if len(shares) != self._comm.size or any(share.stop > size for share in shares):
             raise UsageError(
-                f"shares {[(share.start, share.stop) for share in shares]} of {size} elements for {self._comm.size} "
-                "ranks; give one range within the buffer for each rank"
+                f"got the shares {[(share.start, share.stop) for share in shares]} of a buffer of {size} elements on "
+                f"{self._comm.size} ranks; give one range within the buffer for each rank"
             )
 
     def _check_size(self, size: int) -> None:

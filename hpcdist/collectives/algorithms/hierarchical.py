@@ -41,9 +41,8 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place over a grid of ranks: first in each row, then between the rows. Collective.
 
-    ``intra``: communicator of this rank's row, usually a node. All rows have equally many ranks. ``inter``:
-    communicator of the ranks with this local rank, in the order of rows. ``collectives.release(intra)`` frees the
-    shared memory of a row.
+    ``intra``: communicator of this rank's row, usually a node. Rows have equally many ranks. ``inter``: communicator of
+    the ranks with this local rank, in row order. ``collectives.release(intra)`` frees the shared memory of a row.
     """
     combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))
@@ -54,8 +53,8 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 class _Place:
     """Communicators of this rank, and the index of its node among ``count`` nodes.
 
-    The first ``streams`` ranks of each node exchange messages between nodes, over ``inter``. ``ranks``: their peers in
-    ``inter`` by node, with the same local rank. On other ranks ``ranks`` is empty.
+    Only the first ``streams`` ranks of each node send to other nodes, over the communicator ``inter``. On these ranks,
+    ``ranks[n]`` is the rank in ``inter`` of the peer on node n. On other ranks, ``ranks`` is empty.
     """
 
     intra: Communicator
@@ -114,9 +113,9 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 
 
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
-    """Ring allreduce between nodes: a reduce-scatter, followed by an all-gather.
+    """Ring allreduce between k nodes: a reduce-scatter, followed by an all-gather.
 
-    ``turns[h]``: ranges of the buffer that this node sends in step h, where h counts modulo the number of nodes.
+    ``turns[h]``: ranges of the buffer that this node sends in step h, and again in step h + k.
     """
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]

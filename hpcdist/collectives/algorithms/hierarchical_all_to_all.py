@@ -54,9 +54,10 @@ def hierarchical_all_to_all(
 def _between(
     comm: Communicator, nodes: Nodes, mine: list[int], brought: Parts, sizes: np.ndarray, like: Array
 ) -> Parts:
-    """Exchange the data of all ranks of this node with the nodes ``mine``. Return received arrays by local rank.
+    """Exchange data between all ranks of this node and all ranks of the nodes ``mine``, as the gateway.
 
     ``brought[i]``: arrays that local rank i sends to the ranks of these nodes. ``sizes``: result of `gather_sizes`.
+    ``like``: any array of the same dtype and device. Returns, for each local rank, the list of its received arrays.
     """
     arrived: Parts = [[] for _ in brought]
     requests, first, opened = [], 0, []
@@ -79,13 +80,16 @@ def _between(
 
 
 def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
-    """Return the sizes of each rank's sends and receives in elements, of shape (ranks, 2, ranks). Collective."""
+    """Return an array of all message sizes in elements: [rank, 0 to send or 1 to receive, peer]. Collective."""
     local_sizes = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
     return gather_counts(comm, np.array(local_sizes, np.int64))
 
 
 def _exchange(intra: Communicator, name: str, parts: Parts, expected: list[list[int]], like: Array) -> Parts:
-    """Send ``parts[i]`` to local rank i. Return its arrays, of sizes ``expected[i]``, for all i. Collective."""
+    """Send the arrays ``parts[i]`` to each local rank i. Return the arrays received from each local rank. Collective.
+
+    ``expected[i]``: sizes of the arrays from local rank i. ``name``: name of scratch buffers, allocated like ``like``.
+    """
     flat, lengths = [part for row in parts for part in row], [size for row in expected for size in row]
     send = scratch(f"{name} out", sum(part.size for part in flat), like.dtype, like)
     _views(send, [part.size for part in flat], flat)

@@ -28,8 +28,8 @@ from hpcdist.comm.communicator import Communicator
 class Hypercube:
     """Hypercube whose vertices are 2^k ranks of a communicator. These ranks execute an algorithm.
 
-    ``size``: 2^k. ``rank``: this rank's vertex number, or None if it is not a vertex. ``pairs``: number of pairs at the
-    beginning of the communicator. Only the odd rank of a pair is a vertex.
+    ``size``: 2^k. ``rank``: this rank's vertex number, or None if it is not a vertex. The first 2 * ``pairs`` ranks of
+    the communicator form pairs: ranks 0 and 1, 2 and 3, ... Only the odd rank of a pair is a vertex.
     """
 
     size: int
@@ -59,7 +59,7 @@ class Hypercube:
 def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
     """Reduce the buffers of all ranks onto a subset of 2^k ranks. Return a description of the subset on every rank.
 
-    Each rank outside the subset sends its buffer to a rank inside. Collective over ``comm``.
+    Collective over ``comm``. ``combine(left, right, out)`` reduces two arrays.
     """
     cube = Hypercube.of(comm)
     if cube.is_paired(comm):
@@ -113,8 +113,8 @@ def rabenseifner_allreduce(
 ) -> None:
     """Reduce ``buffer`` in place by Rabenseifner's algorithm, with equal bits on every rank. Collective over ``comm``.
 
-    If the number of ranks is not a power of two, some ranks form pairs. If the buffer has at least ``halves_bytes``
-    bytes (a keyword), both ranks of a pair reduce one half.
+    If the number of ranks is not a power of two, some ranks form pairs. In a buffer of at least ``halves_bytes`` bytes
+    (a keyword), each rank of a pair reduces one half. In a smaller buffer, one rank of the pair reduces both halves.
     """
     combine = combiner(buffer, op)
     if comm.size & (comm.size - 1) and buffer.nbytes >= halves_bytes:
@@ -233,7 +233,10 @@ def _reduce_scatter(
     chunks: Sequence[Range],
     combine: Combine,
 ) -> None:
-    """Reduce ``buffer`` over 2 * ``width`` vertices by recursive halving. ``chunks[vertex]`` receives the result."""
+    """Reduce ``buffer`` over 2 * ``width`` vertices by recursive halving. The result is in ``buffer[chunks[vertex]]``.
+
+    ``rank_of(vertex)``: rank of a vertex. ``arrival``: scratch buffer. ``combine``: see `fold`.
+    """
     while width:
         partner = vertex ^ width  # has the other half of the aligned window of 2 width chunks
         target, outgoing = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]

@@ -64,7 +64,7 @@ def reduce_scatter(
     bidirectional: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Reduce ``buffer`` in place so that ``buffer[ranges[rank]]`` is the result; the rest is undefined. Collective.
+    """Reduce ``buffer`` in place. Only ``buffer[ranges[rank]]`` is valid afterwards. Collective over ``comm``.
 
     ``ranges`` holds one range per rank, possibly empty, and is equal on every rank.
     """
@@ -155,9 +155,10 @@ def _in_segments(buffer: Array, lanes: Sequence[_Lane], segment_bytes: int) -> b
 
 
 def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int, combine: Combine | None) -> None:
-    """Pass one chunk of ``buffer`` per rank around the ring, in each direction of ``lanes``.
+    """Pass chunks of ``buffer`` around the ring until each rank has received all chunks but one.
 
-    Rank r first sends chunk r - ``first``. Received data replaces the data in ``buffer`` if ``combine`` is None.
+    Each of ``lanes`` is a direction with its chunks. Rank r first sends chunk r - ``first``, then what it receives. If
+    ``combine`` is not None, a rank first reduces received data with its own: ``combine(left, right, out)``.
     """
     sends: list[Request] = []
     inboxes, arrivals = [], []

@@ -55,7 +55,7 @@ class IpcMapping:
         self.array: Any = device.cupy().ndarray(nbytes, np.uint8, cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
-        """Unmap the memory, after the last kernel that reads it and before its owner frees it. Local."""
+        """Unmap the memory. No kernel may still read it, and its owner must not have freed it yet. Local."""
         self.array = None
         if self._close is not None:
             self._close()

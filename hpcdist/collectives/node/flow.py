@@ -158,7 +158,7 @@ def raise_to(line: int, word: int, number: int) -> None:
 
 
 class Counters:
-    """Shared memory of ``comm``: for each rank, a line of counters and then ``nbytes`` bytes of data. Collective.
+    """Shared memory of ``comm``: for each rank, its counters, then ``nbytes`` bytes of data. Collective.
 
     A rank changes only its own counters, but reads all. The attribute ``is_shared`` is False without shared memory.
     """

@@ -168,7 +168,7 @@ def reduce_piece(
 
 @jit
 def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy step ``piece`` of the other ranks' ranges from their staging areas to this rank's buffer.
+    """Copy the other ranks' data of step ``piece`` from their staging areas to this rank's buffer.
 
     ``areas``: address of each rank's staging area. For the other arguments see `stage_piece`.
     """
@@ -276,8 +276,7 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
     - reduce-scatter: reduce this rank's range, and write the result only to the array at address ``target``.
     - all-gather: copy each other rank's range from its buffer to this rank's buffer.
 
-    ``buffers``: address of each rank's buffer. ``scratch``: integer array to overwrite. For the other arguments see
-    `start_call`.
+    ``buffers``: address of each rank's buffer. ``scratch``: integer array. For the other arguments see `start_call`.
     """
     mode, rank = plan[MODE], plan[RANK]
     offset, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
@@ -300,12 +299,10 @@ def barrier(
 ) -> int:
     """Wait a limited time until all ranks have started this call, then check that their calls are equal.
 
-    Returns DIFFERENT for different calls, DONE after a small allreduce, and otherwise WAITING: call `advance` to
-    continue.
+    Returns DIFFERENT for different calls, DONE after a small allreduce, else WAITING: call `advance` to continue.
 
     ``flags``: address of each rank's progress counters. ``slots``, of shape (2, ranks): addresses of each rank's two
-    slots for small buffers. ``data``, ``nbytes``: address and size of this rank's buffer. For the other arguments see
-    `start_call`.
+    slots for small buffers. ``data``, ``nbytes``: this rank's buffer. For the other arguments see `start_call`.
     """
     rank, number = plan[RANK], state[CALL]
     parity, record = number % 2, state[OWN_RECORD:SCRATCH]

@@ -143,12 +143,12 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait until a request of this engine or of the arguments is complete. Local."""
+        """Make progress, then wait until one request, of this engine or passed as an argument, is complete. Local."""
         self.progress()
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until a request of this engine, or one of the requests passed as arguments, is complete. Local."""
+        """Wait until one request, of this engine or passed as an argument, is complete. Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]

@@ -52,7 +52,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a list of one generator, which runs an MPI_Iallreduce on the buffer of ``task`` (see `ring_lanes`)."""
+    """Return a list with one generator, which runs MPI_Iallreduce. For the arguments see `ring_lanes`."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -155,8 +155,8 @@ class ProgressEngine(ABC):
     """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``.
 
     The attribute ``own`` is a duplicate of ``comm`` named ``label``, over which shared buffers must be allocated. The
-    attribute ``algorithms`` has the algorithms by operation. A ``with`` block closes the engine at its end. After an
-    exception, it does not wait for other ranks.
+    attribute ``algorithms`` maps operations to algorithms. A ``with`` block closes the engine at its end. If the block
+    raises an exception, closing does not wait for other ranks.
     """
 
     algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -181,14 +181,14 @@ class ProgressEngine(ABC):
     ) -> Handle:
         """Start to reduce ``buffer`` in place; this rank's result is ``buffer[shares[rank]]``. Collective.
 
-        ``hpcdist.collectives.SHARDED[algorithm]`` computes ``shares``. Its ``reduce_scatter`` has the same errors.
+        ``hpcdist.collectives.SHARDED[algorithm]`` computes ``shares``. Raises the errors of its ``reduce_scatter``.
         """
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
         """Start an all-gather in ``buffer``: each rank contributes ``buffer[shares[rank]]``. Collective.
 
-        ``hpcdist.collectives.SHARDED[algorithm]`` computes ``shares``, and has an ``all_gather`` with the same errors.
+        ``shares``: see `ireduce_scatter`. Raises the errors of ``hpcdist.collectives.SHARDED[algorithm].all_gather``.
         """
         return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 

@@ -136,8 +136,7 @@ class TuningRequest:
     """Description of the buffers to tune for.
 
     ``buffer`` is "host" or "device". ``kind`` is ALLREDUCE_KIND, or SHARDED_KIND for a reduce-scatter and an
-    all-gather. ``allocate(n)`` returns n zeroed elements; None uses normal memory. ``budget_s`` limits the measuring
-    time.
+    all-gather. ``allocate(n)`` returns n zeroed elements; None uses normal memory. ``budget_s``: time limit to measure.
     """
 
     max_bytes: int
@@ -212,7 +211,7 @@ def _agreed(everyone: Communicator, topology: Topology) -> Topology:
 
 
 def usable(text: str, kind: str, nodes: int) -> bool:
-    """Return True if ``text``, an algorithm or a table, is possible on ``nodes`` nodes for ``kind``. Local."""
+    """Return True if ``text``, an algorithm or a table, supports the operation ``kind`` on ``nodes`` nodes. Local."""
     if kind == SHARDED_KIND:
         return text in collectives.SHARDED_ON_GPUS or (text in collectives.SHARDED and runs_on(nodes, text))
     try:
@@ -227,7 +226,7 @@ def runs_on(nodes: int, name: str) -> bool:
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return True if algorithm ``name`` can run on ``nodes`` nodes and is unique there. Local."""
+    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and differs there from all others. Local."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
@@ -354,7 +353,7 @@ class SizeSweep:
                 self._compare(middle, list(dict.fromkeys([low.chosen, high.chosen, NATIVE])), share_s)
 
     def rows(self) -> list[TuningRow]:
-        """Return the times and the fastest algorithm at each measured buffer size, in ascending order. Local."""
+        """Return one `TuningRow` per measured buffer size, in ascending order. Local."""
         rows: list[TuningRow] = []
         for size in sorted(self.measured):
             chosen = choose(self.measured[size], rows[-1].chosen if rows else None)

@@ -223,7 +223,7 @@ def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(tuning: Tuning, job_key: Mapping[str, Any]) -> Tuning:
-    """Write ``tuning`` to the cache under ``job_key``. Return it; the attribute ``note`` reports failures. Local."""
+    """Write ``tuning`` to the cache under ``job_key``. Return ``tuning``, with any failure in its ``note``. Local."""
     try:
         user_cache.write(path_of(job_key), content_of(tuning, job_key))
     except OSError as error:

@@ -211,7 +211,7 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the largest of the times that ranks pass as arguments, in seconds. Collective over ``everyone``."""
+    """Return the maximum over all ranks of the seconds passed as arguments. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])
@@ -220,7 +220,7 @@ def slowest_rank(everyone: Communicator, *seconds: float) -> float:
 def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clock) -> LinkParameters:
     """Measure latency and seconds per byte while all pairs of ranks 2i and 2i + 1 of ``comm`` exchange data.
 
-    Ranks with ``comm`` None only wait. ``on`` is the data's device. All ranks of ``everyone`` call this.
+    Collective over ``everyone``; ranks with ``comm`` None wait. ``on``: data device. ``clock()`` returns seconds.
     """
     partner = None if comm is None else comm.rank ^ 1
     if comm is None or partner is None or partner >= comm.size:

@@ -75,8 +75,8 @@ class Volume:
 class NodeFacts:
     """Hardware, software versions, environment variables and directories of a node.
 
-    ``numa``: cores of each NUMA domain, if known. ``hardware_threads``: logical processors of each physical core that
-    has several. Otherwise, a "core" in this package is a logical processor.
+    ``numa``: cores of each NUMA domain, if known. ``hardware_threads``: numbers of the hardware threads of each
+    physical core, if it has several. In all other names of this package, a "core" is a hardware thread.
     """
 
     processor: str
@@ -115,7 +115,7 @@ class RankFacts:
 def rank_facts(
     launch: LaunchEnvironment | None, gpu: GpuFacts, environment: Mapping[str, str] = os.environ
 ) -> RankFacts:
-    """Return this rank's resources. ``launch`` has the launcher's name and rank numbers. ``gpu``: see `gpu_facts`."""
+    """Return this rank's resources. ``launch``: launcher name and rank numbers. ``gpu``: result of `gpu_facts`."""
     is_srun_rank = launch is not None and started_by_srun(launch.size, launch.rank, environment)
     return RankFacts(
         host=socket.gethostname().split(".")[0],
@@ -150,8 +150,7 @@ def node_facts(
 ) -> NodeFacts:
     """Return this node's hardware, software versions, environment variables and ``volumes``.
 
-    ``library``: version text of the MPI library. ``volumes``: directories that the job needs. ``numa``: sysfs directory
-    of the NUMA domains.
+    ``library``: version text of the MPI library. ``volumes``: directories that the job needs. ``numa``: sysfs folder.
     """
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}
@@ -182,7 +181,7 @@ def volume_facts(role: str, path: Path, kind: str) -> Volume:
 
 
 def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each NUMA domain that has cores, or () if the system does not report NUMA domains."""
+    """Return the cores of each NUMA domain in the sysfs folder ``root``, or () if they are unknown."""
     domains = []
     for path in sorted(root.glob("node[0-9]*/cpulist")):
         try:
@@ -193,7 +192,7 @@ def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
 
 
 def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
-    """Return a short digest of hpcdist's source files. It differs if a copy of the same version was edited."""
+    """Return a short digest of hpcdist's source files in the folder ``package``, to detect edited copies."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(package.rglob("*.py")):
         try:

@@ -78,11 +78,11 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Return the check results of all ranks on rank 0, and None on other ranks. Collective over ``comm``.
+    """Test messages, clocks and file visibility. Return the results on rank 0, and None on other ranks. Collective.
 
-    - ``facts``: results of this rank. ``describe()``: results of the node, called by one rank per node.
-    - ``directory``: rank 0 creates a file here, with the prefix ``prefix``. The result names the nodes that do not see
-      it within ``look_s`` seconds.
+    - ``facts``: facts of this rank. ``describe()`` returns the facts of the node; one rank per node calls it.
+    - ``directory``: rank 0 creates a file here, whose name begins with ``prefix``. The result names the nodes that do
+      not see the file within ``look_s`` seconds.
     - ``stage(text)`` is called before each test. ``clock()``: this node's time in seconds.
     """
     stage("finding out which ranks share a node")

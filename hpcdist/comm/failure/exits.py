@@ -108,7 +108,7 @@ class Exit(SystemExit):
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. A read at the end of the main thread first calls the attribute ``at_end``."""
+        """The argument of `sys.exit`. If read by the interpreter at its end, first call the function ``at_end``."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)

@@ -145,7 +145,7 @@ def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) 
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
-    """From now on, let an error for which ``is_survivable(error)`` is True end only its thread, without output. Local.
+    """Let an error end only the thread that raised it, without output, if ``is_survivable(error)`` is True. Local.
 
     After this call, `agreed_exit` does not finalise MPI.
     """
@@ -223,7 +223,7 @@ def guarded(main: Callable[[], int | None]) -> int:
 
 
 def _fail_together(state: _Installed, error: BaseException) -> None:
-    """End this process if all ranks raised an equal ``error``, which rank 0 then prints. Otherwise return."""
+    """If all ranks raised an equal ``error``, print it on rank 0 and end this process. Otherwise return."""
     if state.all_agree is None or state.withdraw is None or not isinstance(error, Exception) or _is_symptom(error):
         return
     text, code = "".join(error_lines(error)), exit_code(error)
@@ -405,7 +405,7 @@ def _unread() -> int:
 
 
 def write_for_launcher(rank: int, text: str) -> bool:
-    """Write ``text`` for `hpcdist run` to print at its end. Return False without `hpcdist run`. Raises OSError."""
+    """Write rank ``rank``'s failure ``text`` for `hpcdist run` to print. Return False without it. Raises OSError."""
     folder = os.environ.get(FAILURE_DIR)
     if not folder:
         return False

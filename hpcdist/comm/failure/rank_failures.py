@@ -73,7 +73,7 @@ class FaultTolerant(Observable, ABC):
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return the communicator ``label`` of these ranks and ``count`` new Python processes. Collective."""
+        """Return a communicator, named ``label``, of these ranks and ``count`` new Python processes. Collective."""
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 
@@ -94,7 +94,7 @@ class FaultTolerant(Observable, ABC):
 
     @abstractmethod
     def supports(self, feature: str) -> bool:
-        """Return True if the transport supports ``feature``. Without "ulfm", calls of ULFM may end the process."""
+        """Return True if the transport supports ``feature``, such as "ulfm" (operations after rank failures)."""
 
     @abstractmethod
     def _revoke(self) -> None: ...
@@ -188,7 +188,7 @@ _DIGEST_BYTES: Final = 16
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
     """Return True if every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
 
-    If some ranks do not call this, the other ranks get False. They must not use ``comm`` after this.
+    If some ranks do not call this, the other ranks get False. The ranks must not use ``comm`` after this.
     """
     local_digest = np.frombuffer(
         hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest(), np.uint8

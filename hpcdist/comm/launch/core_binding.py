@@ -75,7 +75,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables with which mpirun's srun can use all CPUs of the job; {} if not needed."""
+    """Return environment variables that let the srun inside mpirun use all CPUs of the job; {} if not needed."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -171,7 +171,7 @@ def expand_repeated(text: str) -> list[int]:
 
 
 def node_cores(system: Path = SYSTEM) -> NodeCores:
-    """Return the cores of this node that this process may use."""
+    """Return the cores of this node that this process may use, as found in the sysfs directory ``system``."""
     usable = os.sched_getaffinity(0)
     cores = _cores(usable, system)
     packages = Counter(_package(first, system) for first in cores)
@@ -195,12 +195,12 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return the logical processors of each core that has several, or () if unknown. ``system``: a sysfs directory."""
+    """Return the logical processors of each core with at least two, from sysfs directory ``system``; () if unknown."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 
 def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """Return a dict: lowest processor of a core -> tuple of those ``processors`` that are in this core."""
+    """Group ``processors`` by core: return a dict from the core's lowest processor to a tuple of ``processors``."""
     by_first: dict[int, list[int]] = {}
     for processor in sorted(processors):
         first = processor

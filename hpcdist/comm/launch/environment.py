@@ -101,7 +101,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
 
 
 def interpreter_words(python: str | None) -> list[str]:
-    """Return the command that runs Python on the ranks, as words: ``python``, or for None this Python executable."""
+    """Split ``python``, the command that runs Python on the ranks, into words. None: this Python executable."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; give the Python command of the ranks, e.g. --python /local/env/bin/python")

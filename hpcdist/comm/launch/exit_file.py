@@ -46,7 +46,7 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 def write_exit_code(code: int) -> None:
     """Write the job's exit ``code`` to a file for `hpcdist run`. This is the last action of a rank. Local.
 
-    Every rank should call this. Ranks on other hosts than `hpcdist run` do nothing. The first written code counts.
+    Every rank should call this. Ranks on other hosts than `hpcdist run` do nothing. Only the first code is kept.
     """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
@@ -121,16 +121,16 @@ def disable_leave_at_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore stop signals from now on, while Python ends: the exit code is already decided. Main thread only."""
+    """Ignore stop signals from now on. Call this in the main thread when the exit code is decided."""
     for number in STOP_CODES:
         signal.signal(number, signal.SIG_IGN)
 
 
 class ImmediateExit:
-    """Exit of this process at the first stop signal, even if the main thread is blocked in MPI. Local.
+    """Watcher that ends this process at the first stop signal, even if the main thread is blocked in MPI. Local.
 
-    Call `switch` to enable the exit while there is nothing to save. A thread of this object then ends the process.
-    Inside MPI_Init no thread can run; there `hpcdist run` kills the process.
+    Call `switch` to enable the watcher, which is a thread, while there is nothing to save. No thread can run inside
+    MPI_Init: there `hpcdist run` kills the process instead.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class ImmediateExit:
         self._callbacks.append(callback)
 
     def switch(self, on: bool) -> None:
-        """Set whether this process exits at once at a stop signal. The first call must be in the main thread."""
+        """Enable or disable the exit at the first stop signal. The first call must be in the main thread."""
         if on and self._pipe is None:
             self._start()
         if on is not self.on:

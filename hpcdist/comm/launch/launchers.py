@@ -131,7 +131,7 @@ def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> Launch
     if chosen in KINDS:
         return KINDS[chosen]
     if name == AUTO:
-        raise ConfigurationError(f"{VARIABLE}={chosen!r} names no launcher; {_suggestion(chosen, list(KINDS))}")
+        raise ConfigurationError(f"{VARIABLE}={chosen!r}: unknown launcher; {_suggestion(chosen, list(KINDS))}")
     raise UsageError(f"--launcher {chosen!r}: unknown launcher; {_suggestion(chosen, [AUTO, *KINDS])}")
 
 
@@ -182,7 +182,7 @@ class Starter:
         return [word.format_map(fields) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return extra environment variables for the launcher process, which may keep its files in ``folder``."""
+        """Return variables to add to the environment of a launcher with user ``options``, for files in ``folder``."""
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:

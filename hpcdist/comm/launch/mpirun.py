@@ -78,7 +78,7 @@ def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def second_mpi(modules: Iterable[str]) -> str:
-    """Return a warning if hpcdist will not use the MPI of an environment module in ``modules``, else ""."""
+    """Return a warning if hpcdist will not use the MPI of one of the loaded environment ``modules``, else ""."""
     wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
     loaded = [name for name in modules if _MPI_MODULE.match(name)]
     if not wheels or not loaded:
@@ -234,7 +234,7 @@ def transports(
     *,
     surviving: bool = False,
 ) -> dict[str, str]:
-    """Return the environment variables that select MPI's transports, unless the user or the site sets them.
+    """Return environment variables that select MPI's transports, unless the user (``options``) or the site sets them.
 
     If all ranks are on one host, TCP is disabled. The keyword ``surviving`` keeps TCP, by which Open MPI connects new
     ranks. With Open MPI, libfabric is excluded.
@@ -340,7 +340,7 @@ def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> lis
 
 
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
-    """Return the environment variables of the ranks: `common_settings`, and permission for Open MPI to run as root."""
+    """Return the environment variables of the ranks: `common_settings`, and for Open MPI permission to run as root."""
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

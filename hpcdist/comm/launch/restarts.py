@@ -29,13 +29,13 @@ class NodePool(Protocol):
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait for replacement nodes while too few are left. Return the stop signal that ended the wait, or None.
+        """Wait until the job has enough nodes. Return the stop signal that ended the wait, or None.
 
         ``pause(seconds)`` waits, and returns a stop signal or None. ``say(text)`` prints a message.
         """
 
     def shortage(self) -> str:
-        """Return the reason why too few nodes are left to start the job again, or ""."""
+        """Return the reason why too few nodes are left to start the job again, or "" if enough are left."""
 
 
 def repeat(
@@ -49,8 +49,8 @@ def repeat(
 ) -> int:
     """Start a job, and restart it after failures up to ``most`` times. Return the last exit code.
 
-    There is no restart after two starts in a row without a new checkpoint. If too few ``nodes`` are left, the
-    exit code is 75. The other arguments are functions:
+    There is no restart after two starts in a row without a new checkpoint. If ``nodes``, which tracks failed nodes,
+    reports too few nodes for a restart, the exit code is 75. The other arguments are functions:
     - ``start(n)``: run the n-th start, from 1.
     - ``saved()``: return the latest version number of each checkpoint by name.
     - ``pause(seconds)``: wait, and return the stop signal that ended the wait, or None.

@@ -110,8 +110,8 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 class Relay:
     """Forwarder of a child's ``stdout`` and ``stderr`` to this process's streams. Write errors do not stop it.
 
-    If both streams of this process are one file, the child has one pipe for both. NUL bytes are removed from this pipe,
-    and otherwise from stderr. Open MPI's notices about the end of a rank are held back until `release`.
+    NUL bytes are removed from stderr, and from stdout if both streams of this process go to one file. Open MPI's
+    notices about the end of a rank are held back until `release`.
     """
 
     def __init__(self) -> None:

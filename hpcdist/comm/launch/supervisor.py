@@ -84,7 +84,7 @@ def pause(seconds: float) -> signal.Signals | None:
 
 @contextmanager
 def signals_held() -> Iterator[set[signal.Signals]]:
-    """Block the signals that `Supervision` handles, and adopt orphaned processes. Yields the previous signal mask."""
+    """Context manager: block signals for `Supervision`, and adopt orphaned processes. Yields the previous mask."""
     libc = ctypes.CDLL(None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -114,10 +114,10 @@ class Supervision:
 
     - ``line``: the launcher command.
     - ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
-    - ``surviving``: True if the job continues after a rank failure. It has failed if the ranks wrote no exit code.
-    - ``telling``: True if a job whose started ranks wrote no exit code has failed.
+    - ``surviving``: True if the job continues after a rank failure. A job without an exit code file has failed.
+    - ``telling``: True if every started rank writes the exit code file, so that a job without this file has failed.
     - ``kind``: properties of the launcher.
-    - ``foreign``: True if the program is not a command of hpcdist. It may write no process ids.
+    - ``foreign``: True if the program is not a command of hpcdist. Its ranks may not write their process ids.
     """
 
     line: Sequence[str]
@@ -235,7 +235,7 @@ class Supervision:
         return LaunchOutcome(code if code >= 0 else 128 - code, self._first_signal, agreed)
 
     def _ended_while_importing(self, code: int) -> bool:
-        """Return True if a forwarded signal ended a training script that had no signal handlers yet."""
+        """Return True if exit ``code`` is due to a signal that came before the training script had handlers."""
         if not self._trains_in_script or self._killed or self._first_signal is None or self._announced_pids():
             return False
         return (code if code >= 0 else 128 - code) == 128 + _PASSED[self._first_signal]

@@ -27,7 +27,7 @@ _EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH uses a slow algorithm 
 
 @functools.cache  # MPI has few slots for user-defined operators; these live as long as MPI
 def _extreme(mpi: Any, op: str, code: str) -> Any:
-    """Return an MPI operator for ``op`` "max" or "min" on dtype ``code``. Unlike MPI.MAX, it propagates NaN."""
+    """Return an MPI operator for ``op`` "max" or "min" that propagates NaN. ``code``: NumPy type code."""
     ufunc, dtype = _EXTREMES[op], np.dtype(code)
 
     def reduce(left: Any, right: Any, datatype: Any) -> None:
@@ -221,7 +221,7 @@ class MpiCommunicator(Endpoint):
         receive_ranges: Sequence[Range],
         largest: int,
     ) -> None:
-        """Do an all-to-all: ranges above ``largest`` elements go as messages, the other ranges by MPI_Alltoallv."""
+        """Do an all-to-all: exchange ranges of more than ``largest`` elements as messages, others by MPI_Alltoallv."""
         tag = large_messages.PAIR_TAG
         requests = [
             self._irecv(receive[part.slice], peer, tag)
@@ -277,7 +277,7 @@ class MpiCommunicator(Endpoint):
         return type(self)(self._mpi, comm, name, self.handover, self.declared_node)
 
     def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
-        """Return a communicator of ``ranks`` of this communicator, in the given order. Collective over ``ranks``.
+        """Return a communicator, named ``label``, of these ``ranks`` in this order. Collective over ``ranks``.
 
         Threads that create groups at the same time must pass different values of ``tag``.
         """

@@ -68,7 +68,7 @@ def cache_path(key: Mapping[str, Any]) -> Path:
 
 
 def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
-    """Return the operations that accept GPU pointers, and the reason, as cached for ``key``. None if not cached."""
+    """Return the cached (operations that accept GPU pointers, reason) for ``key``, or None if not cached."""
     try:
         path = cache_path(key)
         content = json.loads(user_cache.read(path))
@@ -80,7 +80,7 @@ def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
 
 
 def write_cached(key: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
-    """Cache the ``operations`` that accept GPU pointers, and the ``reason``, for ``key``. Return the error or ""."""
+    """Cache the ``operations`` that accept GPU pointers, and the ``reason``. Return an error message or ""."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "format": CACHE_FORMAT,
@@ -157,7 +157,7 @@ def detect(
 ) -> DevicePointerSupport | None:
     """Return the operations that accept device pointers, or None if another rank of this node tests them. Local.
 
-    Call this before MPI starts, because it forks.
+    Call this before MPI starts, because it forks. ``launch`` has the world size and local rank of this process.
     """
     answer = requested_answer(environment)
     if answer == "yes":
@@ -244,9 +244,10 @@ def probe(
 def _try(
     run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
 ) -> tuple[list[str], dict[str, str], set[str]]:
-    """Test the MPI ``operations`` in child processes, until the monotonic time ``ends_at``.
+    """Test the MPI ``operations`` in child processes, started by ``run``, until the monotonic time ``ends_at``.
 
-    Returns the passed operations, {failed operation: reason}, and notes. The note "two" means: a child had two ranks.
+    ``launch`` is the mpirun command for two ranks, or []. Returns the passed operations, {failed operation: reason},
+    and notes of the children. The note "two" means that two ranks ran.
     """
     passed: list[str] = []
     failures: dict[str, str] = {}

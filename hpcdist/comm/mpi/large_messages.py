@@ -24,7 +24,7 @@ def pieces(size: int, largest: int | None = None) -> list[Range]:
 
 
 def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
-    """Return the intersections of ``ranges`` with the range ``piece``, counted from ``piece.start``. Local."""
+    """Return the intersection of each of ``ranges`` with ``piece``, relative to ``piece.start``. Local."""
     return [part.intersect(piece).shift(-piece.start) for part in ranges]
 
 
@@ -41,9 +41,9 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return a scratch buffer for ``ranges`` of ``buffer``, and the position of each range in it. Local.
+    """Allocate a scratch buffer for ``ranges`` of ``buffer``. Return it and each range's position in it. Local.
 
-    A range of more than ``largest`` elements is left out, with an empty position.
+    A range of more than ``largest`` elements gets no space: its position is an empty range.
     """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

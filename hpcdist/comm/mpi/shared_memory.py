@@ -24,7 +24,7 @@ _SHM: Final = Path("/dev/shm")  # MPI libraries create their windows here
 
 
 class Members:
-    """The processes of a communicator on one node. Detects the failure of a process."""
+    """The processes of a communicator whose ranks are all on one node. Detects failed processes."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
@@ -49,13 +49,13 @@ class Members:
             self._is_notified = True
 
     def are_revoked(self) -> bool:
-        """Return True if the communicator was revoked or freed. Local."""
+        """Return True if the communicator of these processes was revoked or freed. Local."""
         return ulfm.is_revoked(self._mpi, self._comm)
 
     def check_alive(self, since: float) -> None:
-        """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead member. Local.
+        """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead process. Local.
 
-        After the first call, the caller may still read data that the dead member wrote. ``since`` has no effect.
+        After the first call, the caller may still read data that the dead process wrote. ``since`` has no effect.
         """
         self.progress()
         dead = self._dead()
@@ -80,7 +80,7 @@ class Members:
 
 
 class MemoryBlock:
-    """Memory without an MPI window: a mapping shared by the ranks of the node, or private memory of this rank."""
+    """Memory without an MPI window: shared by the ranks of the node, or private to this rank (``is_shared`` False)."""
 
     def __init__(self, views: list[np.ndarray], members: Members, *, is_shared: bool) -> None:
         self.views, self.is_shared = views, is_shared
@@ -137,9 +137,9 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
 
 
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
-    """Return a `MemoryBlock` of ``sizes[rank]`` bytes that ``rank`` shares with no other rank. Local.
+    """Return a `MemoryBlock` with ``sizes[rank]`` private bytes for ``rank``, this rank. Local.
 
-    The block has an empty array for each other rank. ``members``: processes of all ranks, to detect dead ranks.
+    The block's array for each other rank is empty. ``members``: processes of all ranks, to detect dead ranks.
     """
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)

@@ -26,9 +26,9 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 class SpawnMember:
     """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined it.
 
-    A new rank sends only ``host``, and copies ``name``, ``checked`` and ``pointers`` from an old rank. ``name``: name
-    of the communicator. ``pointers``: operations that accept GPU pointers. ``declared_node``: simulated node number, or
-    None.
+    A new rank sends only ``host``, and takes the communicator's ``name``, ``checked`` (True if ranks compare their
+    calls) and ``pointers`` (operations that accept GPU pointers) from an old rank. ``declared_node``: simulated node
+    number, or None.
     """
 
     host: str
@@ -76,7 +76,7 @@ def join_parent(mpi: Any) -> Communicator | None:
 
 
 def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environment`` with certain name prefixes, to pass to new processes. Local."""
+    """Return the variables of ``environment`` to pass to new processes, such as PYTHONPATH and HPCDIST_*. Local."""
     return {
         name: value
         for name, value in environment.items()
@@ -85,7 +85,7 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return the simulated node number of each rank in ``members``, or only None values if no nodes are simulated.
+    """Return the simulated node number of each rank in ``members``, or None for each if no nodes are simulated.
 
     A new rank has no number yet. It gets the number of the node with the fewest ranks. Local.
     """
@@ -99,7 +99,7 @@ def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
 
 
 def sleep_until_message(comm: Communicator, every_s: float) -> Message:
-    """Check for a message every ``every_s`` seconds until one can be received, and return its description. Local."""
+    """Poll every ``every_s`` seconds until a message can be received. Return its handle (source, tag, size). Local."""
     failfast.set_recovery_limit(None)
     while (message := comm.poll()) is None:
         time.sleep(every_s)

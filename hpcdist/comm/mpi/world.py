@@ -131,9 +131,8 @@ def init(device: str = "cpu") -> World:
 
     Later calls return the same world. With ``device`` "gpu", each rank uses the GPU with its local rank. After the
     call, an uncaught exception on any rank ends the job. Operations are recorded for `hpcdist hang` if
-    HPCDIST_DEADLINE_S is set, or under `hpcdist run --out`. Raises ConfigurationError if the launcher and the MPI
-    library do not belong together. Raises UsageError if ``device`` is not "cpu" or "gpu", or in a child process of a
-    rank.
+    HPCDIST_DEADLINE_S is set, or under `hpcdist run --out`. Raises ConfigurationError if the launcher belongs to
+    another MPI library. Raises UsageError if ``device`` is not "cpu" or "gpu", or in a child process of a rank.
     """
     refuse_worker()
     fail_alike(launched=True)
@@ -209,7 +208,7 @@ def _deadline_s(default_s: float) -> float:
 
 @contextmanager
 def session(device: str = "cpu") -> Iterator[World]:
-    """Context manager that yields the world of `init`. At its end, all ranks wait for each other. Collective."""
+    """Context manager that yields `init(device)`. At its end, all ranks wait for each other. Collective."""
     world = init(device)
     yield world
     world.barrier()

@@ -29,7 +29,7 @@ from hpcdist.reporting import regular
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
     """Create a new file of ``size`` bytes, reserve its disk space, and map it into memory.
 
-    Raises StorageError with the purpose ``what`` of the file and the advice ``cure``.
+    Raises StorageError, whose message contains ``what`` (the purpose of the file) and ``cure`` (advice to the user).
     """
     try:
         path.unlink(missing_ok=True)  # truncating would raise SIGBUS in a process that still maps the old file
@@ -320,7 +320,7 @@ class Recorder(EventSink):
         self.beat(0)
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Record the start of an operation. Return its token, which is the index of its record."""
+        """Record the start of operation ``op``. Return its token, an index. ``peer`` is the other rank, or -1."""
         label = self._labels.get((comm, op, dtype))
         if label is None:
             label = self._new_label(comm, op, dtype)
@@ -398,8 +398,7 @@ class Recorder(EventSink):
     def note(self, kind: str, text: str) -> None:
         """Write ``text``, truncated to about 1 KiB, as the note of type ``kind``, one of `KINDS`.
 
-        A note replaces the previous note of its type. But for the types in `FINAL`, the first note of each type is
-        kept.
+        A note replaces the previous note of its type. But for a type in `FINAL`, the first note is kept.
         """
         data = text.encode(errors="backslashreplace")[: NOTE_BYTES - NOTE.size]
         start = NOTES + KINDS.index(kind) * NOTE_BYTES

@@ -146,9 +146,10 @@ class SpanSink:
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Add the interval from ``begin_ns`` to ``end_ns``, both times of `now_ns`. ``phase`` is one of `PHASES`.
+        """Add the interval ``name`` from ``begin_ns`` to ``end_ns``, both times of `now_ns`.
 
-        ``unit``: index of the embedding, layer or head in the model. -1 for ``unit`` or ``microbatch`` means none.
+        ``phase`` is one of `PHASES`. ``unit``: index of the embedding, layer or head in the model. -1 for ``unit`` or
+        ``microbatch`` means none.
         """
 
 
@@ -208,7 +209,7 @@ class Spans(SpanSink):
         return np.array(fresh, np.int64).reshape(-1, 3)
 
     def _new_label(self, phase: str, name: str) -> tuple[int, int]:
-        """Store the pair (``phase``, ``name``). Return the indices of pair (or `_UNNAMED` without space) and phase."""
+        """Write the label (``phase``, ``name``). Return its index, or `_UNNAMED` without space, and the phase index."""
         code = PHASES.index(phase)
         data = name.encode()[:255]
         start = TEXTS + self._text_used

@@ -75,8 +75,8 @@ class OperationTotal(NamedTuple):
 class BytesMoved(NamedTuple):
     """Bytes that left a rank, by transport.
 
-    ``messages``: sent by algorithms of this package. ``shared``: buffers that other ranks of the node read in shared
-    memory. ``unknown``: buffers of library collectives, which do not report their traffic.
+    ``messages``: bytes in messages of this package. ``shared``: bytes that other ranks of the node read in shared
+    memory. ``unknown``: sizes of buffers passed to MPI's collectives, which do not report their traffic.
     """
 
     messages: float = 0.0
@@ -120,7 +120,7 @@ class _ThreadTotals:  # only the thread writes its totals
 class OperationTiming(EventSink):
     """Event sink that adds up calls, seconds and bytes by operation. Forwards every event to the sink ``inner``.
 
-    Operations inside another operation of the thread do not count. Non-blocking operations last until they complete.
+    An operation that another operation calls does not count. Non-blocking operations last until they complete.
     Any thread may record operations. After a failed operation, create a new object.
     """
 

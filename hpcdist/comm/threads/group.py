@@ -54,7 +54,7 @@ class ThreadGroup:
 
     - ``failed`` (exceptions) and ``dead`` (world ranks) are common to all communicators of a world.
     - ``fault_tolerant``: the other ranks continue after the death of a rank.
-    - ``changed`` guards all message queues. The attribute ``met`` guards the values for collectives.
+    - ``changed`` guards all message queues. The attribute ``met`` guards the values exchanged in collectives.
     """
 
     members: tuple[int, ...]
@@ -173,12 +173,14 @@ class FailureDetector:
         dead_ranks = group.dead_ranks()
         if group.revoked:
             raise RankDiedError(
-                f"rank {self.rank}: {self._name} was revoked in {what}: a rank died; shrink {self._name}", dead_ranks
+                f"rank {self.rank}: {what} failed: {self._name} was revoked because a rank died; call its shrink()",
+                dead_ranks,
             )
         if dead_ranks and (peer is None or peer == ANY or peer in dead_ranks):
             dead = ", ".join(map(str, dead_ranks))
             raise RankDiedError(
-                f"rank {self.rank}: rank {dead} of {self._name} died, so {what} failed; shrink {self._name}", dead_ranks
+                f"rank {self.rank}: rank {dead} of {self._name} died, so {what} failed; call shrink() on {self._name}",
+                dead_ranks,
             )
 
     def agree(self, flag: bool) -> SurvivorAgreement:
@@ -223,7 +225,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive in flight into the buffer ``message``. The function ``arrived`` waits for the sent message."""
+    """A receive in flight into the buffer ``message``. ``arrived(posted)`` waits for the message and returns it."""
 
     def __init__(
         self,
@@ -300,7 +302,7 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 class ReductionRequest:
     """An iallreduce in flight. ``parts`` collects the buffers of ``size`` ranks. The result is written to ``message``.
 
-    The function ``until`` waits until its argument, a function, returns True. It raises an error at the deadline.
+    ``until(condition)`` waits until ``condition()`` is True, and raises an error at the deadline.
     """
 
     def __init__(
@@ -328,7 +330,7 @@ class ReductionRequest:
 
 
 def reduce_in_order(parts: Sequence[Array], message: Array, op: str) -> Array:
-    """Return the reduction ``op``, in rank order, of ``parts``: one buffer per rank, each like ``message``."""
+    """Return the reduction ``op`` of ``parts``, one buffer per rank, in rank order. ``message``: a similar buffer."""
     if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
         raise CommunicationError(
             f"the ranks passed buffers of (size, dtype) {[(p.size, str(p.dtype)) for p in parts]}; use equal buffers"

@@ -80,7 +80,7 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(rows: int, block: int) -> int:
-    """Return n, if every n-th block is to be sampled. At most SAMPLE values are sampled, but at least one block.
+    """Return n to sample every n-th block, so that at most SAMPLE values, but at least one block, are sampled.
 
     ``rows``: number of blocks. ``block``: number of values in a block.
     """

@@ -170,9 +170,9 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return the power of two that makes the block scale ``scale`` large enough to divide by.
+    """Return the power of two by which to multiply a tiny block ``scale``, so that 1 / scale does not overflow.
 
-    The result is 1 unless ``scale`` is tiny, and 0 if ``scale`` is 0. Callable from compiled kernels.
+    The result is 1 if ``scale`` is not tiny, and 0 if ``scale`` is 0. Callable from compiled kernels.
     """
     if scale == _ZERO:
         return _ZERO
@@ -181,9 +181,9 @@ def lift_of(scale: Any) -> Any:
 
 @jit
 def inverse_of(scale: Any, levels: Any) -> Any:
-    """Return the second of two factors that map the values of a block to [-levels, levels].
+    """Return levels / (scale f), where f = lift_of(scale), or 0 if the block's ``scale`` is 0.
 
-    The first factor is `lift_of` (scale). If the block's ``scale`` is 0, both factors are 0.
+    Multiplying by f and then by the result maps the values of a block to [-levels, levels].
     """
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 

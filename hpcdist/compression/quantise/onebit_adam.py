@@ -164,7 +164,7 @@ class OneBitAdam:
         run(out, self.m, self.v, correction, np.float32(self.moments.epsilon))
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the arrays to save in a checkpoint, by name, in addition to ``count`` and ``is_frozen``.
+        """Return the arrays to save in a checkpoint, by name. Also save the attributes ``count`` and ``is_frozen``.
 
         ``server_error`` has only this rank's chunk. ``worker_error`` has all elements, and differs between ranks. For
         another number of ranks, restore the mean of all saved ``worker_error`` on every rank.

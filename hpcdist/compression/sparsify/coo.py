@@ -20,9 +20,9 @@ MOST_ELEMENTS: Final = (1 << 31) - 1  # the largest count that int32 indices rea
 
 @functools.lru_cache(maxsize=1 << 12)
 def count_of(n: int, density: float) -> int:
-    """Return the number of elements to send for ``n`` elements: max(1, ceil(density n)), or 0 if ``n`` is 0.
+    """Return the number of elements to send of ``n`` elements: max(1, ceil(density n)), or 0 if ``n`` is 0.
 
-    The product is exact for the decimal text of ``density``. Raises UsageError if n is too large for int32 indices.
+    The product uses the exact decimal value of ``density``. Raises UsageError if n is too large for int32 indices.
     """
     if n > MOST_ELEMENTS:
         raise UsageError(

@@ -31,7 +31,7 @@ def density_at(stage: int, final: float) -> float:
 
 
 def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
-    """Return the factor that clips a gradient norm to ``limit`` / sqrt(``ranks``). ``limit`` 0 disables clipping."""
+    """Return the factor, at most 1, that clips a gradient norm to ``limit`` / sqrt(``ranks``). 0 means no limit."""
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(
             f"clipping got a squared norm of {norm_squared}, a limit of {limit} and {ranks} ranks; pass a finite "
@@ -43,7 +43,7 @@ def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
 
 
 class DeepGradientCompression:
-    """State of deep gradient compression for one tensor of ``n`` elements: velocity u and unsent values v. Local.
+    """State of deep gradient compression for one tensor of ``n`` elements: velocity u and unsent values v.
 
     ``held``: existing float32 arrays of shape (n,) to use for u and v. By default, arrays of zeros are allocated.
     """

@@ -39,7 +39,7 @@ class TopK(Compressor):
         coo.check_density(self.density)
 
     def payload_bytes(self, n: int) -> int:
-        """Return the payload size: 8 k bytes for k sent values."""
+        """Return the payload size in bytes: 8 k for k sent of ``n`` values."""
         return coo.ENTRY_BYTES * coo.count_of(n, self.density)
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
@@ -78,10 +78,10 @@ def select(values: Array, payload: Array) -> None:
 
 
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Return (candidates, indices, threshold, ties) for the k largest magnitudes, given the float32 bits ``words``.
+    """Find the k largest of the magnitudes ``words`` (float32 bits). Return (candidates, indices, threshold, ties).
 
-    The k values are all candidates above the threshold, and as many as ``ties`` equal to it. Empty indices mean that
-    all elements are candidates.
+    The k largest are all candidates above the threshold, and a number ``ties`` of candidates equal to the threshold.
+    ``indices`` are the positions of the candidates, or empty if all elements are candidates.
     """
     n = words.size
     room = 2 * k + 1024

@@ -33,8 +33,8 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
     """Return bounds of the update times of an energy counter: a list of array pairs (earliest, latest), in ns.
 
     The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``.
-    ``update_s`` is the expected period of updates in seconds, or NaN. If readings may have missed updates, each pair is
-    one possible solution.
+    ``update_s`` is the expected period of updates in seconds, or NaN. The list has more than one pair if several
+    sequences of update times are possible.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -157,7 +157,7 @@ class Attribution:
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
     def add(self, ranks: Sequence[np.ndarray], counters: Sequence[CounterSamples]) -> None:
-        """Add new counter samples, and each rank's new time intervals: rows of (phase, begin, end) in ns."""
+        """Add the samples ``counters``, and each rank's new spans, ``ranks[i]``: rows of (phase, begin, end) in ns."""
         self._ranks += [RankPhases() for _ in range(len(ranks) - len(self._ranks))]
         for rank, spans in zip(self._ranks, ranks, strict=True):
             rank.add(spans)
@@ -248,9 +248,10 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add n time intervals, which used ``joules``, to the least squares sums ``sums``.
+    """Add n time intervals to the least squares ``sums``. Interval i used ``joules[i]``.
 
-    Each row of ``moments`` is a guess of the n + 1 interval limits in ns. ``mixtures``: time in each phase.
+    Each row of ``moments`` is one guess of the n + 1 limits of the intervals, in ns; the best guess is added.
+    ``mixtures`` gives the seconds in each training phase.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
@@ -311,10 +312,7 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
 
 
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
-    """Return the jackknife error (Quenouille 1956, Tukey 1958) of the fitted watts of the phases with indices ``used``.
-
-    An error that cannot be estimated is 0.
-    """
+    """Return jackknife errors (Quenouille 1956, Tukey 1958) of the watts of phases ``used`` (indices); 0 if unknown."""
     inner = np.ix_(np.arange(FOLDS), used, used)
     grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold
     rights = sums.right[used] - sums.rights[:, used]
@@ -326,7 +324,7 @@ def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
 
 
 def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
-    """Return, for each phase, a list of the phases that a least squares fit cannot separate from it."""
+    """Return, for each phase, a list of the phases that a fit with Gram matrix ``gram`` cannot separate from it."""
     scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
     values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
     parts = (np.abs(vectors[:, values < COLLINEAR * len(gram)]) > MIN_COMPONENT).T

@@ -67,7 +67,7 @@ class RankPhases:
             self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
 
     def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the seconds that this rank spent in each phase before each time: an array of shape (times, phases).
+        """Return the seconds in each phase before each of the times ``moments_ns``: array of shape (times, phases).
 
         The origin is arbitrary: only the difference of two rows has a meaning.
         """
@@ -137,8 +137,8 @@ def job_activities(
 
     The result has the dicts ``joules``, ``error_j``, ``seconds`` and ``reason``, each by activity. Unknown values are
     NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. ``kinds`` are the kinds of counters to use.
-    ``training_j``: joules since the last start or resume, or NaN for the given ``reason``. ``earlier``: the result of
-    `activities_state` before the last start or resume, or None.
+    ``training_j``: joules since the last start or resume, or NaN. ``reason``: cause of the NaN. ``earlier``: the result
+    of `activities_state` before the last start or resume, or None.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())

@@ -79,7 +79,7 @@ class EnergyWatch:
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def moment(self) -> WatchInterval:
-        """Return this node's mean power since the last call. Appends the new samples to the output file, if any."""
+        """Return mean power and utilisation since the last call. Appends the new samples to the output file, if any."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)

@@ -157,7 +157,7 @@ class TemporaryLimits:
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
     """Limit devices in the ``with`` block. Yield each device's limit in W or MHz, or None if it is unknown. Local.
 
-    ``requested``: pairs of a limit of a device and its new value, or None to keep it. ``folder``: journal directory.
+    ``requested``: pairs (device limit, new value). The value None keeps the limit. ``folder``: journal directory.
 
     - ConfigurationError: a value is out of range.
     - StorageError: no journal record can be written.
@@ -272,7 +272,7 @@ def _put_one_back(change: ChangedLimit, stack: ExitStack) -> str:
         knob = CpuPowerLimit(Path(change.place), change.device)
     else:
         raise MissingCapabilityError(
-            f"the saved limits of kind {change.kind!r} are unknown; restore these limits with a newer hpcdist"
+            f"the journal has limits of the unknown kind {change.kind!r}; restore these limits with a newer hpcdist"
         )
     now = knob.now()
     if now is None or change.before is None:

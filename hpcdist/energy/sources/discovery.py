@@ -56,7 +56,7 @@ def claim_gpus(
 ) -> GpuClaim:
     """Return the GPUs that this rank uses, or the reason why they are unknown. Local.
 
-    ``bus_id`` is the PCI address of the rank's GPU, or None if the rank computes on the CPU.
+    ``bus_id`` is the PCI address of the rank's GPU, or None for the CPU. ``process`` is copied to the result.
     """
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
     if not needs_gpus or (bus_id is None and nvml.VISIBLE not in environment):
@@ -70,7 +70,7 @@ def claim_gpus(
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open the energy sources of this node. A GPU that several ranks use is opened once. Local.
+    """Open the energy sources of this node that ``config`` selects. A GPU of several ranks is opened once. Local.
 
     ``claims`` has the GPUs of each rank of the node. ``computing``: True if the ranks compute on GPUs.
     """

@@ -31,7 +31,7 @@ class NvmlGpu:
 def cuda_visible(
     gpus: Sequence[NvmlGpu], environment: Mapping[str, str], parent: Callable[[str], str | None]
 ) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, in its order, or () if it is not set.
+    """Return the UUIDs of the ``gpus`` that CUDA_VISIBLE_DEVICES lists, in its order, or () if it is not set.
 
     As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list.
     ``parent(instance)`` returns the UUID of the GPU of a MIG instance. Raises MissingCapabilityError for an index if
@@ -60,8 +60,8 @@ def _resolve_entry(entry: str, gpus: Sequence[NvmlGpu], environment: Mapping[str
     # CUDA's default order is by speed (FASTEST_FIRST), NVML's by bus: they agree if all GPUs are alike.
     if environment.get(ORDER) != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
         raise MissingCapabilityError(
-            f"{VISIBLE} names a GPU by index, but CUDA numbers different GPUs by speed; export {ORDER}=PCI_BUS_ID, "
-            "or name the GPU by UUID"
+            f"{VISIBLE} names a GPU by index, but the GPU models differ, and CUDA then numbers GPUs by speed; export "
+            f"{ORDER}=PCI_BUS_ID, or name the GPU by UUID"
         )
     return gpus[int(entry)].uuid
 
@@ -227,7 +227,7 @@ class NvmlDriver:
             ) from error
 
     def sensor(self, uuid: str) -> GpuSensor:
-        """Return the sensor of power and utilisation of a GPU. Raises MissingCapabilityError."""
+        """Return the sensor of power and utilisation of the GPU ``uuid``. Raises MissingCapabilityError."""
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:

@@ -119,10 +119,10 @@ class PmCounter:
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable Cray energy counters in ``directory``, and the errors. Local.
+    """Return (list of readable Cray energy counters in ``directory``, errors). Local.
 
-    The counter of the whole node comes first, and the errors are {}. If it is unreadable, there are no counters, and
-    the errors are {"node": reason}.
+    The counter of the whole node comes first. If this counter is unreadable, the result is ([], {"node": reason});
+    otherwise the errors are {}.
     """
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}

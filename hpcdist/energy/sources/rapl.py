@@ -33,7 +33,7 @@ class RaplZone(NoPowerReading):
 
 
 def find(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable RAPL zones, and the reasons why "cpu" or "dram" zones are missing or incomplete. Local."""
+    """Return the readable RAPL zones in ``root``, and {"cpu" or "dram": reason why zones are missing}. Local."""
     missing: dict[str, str] = {}
     by_kind: dict[str, list[RaplZone]] = {"cpu": [], "dram": []}
     for zone in _zones(root):

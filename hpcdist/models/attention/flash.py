@@ -56,8 +56,9 @@ def fused_forward(
 ) -> None:
     """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``kv``: keys and values, or None if ``qkv`` has them. ``sums``: float32 output of shape (batch * heads, context).
-    ``window``: sliding window in tokens, or 0. ``dropped``: dropout mask. ``documents``: bounds of packed documents.
+    ``kv``: keys and values, or None if ``qkv`` has them. ``sums``, float32 of shape (batch * heads, context): receives
+    log2 of each query's softmax sum. ``window``: sliding window in tokens, or 0. ``dropped``: dropout mask.
+    ``documents``: boundaries of packed documents, or None.
     """
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -78,9 +79,9 @@ def fused_backward(
     dropped: Mask | None,
     documents: Documents | None = None,
 ) -> None:
-    """Write the attention gradients of ``inputs`` (qkv, kv) to the arrays ``gradients``, on a GPU.
+    """Write the gradients of ``inputs``, the pair (qkv, kv), to the pair of arrays ``gradients``, on a GPU.
 
-    dy: contiguous output gradient. ``sums``: from `fused_forward`, like the other arguments. ``dots``: from `dots_of`.
+    dy: contiguous output gradient. ``dots``: result of `dots_of`. Pass the other arguments as to `fused_forward`.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -155,7 +156,7 @@ class LocalAttention:
         ``qkv``: contiguous queries, keys and values, of shape (batch, context, 3 width). Keywords:
         - ``kv``: keys and values, of shape (batch, context, 2 kv width), if ``qkv`` has only queries. Consecutive query
           heads then share a key head.
-        - ``part``: (first local query head, number of query heads of the layer), if heads are sharded.
+        - ``part``: (index of the first local query head, number of query heads of the layer), if heads are sharded.
         - ``y``: output array. If it is passed, `backward` needs the keyword ``dots``.
         """
         assert causal or not window, "a sliding window needs causal attention"
@@ -209,14 +210,14 @@ class LocalAttention:
 def keep_for_backward(
     saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool, window: int
 ) -> None:
-    """Store the keyword arguments, inputs of an attention forward pass, in ``saved`` for the backward pass."""
+    """Store the keyword arguments, the inputs of an attention layer, in ``saved`` for `begin_backward`."""
     seen = causal, window
     for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "seen": seen}.items():
         saved.keep(f"attention.{name}", value)
 
 
 def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
-    """Return the sums of dy * y over the columns of each head, as a scratch array of shape (batch * heads, tokens)."""
+    """Return the sum of dy * y over each head's columns, for each token: a scratch array (batch * heads, tokens)."""
     (batch, tokens, width), dtype = y.shape, accumulation_dtype(y.dtype)
     dots = saved.scratch("attention.dots", (batch * width // head_size, tokens), dtype)
     kernels.row_dots(dy, y, width // head_size, dots)
@@ -226,11 +227,10 @@ def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
 def begin_backward(
     saved: Saved, *, keep: bool
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
-    """Return the heads, inputs, gradient arrays, mask settings and dropout mask of an attention backward pass.
+    """Return (heads, (qkv, kv, sums), (dqkv, dkv), (causal, window), dropout mask) for an attention backward pass.
 
-    The inputs are qkv, kv and the softmax sums, from ``saved``. The gradient arrays, of qkv and kv, are uninitialised;
-    they are scratch memory if the keyword ``keep`` is False. kv and its gradient are None if qkv has the keys and
-    values. The mask settings are (causal, window).
+    The values of the forward pass come from ``saved``. dqkv and dkv are uninitialised arrays for the gradients. They
+    are scratch memory if the keyword ``keep`` is False. kv and dkv are None if qkv has the keys and values.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -243,10 +243,10 @@ def begin_backward(
 def mask_of_heads(
     saved: Saved, dropout: float, queries: int, context: int, part: tuple[int, int] | None
 ) -> Mask | None:
-    """Return the attention dropout mask of this rank's ``queries`` query heads, or None without dropout.
+    """Return the dropout mask of the attention probabilities of ``queries`` local query heads, or None without dropout.
 
-    ``context``: tokens per sample. ``part``: (first local head, number of heads of the layer), or None if this rank has
-    all heads.
+    ``dropout``: drop probability. ``context``: tokens per sample. ``part``: (index of the first local head, number of
+    heads of the layer), or None if this rank has all heads.
     """
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
@@ -254,8 +254,6 @@ def mask_of_heads(
 
 
 class _Memory:
-    """Scratch array for one tile at a time: the next tile overwrites it."""
-
     def __init__(self, saved: Saved, name: str, elements: int, like: Array) -> None:
         self._flat = saved.scratch(f"attention.{name}", (elements,), like.dtype)
 
@@ -264,10 +262,10 @@ class _Memory:
 
 
 class KeyRows:
-    """Keys and values: views of the array ``kv``, or of ``qkv`` if ``kv`` is None.
+    """Keys ``k`` and values ``v``: views of the array ``kv``, or of ``qkv`` if ``kv`` is None.
 
-    ``skipped``: number of this rank's key heads that precede the first head of the array. ``pieces``: token positions
-    of the array's rows.
+    ``skipped``: index, among this rank's key heads, of the first head in the array. ``pieces``: token positions of the
+    array's rows.
     """
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
@@ -277,7 +275,7 @@ class KeyRows:
 
 
 class KeyGradients:
-    """Gradients of keys and values: views of the array ``dkv``, or of ``dqkv`` if ``dkv`` is None."""
+    """Gradients of keys and values: parts of the array ``dkv``, or of ``dqkv`` if ``dkv`` is None."""
 
     def __init__(self, heads: Heads, dqkv: Array, dkv: Array | None, skipped: int = 0) -> None:
         first, array = (1, dqkv) if dkv is None else (0, dkv)
@@ -290,8 +288,8 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 class TiledForward:
     """Attention forward pass that computes the scores in tiles of queries and keys. Local.
 
-    ``sums``: output array for the maximum and the sum of exponentials of each query. ``most``: largest number of keys
-    in a message from another rank, or 0.
+    ``sums``: output array for the maximum score and the sum of exponentials of each query. ``most``: largest number of
+    keys that another rank sends at once, or 0 if all keys are local.
     """
 
     def __init__(
@@ -317,11 +315,11 @@ class TiledForward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Add the attention of some queries over the visible ``keys`` to the output array.
+        """Add the attention of a block of queries over the visible ``keys`` to the output array.
 
-        ``chunk``: samples and heads. ``rows``: first query, last query + 1, token position of the first query.
-        ``dropped``: dropout mask. Keywords: ``span``, range of the keys; ``causal`` True hides later keys; ``begins``
-        True overwrites the output.
+        ``chunk``: samples and heads to compute. ``rows``: (first query, end, token position of the first query).
+        ``dropped``: dropout mask. Keywords: ``span``: range of the keys; ``causal``: hide keys after a query;
+        ``begins``: overwrite the output instead of adding.
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -350,7 +348,7 @@ class TiledForward:
                 kernels.rescale_add(part.reshape(count, -1, size), self._y, queries, chunk.pair, first, shrink)
 
     def finish(self, chunk: HeadChunk, rows: Block) -> None:
-        """Divide the output in ``rows`` of the heads in ``chunk`` by the softmax sums, after the last `block`."""
+        """Divide the output of the query block ``rows`` by its softmax sums. Call this after the last `block`."""
         first, last, _ = rows
         kernels.divide_by_totals(
             self._y, self._heads.queries, chunk.pair, first, chunk.pairs, last - first, self._total
@@ -360,8 +358,8 @@ class TiledForward:
 class TiledBackward:
     """Attention backward pass that recomputes the scores in tiles of keys and queries. Local.
 
-    ``arrays``: qkv with the queries first, the output gradient, and the array for the query gradient. ``pieces``: token
-    positions of the rows of ``arrays``. ``dots``: result of `dots_of`.
+    ``arrays``: (qkv, output gradient, output array for the query gradient). ``pieces``: token positions of the rows of
+    ``arrays``. ``sums``: softmax sums from the forward pass. ``dots``: result of `dots_of`.
     """
 
     def __init__(
@@ -400,11 +398,11 @@ class TiledBackward:
         begins: bool,
         span: Span = EVERYTHING,
     ) -> None:
-        """Write the gradients of some keys and values to ``gradients``, and update the query gradients.
+        """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
 
-        ``chunk``: samples and heads. ``rows``: first key, last key + 1, token position of the first key. ``dropped``:
-        dropout mask. Keywords: ``span``, range of the queries; ``causal`` True hides later keys; ``begins`` must be
-        True in the first call for a range of queries.
+        ``chunk``: samples and heads to compute. ``rows``: (first key, end, token position of the first key).
+        ``dropped``: dropout mask. Keywords: ``span``: range of the queries; ``causal``: hide keys after a query;
+        ``begins``: True in the first call for a range of queries, whose gradients are then overwritten.
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))

@@ -24,12 +24,12 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
     """Overwrite a tile of attention scores s with ``exp(scale (s - top))``, where ``top`` is the maximum of each row.
 
     s has the shape (pairs, rows, columns): a pair is a head of a sample, a row is a query, a column is a key. ``tile``:
-    position of s, and range of visible keys. Hidden keys become 0 in s. Pass the tiles of a row in column order.
+    position of s in the full score matrix, and range of visible keys. Hidden keys become 0 in s. Call this for the
+    tiles of a row from left to right.
 
-    - ``top``, ``total``, of shape (all pairs, all rows): maximum and sum of exponentials of each row so far, updated
-      first.
-    - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)). The caller must multiply its earlier
-      output rows by it. The first tile leaves it unchanged.
+    - ``top``, ``total``, of shape (all pairs, all rows): running maximum and running sum of exponentials of each row.
+    - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)), the factor by which the caller must
+      multiply earlier output rows. The first tile leaves it unchanged.
     """
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
@@ -38,10 +38,10 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 
 
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
-    """Overwrite a tile of scores s with probabilities p, and overwrite d, the gradient of p, with the gradient of s.
+    """Overwrite a tile of attention scores s with probabilities p, and the gradient d of p with the gradient of s.
 
     s and d have the shape (pairs, rows, columns): a pair is a head of a sample, a row is a query, a column is a key.
-    ``tile``: position of s in all scores. The gradient of s is ``scale p (d - dots)``.
+    ``tile``: position of s in the full score matrix. The gradient of s is ``scale p (d - dots)``.
 
     - ``top``, ``total``: maximum and sum of exponentials of each row, from `softmax_advance`.
     - ``dots``, of shape (all pairs, all rows): sum of p d over all columns of each row.
@@ -137,10 +137,10 @@ for _softmax_dtype in SAMPLE_DTYPES:
 
 
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Compute y <- ``shrink`` * y + ``part`` in place, for some heads and tokens of the attention output y.
+    """Compute y <- ``shrink`` * y + ``part`` in place, for a block of heads and tokens of the attention output y.
 
-    y has the shape (batch, context, heads * head size). ``part[p, i]`` and ``shrink[p, i]`` are for token ``first`` + i
-    of head h of sample b, where b * heads + h = ``pair`` + p.
+    y has the shape (batch, context, heads * head size). ``part[p, i]`` and ``shrink[p, i]`` belong to token ``first +
+    i``, and to sample b and head h with b * heads + h = ``pair + p``.
     """
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
@@ -149,10 +149,10 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 
 
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide the attention output y of some heads and tokens by the softmax sums ``total``.
+    """Divide the attention output y by the softmax sums ``total``, for a block of heads and tokens.
 
-    y has the shape (batch, context, heads * head size). ``total`` has the shape (batch * heads, context). Only
-    ``pairs`` rows of ``total`` from ``pair`` on are used, and ``rows`` tokens from ``first`` on.
+    y has the shape (batch, context, heads * head size). ``total`` has the shape (batch * heads, context). The block is
+    ``total[pair : pair + pairs, first : first + rows]``.
     """
     if is_device(y):
         size = y.shape[2] // heads
@@ -179,8 +179,8 @@ def accumulate(
     """Sum ``part`` over each group of query heads. Write the sums to ``target``, or add them if ``add``.
 
     ``part`` has the shape (pairs * groups, rows, head size): ``groups`` consecutive query heads share a key head.
-    ``target`` has the shape (batch, context, columns), with ``heads`` key heads from ``column`` on. The sums are for
-    tokens from ``first`` on and key heads from ``pair`` = sample * heads + head on.
+    ``target`` has the shape (batch, context, columns). Its ``heads`` key heads begin at ``column``. Sum number p, row
+    i, goes to token ``first + i``, and to sample b and key head h with b * heads + h = ``pair + p``.
     """
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)

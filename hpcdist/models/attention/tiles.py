@@ -43,8 +43,8 @@ class Heads:
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
         """Return the queries, keys or values in x as a 5-dimensional view.
 
-        x, of shape (batch, context, columns), joins arrays of equal width; ``part`` is the index of one. The view has
-        the axes samples, key heads, query heads per key head (1 for keys and values), tokens and columns of a head.
+        ``part``: index of the array in x, of shape (batch, context, columns). The view has the axes samples, key heads,
+        query heads per key head (1 for keys and values), tokens and columns of a head.
         """
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
@@ -65,7 +65,7 @@ class Heads:
     ) -> Iterator["HeadChunk"]:
         """Yield `HeadChunk` objects that cover all samples and the key heads [first_head, last_head), by default all.
 
-        Their size is unlimited if ``everything`` is True. They have only one sample if the keyword ``apart`` is True.
+        If ``everything`` is True, a chunk may have any size. If the keyword ``apart`` is True, it has one sample.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -108,22 +108,22 @@ class HeadChunk:
 
     @property
     def pair(self) -> int:
-        """Index in the batch of the first (sample, query head) pair of this `HeadChunk`."""
+        """Number of the first (sample, query head) pair of this `HeadChunk`: sample * query heads + head."""
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return the samples and heads of this object in ``view``, whose first head has number ``skipped``."""
+        """Return this chunk's samples and heads in ``view``. ``skipped``: index of the first head that ``view`` has."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return the range [first, end) of this rank's token rows for each document of the only sample.
+        """Return this rank's range of rows [first, end) for each document of the chunk's only sample.
 
-        ``pieces``: token positions of the rows. If ``documents`` is None, the result is one range with all rows.
+        ``pieces``: token positions of all rows. If ``documents`` is None, return a single range with all rows.
         """
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply the mask ``dropped`` to the scores ``tile``, which begin at query ``first`` and key ``start``."""
+        """Apply the dropout mask ``dropped`` to the scores ``tile``, from query ``first`` and key ``start`` on."""
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -137,7 +137,7 @@ class HeadChunk:
 
 
 def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
-    """Return the number and size of the heads, as a `Heads` object. Raises UsageError for invalid shapes.
+    """Return the number and size of the heads in the arrays, as a `Heads`. Raises UsageError for invalid shapes.
 
     If ``kv`` is None, ``qkv`` has queries, keys and values. Otherwise it has only queries.
     """
@@ -162,17 +162,17 @@ Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # (first row, end row, tok
 
 
 def one_piece(rows: int) -> Pieces:
-    """Return `Pieces` with a single range: rows 0 to ``rows`` - 1 have the tokens from position 0 on."""
+    """Return the `Pieces` of an array with ``rows`` rows in which row i is the token at position i of the sample."""
     return ((0, rows, 0),)
 
 
 def blocks(
     pieces: Pieces, long: int = QUERY_BLOCK, first: int = 0, last: int | None = None, places: Span = EVERYTHING
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of token rows in ascending order: (start row, end row, token position of the start row).
+    """Yield blocks of the rows [``first``, ``last``): (start row, end row, token position of the start row).
 
-    ``pieces``: token positions of all rows. A range has consecutive token positions and at most ``long`` of the rows
-    [``first``, ``last``). Rows with token positions outside ``places`` may be left out.
+    ``pieces``: token positions of all rows. A block has at most ``long`` rows, with consecutive token positions. Only
+    token positions in the range ``places`` are needed: blocks outside it may be left out.
     """
     for begin, end, position in pieces:
         low, stop = max(begin, first), end if last is None else min(end, last)
@@ -186,8 +186,8 @@ def blocks(
 def band(distance: int, window: int, *, causal: bool) -> Span:
     """Return the range of keys [low, high) that the first query of a tile of attention scores sees.
 
-    Keys are counted from the tile's first key. Each later query sees this range shifted by one. The first query is
-    ``distance`` tokens after the first key. The keyword ``causal`` hides keys after a query. ``window``: number of
-    tokens that a query sees, 0: no limit.
+    Keys are counted from the tile's first key. Query i of the tile sees the keys [low + i, high + i).
+    ``distance``: position of the tile's first query minus the position of its first key. ``window``: number of tokens
+    that a query sees, or 0 for no limit. The keyword ``causal`` hides keys after a query.
     """
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

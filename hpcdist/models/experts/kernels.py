@@ -33,7 +33,7 @@ def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Arra
 
 
 def count(chosen: Array, runs: Array, counts: Array) -> None:
-    """Write the number of choices of each expert in each token range of ``runs`` to ``counts``. On a GPU."""
+    """Write to ``counts[s, r, e]`` how often ``chosen`` has expert e in the token range ``runs[s, r]``. On a GPU."""
     _by_warps("count_choices", counts.size, chosen, runs, counts, counts.size, counts.shape[-1], chosen.shape[1],
               real=np.float32)  # fmt: skip
 
@@ -41,8 +41,7 @@ def count(chosen: Array, runs: Array, counts: Array) -> None:
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
     """Assign a buffer row to each token and chosen expert. Rows are sorted by expert. On a GPU.
 
-    - ``places[t, j]``: receives the row for token t and expert ``chosen[t, j]``. It stays unchanged if the expert is
-      full.
+    - ``places[t, j]``: receives the row for token t and expert ``chosen[t, j]``. Unchanged if the expert is full.
     - ``runs[s, r]``: a range [first, end) of tokens of sample s.
     - ``table[s, r, e]``: first row and largest number of rows of expert e for this token range.
     """
@@ -54,10 +53,10 @@ def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
 def choose_backward(
     logits: Array, chosen: Array, gates: Array, dgates: Array, sigmoid: bool, runs: Array, table: Array, figures: Array
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add to the statistics ``figures``. On a GPU.
+    """Overwrite the router ``logits`` with their gradient, and add to the sums ``figures``. On a GPU.
 
-    ``chosen``, ``gates``: from `choose`. ``dgates``: gradient of ``gates``. ``runs``: token ranges. ``table``: loss
-    factors.
+    ``sigmoid``: as for `choose`, which computed ``chosen`` and ``gates``. ``dgates``: gradient of ``gates``. The
+    arrays ``runs``, ``table`` and ``figures`` are described in `hpcdist.models.experts.router.gradient_of_logits`.
     """
     (tokens, experts), (samples, pieces, _) = logits.shape, runs.shape
     if not tokens:
@@ -69,7 +68,7 @@ def choose_backward(
 
 
 def spread(tokens: Array, places: Array, rows: Array) -> None:
-    """Copy row ``tokens[t]`` to row ``places[t, j]`` of ``rows`` for all t and j. Skip indices of -1. On a GPU."""
+    """Copy ``tokens[t]`` to ``rows[places[t, j]]`` for all t and j with ``places[t, j]`` >= 0. On a GPU."""
     n, each, hidden = places.size * tokens.shape[1], places.shape[1], tokens.shape[1]
     grid = elementwise(n, width_of(rows.dtype))
     EXPERTS.launch("spread", *grid, tokens, places, rows, n, each, hidden, REAL=rows.dtype)
@@ -81,7 +80,7 @@ def collect(rows: Array, places: Array, gates: Array, y: Array) -> None:
 
 
 def collect_onto(rows: Array, places: Array, dx: Array) -> None:
-    """Add row ``places[t, j]`` of ``rows``, a gradient, to dx[t] for all t and j. Skip indices of -1. On a GPU."""
+    """Add the gradients ``rows[places[t, j]]`` to dx[t] for all t and j with ``places[t, j]`` >= 0. On a GPU."""
     _collect(rows, places, rows, dx, gated=False)
 
 
@@ -104,8 +103,8 @@ def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates
 def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, back: bool) -> None:
     """Copy groups of consecutive rows from ``source`` to ``target`` on a GPU.
 
-    ``blocks``, of shape (n, 3): first source row, first target row, number of rows (at most ``longest``) of each group.
-    With the keyword ``back`` True, the target row comes first.
+    ``blocks``, of shape (n, 3): first source row, first target row, and number of rows of each group. ``longest``:
+    largest number of rows of a group. If the keyword ``back`` is True, column 0 is the target row, column 1 the source.
     """
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),

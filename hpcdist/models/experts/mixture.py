@@ -74,7 +74,7 @@ class StayingRows:
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return the arrays to which the caller must write the weight and bias gradients of this rank's experts.
 
-        ``prefix``: first (`UP`) or last (`DOWN`) linear layer. Call this for both before `send_out` sends gradients.
+        ``prefix``: first (`UP`) or last (`DOWN`) linear layer. Call this for both layers before `send_out`.
         """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
@@ -128,7 +128,7 @@ class WholeExperts:
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
-        """Sum the gate gradients over the tensor ranks in place, and return them."""
+        """Sum ``dgates``, the gradients of the gates (factors of expert outputs), over the tensor ranks in place."""
         return dgates
 
 
@@ -136,17 +136,17 @@ class WholeSamples:
     """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class. Local."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and this rank's token ranges in the sample.
+        """Return the number of tokens of a whole sample, and this rank's token ranges in a sample as `Pieces`.
 
-        ``tokens``: number of a sample's tokens on this rank.
+        ``tokens``: number of tokens of a sample on this rank.
         """
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of choices of each expert before each range of local tokens, and in each whole sample.
+        """Return each expert's number of choices before each local token range, and in each whole sample.
 
-        ``counts``: number of choices in each range of local tokens, of shape (samples, ranges, experts). The first
-        result has this shape, the second result (samples, experts). Both results include other ranks' tokens.
+        ``counts``, of shape (samples, ranges, experts): numbers of choices in each local token range. The results, of
+        this shape and of shape (samples, experts), include the choices of tokens on other ranks.
         """
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
@@ -165,8 +165,8 @@ class LocalExperts:
 
     - ``predictions(tokens)``: number of targets of a sample with ``tokens`` tokens.
     - ``state``: biases and statistics of the router.
-    - ``travel``: exchange of token rows with ranks that have other experts.
-    - ``borders``: exchange of inputs and outputs between tensor ranks.
+    - ``travel``: sends token rows to the ranks of their experts, and results back.
+    - ``borders``: gathers and sums inputs and outputs over tensor-parallel ranks.
     - ``samples``: positions of this rank's tokens in the samples.
     """
 
@@ -254,7 +254,7 @@ class LocalExperts:
         return travel.bring_back(drows, "experts.drows", saved, back=True)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
-        """Choose k experts per token. Return the token matrix, rows and gates of choices, and first rows of experts."""
+        """Choose k experts per token. Return (tokens, row of each choice, its gate, first row of each expert)."""
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
         namespace(x).matmul(tokens, parameters["router.weight"].T, out=logits)

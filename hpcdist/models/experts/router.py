@@ -34,7 +34,7 @@ class RouterState:
     """Load-balancing biases and statistics of the routers of all layers. Local.
 
     ``seen``, of shape (layers, experts + EXTRA), has sums over all tokens since the last `take`: choices of each expert
-    before drops, dropped choices, entropy in nats, balance loss and z loss. The losses are without coefficients.
+    before drops, dropped choices, entropy in nats, balance loss and z loss (without their coefficients).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -63,9 +63,9 @@ class RouterState:
         return self._figures_there[layer - self.first_layer]
 
     def seen_of(self, layer: int) -> np.ndarray:
-        """Return the statistics of ``layer`` since the last `take`: a host array of choices per expert and four sums.
+        """Return a view of ``layer``'s statistics since the last `take`, on the host.
 
-        In order, the sums are of dropped choices, entropy, balance loss and z loss.
+        Elements: choices of each expert, dropped choices, and the sums of entropy, balance loss and z loss.
         """
         row: np.ndarray = self.seen[layer - self.first_layer]
         return row
@@ -73,8 +73,7 @@ class RouterState:
     def take(self) -> np.ndarray:
         """Return the router statistics since the last call, one row per layer, and reset them to 0.
 
-        Columns: number of tokens that chose each expert, dropped choices, and sums over tokens of entropy, balance loss
-        and z loss.
+        Columns: choices of each expert, dropped choices, and the sums over tokens of entropy, balance loss and z loss.
         """
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
@@ -101,7 +100,7 @@ class RouterState:
 
 
 def capacity(config: ModelConfig, context: int) -> int:
-    """Return the largest number of choices that each expert accepts from a sample of ``context`` tokens."""
+    """Return the largest number of tokens that each expert accepts from a sample of ``context`` tokens."""
     even = config.experts_per_token * context / config.experts
     return min(context, math.ceil(config.capacity_factor * even - 1e-9)) if config.capacity_factor else context
 
@@ -163,7 +162,7 @@ def gradient_of_logits(
     table: np.ndarray,
     figures: Array,
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add statistics to ``figures``.
+    """Overwrite the router ``logits`` with their gradient, and add statistics of all tokens to ``figures``.
 
     - ``chosen``, ``gates``, of shape (tokens, k): the experts of each token and their weights, from `choose`.
     - ``dgates``: the gradient of ``gates``.

@@ -20,7 +20,7 @@ DEVICE_BYTES: Final = 1 << 28  # of rows at a time on a GPU, which is faster wit
 
 
 def output_side(side: int, stride: int) -> int:
-    """Return the number of output pixels along a side of ``side`` input pixels, for windows ``stride`` pixels apart."""
+    """Return the output height or width of a convolution, from the input height or width ``side``, in pixels."""
     return (side - 1) // stride + 1
 
 
@@ -82,7 +82,7 @@ def _as_matrix(weight: Array) -> Array:
 
 
 def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> Iterator[tuple[slice, Array]]:
-    """Yield (slice of samples, their im2col array in scratch memory). The array has one row per output pixel."""
+    """Yield (slice of samples, their im2col array). ``shape``: output shape. The array has a row per output pixel."""
     samples, high, wide = shape[:3]
     columns = SIZE * SIZE * x.shape[-1]
     room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
@@ -155,7 +155,10 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (index, output slices, slices of the inputs to multiply) for each pixel of the kernel."""
+    """Yield (index, output slices, input slices) for each kernel pixel, which maps these inputs to these outputs.
+
+    ``high``, ``wide``: output size. ``height``, ``width``: input size.
+    """
     for i in range(SIZE):
         for j in range(SIZE):
             outputs, inputs = [slice(None)], [slice(None)]

@@ -78,7 +78,7 @@ def _elementwise(name: str, x: Array, *args: Array) -> None:
 def norm(
     x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None
 ) -> None:
-    """Write the layer norm of each row of x to y. Write each row's mean and 1 / deviation to ``statistics``.
+    """Write the layer norm of each row of x to y. Write each row's mean and 1 / (standard deviation) to ``statistics``.
 
     If there is a ``residual``, first add it to x in place.
     """
@@ -86,7 +86,7 @@ def norm(
 
 
 def rms(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array, residual: Array | None = None) -> None:
-    """Write the scaled rows of x, divided by their root mean square, to y. Write 1 / rms to ``statistics``.
+    """Write the RMS norm of each row of x to y. Write 1 / (root mean square) of each row to ``statistics``.
 
     If there is a ``residual``, first add it to x in place.
     """
@@ -113,8 +113,8 @@ def norm_backward(
 ) -> None:
     """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds``.
 
-    ``statistics``: result of `norm` or `rms`. Two further arguments, for the gradients of the scale and (after `norm`)
-    of the bias, are pairs (array, add): add to the array if ``add``, else overwrite it.
+    ``statistics``: output of `norm` or `rms`. Pass a further argument for the gradient of the scale and, after `norm`,
+    another for the bias: a pair (array, add). If ``add``, the gradient is added to the array, else it overwrites it.
     """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
@@ -194,7 +194,7 @@ def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
 
 
 def dropout(x: Array, first: int, last: int, width: int, *place_and_counter: int, factor: float) -> None:
-    """Apply dropout to ``x[:, first:last, :width]`` in place on a GPU."""
+    """Apply dropout to ``x[:, first:last, :width]`` in place on a GPU. The other arguments come from `Mask`."""
     n = x.shape[0] * (last - first) * -(-width // 4)
     EMBEDDING.launch("drop", *elementwise(n), x, n, x.shape[1], x.shape[2], first, last, width, *place_and_counter,
                      float(factor), REAL=x.dtype)  # fmt: skip

@@ -30,11 +30,11 @@ def fits_counter(rows: int, columns: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Dropout mask of an array, which may be this rank's shard of the samples. Local.
+    """Dropout mask of an array of shape (samples * groups, rows, columns), which may be a shard of each sample.
 
-    The array has the shape (samples * groups, rows, columns), where a group can be an attention head. A sample's whole
-    mask has ``rows_per_sample`` rows of ``columns`` elements. In this mask, group g begins at row
-    ``first_row + g * pitch``. ``site`` distinguishes several uses of dropout in a layer.
+    A group is, for example, an attention head. The mask of a whole sample has ``rows_per_sample`` rows of ``columns``
+    elements. This rank's group g begins at row ``first_row + g * pitch`` of the sample's mask. ``site`` distinguishes
+    several uses of dropout in a layer.
     """
 
     draw: Draw
@@ -50,8 +50,7 @@ class Mask:
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
         """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
 
-        x is the array that `Mask` describes, or a rectangle of this array. The rectangle begins at row ``above`` and
-        column ``left``, which must be a multiple of 4.
+        ``above``, ``left``: row and column of the first element of x in each group's mask. 4 must divide ``left``.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -65,7 +64,7 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Kernel arguments: groups, pitch, rows per sample, first row, and number of Philox counters per row."""
+        """Kernel arguments: groups, pitch, rows_per_sample, first_row, and the number of Philox counters per row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
@@ -73,8 +72,8 @@ class Mask:
     def counters(self) -> tuple[int, int, int, int, int, int]:
         """Kernel arguments of the Philox random generator: three counter words, two seed words, and the dropout limit.
 
-        The counter words are the index of the first sample in the batch, layer and site as one number, and the
-        step. A kernel drops an element if its 32-bit random number is below the limit.
+        The counter words are: index of the first sample in the batch; layer and site in one number; step. A kernel
+        drops an element if its 32-bit random number is below the limit.
         """
         # An element is dropped if its word is below the limit: with probability ``rate``, rounded to 2^-32.
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
@@ -83,7 +82,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """Address of a GPU array (index of the first sample, step), or 0 if kernels get both values as arguments."""
+        """Address of the GPU array from which kernels read first sample and step, or 0 if they are arguments."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property

@@ -66,7 +66,7 @@ class LocalPositions:
 
 
 def add_to_positions(dy: Array, places: Array, into: Array, add: bool) -> None:
-    """Add dy[i] to row ``places[i]`` of ``into``, for each token i. Unless ``add``, first set ``into`` to 0."""
+    """Add dy[i] to row ``places[i]`` of ``into``, for each token i. If ``add`` is False, first set ``into`` to 0."""
     if not add:
         into[...] = 0
     rows = dy.reshape(-1, dy.shape[-1])
@@ -120,9 +120,10 @@ class LocalRotary:
 
 
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
-    """Rotate the first ``rotated`` columns of x in place. Rotary angles start at 0 in each packed document. Return x.
+    """Apply rotary angles to the first ``rotated`` columns of x in place, with positions in documents. Return x.
 
-    x is contiguous, of shape (batch, tokens, columns). ``documents``: token positions. ``sign`` -1 rotates back.
+    x is contiguous, of shape (batch, tokens, columns). Position 0 is the start of each document. ``sign``: 1, or -1 to
+    rotate back.
     """
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
@@ -132,8 +133,7 @@ def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documen
 def rotary_table(context: int, head_size: int, like: Array) -> Array:
     """Return cosines, then sines, of the rotary angles of ``context`` positions, of shape (context, head_size).
 
-    The angles are computed in float64. The table has the accumulation dtype, is on the device of ``like``, and is
-    cached.
+    The angles are computed in float64. The table has the accumulation dtype and the device of ``like``. It is cached.
     """
     dtype = accumulation_dtype(like.dtype)
     key = head_size, dtype, is_device(like)
@@ -156,7 +156,7 @@ def rotary_table(context: int, head_size: int, like: Array) -> Array:
 def turn(x: Array, rotated: int, turns: Array, sign: int) -> Array:
     """Apply rotary angles to the first ``rotated`` columns of contiguous x in place. Return x.
 
-    x has the shape (batch, context, columns). ``turns`` is a result of `rotary_table`. ``sign`` -1 rotates back.
+    x has the shape (batch, context, columns). ``turns``: result of `rotary_table`. ``sign``: 1, or -1 to rotate back.
     """
     _, context, columns = x.shape
     assert rotated % turns.shape[1] == 0 and rotated <= columns, f"{rotated} of {columns} columns are not whole heads"

@@ -28,7 +28,7 @@ NOTHING: Final = np.empty(0, np.uint8)
 class BlockUse:
     """Use of the memory blocks of an `Arena`, recorded from `Arena.begin_record` to `Arena.end_record`.
 
-    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: the arena's scratch arrays at the end.
+    ``taken``: indices of the blocks that `Arena.take` returned. ``scratch``: all scratch arrays of the arena.
     """
 
     taken: frozenset[int]
@@ -120,7 +120,7 @@ class Arena:
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Add the recorded changes in ``use`` to the number of users of each block. Check `has_free` first."""
+        """Change the number of users of each block as recorded in ``use``. Check `has_free` first."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]
@@ -150,7 +150,7 @@ class Arena:
         return _shaped(block, shape, dtype)
 
     def forget(self, key: tuple[int, int], released: "ArenaSaved") -> None:
-        """Remove the object of ``key`` = (layer, micro-batch) from the arena, if it is the object ``released``."""
+        """Remove the `ArenaSaved` of ``key`` = (layer, micro-batch) from the arena if it is the object ``released``."""
         if self._live.get(key) is released:
             del self._live[key]
 

@@ -78,7 +78,7 @@ class RecomputedStage(WrappedStage):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Call the collectives of the repeated forward and of the backward pass, on a rank without samples."""
+        """On a rank without samples, call the collectives of the recomputed forward and of the backward pass."""
         within, inner = saved.within(), cast(MixedStage, self.inner)
         inner.attend(parameters, operations, within)
         inner.attend_backward(parameters, gradients, operations, within)
@@ -89,7 +89,7 @@ _LINEARS: Final = ("linear_column", "linear_row")
 
 
 def split_operations(operations: Operations) -> Operations:
-    """Wrap ``operations`` so that backward computes only input gradients, and `weight_gradients` weight gradients."""
+    """Wrap ``operations``: backward then computes only input gradients, and defers others to `weight_gradients`."""
     return replace(
         operations,
         linear_column=SplitLinear("linear_column", operations.linear_column),
@@ -100,16 +100,15 @@ def split_operations(operations: Operations) -> Operations:
 
 
 def release_first_pass(saved: Saved) -> None:
-    """Free the arrays in ``saved`` that `weight_gradients` does not need. Call this after a split backward pass."""
+    """Free the arrays that `weight_gradients` does not need, after a backward pass with `split_operations`."""
     saved.narrow()
 
 
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
     """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 
-    Writes the gradients, or adds them to earlier gradients of this step. ``operations``: unwrapped operations.
-    ``saved``: arrays of the backward pass, which the caller may release afterwards. The arrays in ``parameters`` may
-    already be freed.
+    Writes the gradients, or adds them to earlier gradients of this step. ``operations``: the operations that were
+    wrapped. ``saved``: the stage's arrays of the backward pass. The arrays in ``parameters`` may already be freed.
 
     If two stages share a tensor, call this for the later stage first, and for both stages before the next micro-batch.
     """

@@ -55,8 +55,8 @@ def launch_adam_direction(
     """Update Adam's m and v on a GPU. Write the update direction, without the learning rate, to ``step``.
 
     ``step`` may be the gradient array. The squares of ``weights`` and ``step`` are added to ``partial``, a result of
-    `partial_sums`. ``tensors`` has the weight decays. Further arguments: a factor for ``gradient``, beta1, 1 - beta1,
-    beta2, 1 - beta2, the bias corrections of m and v, and epsilon.
+    `partial_sums`. ``tensors`` has the weight decays. Further arguments: a factor for ``gradient``, the six results of
+    `moment_factors`, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -74,8 +74,8 @@ def launch_scaled_direction(
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
     """Return a zeroed GPU array of shape (rows, 2), for partial sums of squares of weights and of their updates.
 
-    The flat vector has ``size`` elements and ``tensors`` tensors. Splits of the vector at multiples of `TILE` elements
-    do not change the bits of the sums.
+    They are for a flat vector of ``size`` elements with ``tensors`` tensors. The sums have the same bits if the vector
+    is processed in ranges that are split at multiples of `TILE` elements.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
@@ -102,7 +102,7 @@ def launch_update(
     """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
     ``slots``: arrays of optimizer state. ``working``: array for the rounded weights, or None. ``tensors``: each
-    tensor's weight decay and rate factor. Scalars are further arguments. Scale multiplies the gradient. Kernels:
+    tensor's weight decay and rate factor. ``scalars``: further arguments. "scale" multiplies the gradient. Kernels:
 
     "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
     "momentum": slot velocity; scalars scale, momentum, a, b, rate, for the step a * gradient + b * velocity.
@@ -238,7 +238,7 @@ def momentum_direction(
 
 
 def shares_of_step(momentum: float, nesterov: bool) -> tuple[float, float]:
-    """Return the factors (a, b) of the momentum step a * gradient + b * velocity."""
+    """Return the factors (a, b) of the momentum step a * gradient + b * velocity, with the updated velocity."""
     return (1.0, momentum) if nesterov else (0.0, 1.0)
 
 
@@ -332,7 +332,7 @@ def add_squares(values: Any, sums: Any, phase: Any) -> None:
 
 @jit
 def total(sums: Any) -> Any:  # (LANES,)
-    """Return the total of ``sums``, the partial sums of `add_squares`. Afterwards ``sums`` is undefined."""
+    """Return the total of ``sums``, the partial sums from `add_squares`. The content of ``sums`` is then undefined."""
     half = LANES // 2  # a fixed tree with independent additions per level
     while half:
         left, right = sums[:half], sums[half : 2 * half]
@@ -382,7 +382,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return example arguments of a kernel, for float32 and float64: ``buffers`` arrays, then ``scalars`` numbers."""
+    """Return arguments to compile a kernel with: ``buffers`` arrays and ``scalars`` numbers, in float32 and float64."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

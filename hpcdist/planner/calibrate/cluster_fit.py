@@ -42,7 +42,7 @@ class TimingSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMeasurements:
-    """Measurements of a cluster. ``moves``: (bytes, seconds) per memory copy."""
+    """Measurements of a cluster. ``moves``: (bytes, seconds) of each measured memory copy."""
 
     date: str
     device: str
@@ -68,9 +68,9 @@ class CalibratedCluster:
 
 
 def assemble(name: str, base: Cluster, measurements: ClusterMeasurements) -> CalibratedCluster:
-    """Return the calibrated cluster ``name``. Local.
+    """Return a new cluster ``name`` with constants fitted to ``measurements``. Local.
 
-    Unmeasured values come from ``base``. Raises UsageError for too few measurements.
+    Unmeasured values come from the cluster ``base``. Raises UsageError for too few measurements.
     """
     lines: list[str] = []
     device = _device(base, measurements, lines)
@@ -148,7 +148,7 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Return the fits of all operations, the properties of the links, and remarks on the links.
+    """Return the time fits of all operations, the link levels, and remarks on the links for the user.
 
     Without measured messages, the links of ``base`` are used. Appends a description of each fit to ``lines``.
     """

@@ -54,7 +54,7 @@ class MeasuredProduct(NamedTuple):
 class FittedCurve:
     """Efficiency curve and peak FLOP rate of a device, fitted to measured matrix products.
 
-    ``unseen``: measured matrix products that the fit left out. ``errors``: relative errors of their predicted times.
+    ``unseen``: measured products that were not used for the fit. ``errors``: relative errors of their predicted times.
     """
 
     peak_flops: float
@@ -64,7 +64,7 @@ class FittedCurve:
 
     @property
     def error(self) -> float:
-        """Median absolute relative error at the matrix products left out of the fit, or NaN if all were fitted."""
+        """Median absolute relative error at the products not used for the fit, or NaN without such products."""
         return float(np.median(np.abs(self.errors))) if self.errors else math.nan
 
 
@@ -149,9 +149,9 @@ class MeasuredStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FittedShares:
-    """Fitted fractions of a device's memory bandwidth and peak FLOP rate, and fitted seconds per kernel.
+    """Fitted fractions of memory bandwidth and peak FLOP rate that a device reaches, and seconds per kernel.
 
-    ``errors``: relative errors of the predicted times of steps that the fit left out.
+    ``errors``: relative errors of the predicted times of steps that were not used for the fit.
     """
 
     memory_share: float
@@ -161,12 +161,12 @@ class FittedShares:
 
     @property
     def error(self) -> float:
-        """Largest absolute relative error of the steps held out for validation, or NaN without such steps."""
+        """Largest absolute relative error of the steps that were not used for the fit, or NaN without such steps."""
         return max(map(abs, self.errors), default=math.nan)
 
 
 def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
-    """Fit the constants of a device to measured ``steps``. Raises UsageError for fewer than `LEAST_STEPS` steps."""
+    """Fit the fractions and the kernel time of a `FittedShares` to ``steps``. Raises UsageError for too few steps."""
     if len(steps) < LEAST_STEPS:
         raise UsageError(
             f"fitting memory_share and attention_share of the device needs at least {LEAST_STEPS} measured steps, got "

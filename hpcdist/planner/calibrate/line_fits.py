@@ -64,9 +64,9 @@ class FittedPieces:
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
     """Fit a piecewise linear function of the size in bytes to the message times ``seconds``.
 
-    ``nbytes``: size of each message. The fit uses the median time of each size. Every second size only measures the
-    error of the fit. The largest size and the sizes in ``always`` are always fitted. Raises UsageError for fewer than
-    `LEAST_SIZES` sizes, or for invalid times.
+    ``nbytes``: size of each message. The fit uses the median time of each size. Every second size is not fitted, but
+    measures the error of the fit. The largest size and the sizes in ``always`` are always fitted. Raises UsageError for
+    fewer than `LEAST_SIZES` sizes, or for invalid times.
     """
     sizes, times = _medians(nbytes, seconds)
     fitted = _fitted(np.isin(sizes, always))
@@ -142,15 +142,13 @@ def _cheapest(
 
 
 def _criterion(loss: float, points: int, lines: int) -> float:
-    """Return Schwarz's criterion for ``lines`` lines through ``points`` points. ``loss``: Huber loss."""
     return points * math.log(max(loss / points, FLOOR)) + (3 * lines - 1) * math.log(points)
 
 
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Return the line with the least Huber loss of relative errors of ``times`` at ``sizes``, and this loss. Local.
+    """Fit a line to ``times`` against ``sizes``. Return the line and its Huber loss of relative errors. Local.
 
-    Uses iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Both constants of the line are at least
-    0.
+    Uses iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Intercept and slope are at least 0.
     """
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)

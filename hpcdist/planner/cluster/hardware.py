@@ -109,7 +109,7 @@ def text(value: float, dimension: str) -> str:
 
 
 def rough(value: float, dimension: str) -> str:
-    """Format ``value`` with three digits, in the largest decimal unit that is not above the value."""
+    """Format ``value``, given in the base unit, with three digits in the largest decimal unit not above the value."""
     units = {unit: factor for unit, factor in UNITS[dimension].items() if "bit" not in unit and "i" not in unit[:2]}
     best = max(units, key=lambda unit: (units[unit] <= value, units[unit] if units[unit] <= value else -units[unit]))
     return f"{value / units[best]:.3g} {best}"
@@ -214,8 +214,8 @@ class MeasuredFit:
     """Fitted time of an operation: latency_s[i] + bytes * s_per_byte[i], where i is the index of a size range.
 
     Range i ends at ``until_bytes[i]``; the first range starts at ``from_bytes``. ``error``: largest relative error at
-    sizes that were not fitted. ``level``: slowest `LinkLevel` between the ranks. ``library``: "mpi", "nccl", or ""
-    (any).
+    sizes not used for the fit. ``level``: name of the slowest `LinkLevel` between the ranks. ``library``: "mpi",
+    "nccl", or "" for any.
     """
 
     operation: str  # one of `OPERATIONS`
@@ -414,7 +414,8 @@ def _check_site(site: ClusterSite) -> None:
         raise ConfigurationError('site.currency is missing: a price is given; set e.g. currency = "USD"')
     if site.carbon_g_per_kwh is not None and not site.carbon_source:
         raise ConfigurationError(
-            "site.carbon_source is missing: site.carbon is given; set the source to its grid and year"
+            "site.carbon_source is missing: site.carbon is given; set carbon_source to the power grid and the year of "
+            "this value"
         )
 
 

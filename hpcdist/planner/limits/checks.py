@@ -41,7 +41,7 @@ def grid_problems(
 
 
 def order_problems(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> Iterator[LayoutProblem]:
-    """Yield problems of the schedule, chunks and micro-batches, assuming valid parallel degrees. Local."""
+    """Yield problems of the schedule, the pipeline chunks and the micro-batches of ``layout``. Local."""
     if layout.chunks > 1:
         parts = layout.pipeline * layout.chunks
         yield from _layers(description, layout, parts, f" x chunks {layout.chunks} = {parts} parts")
@@ -302,7 +302,7 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield the problems of ``layout``, or only its invalid values if there are any. Memory is not checked. Local."""
+    """Yield all problems of ``layout`` but lack of memory. If values are invalid, yield only these problems. Local."""
     wrong = (*too_large(description, layout.devices, global_batch), *value_problems(layout, global_batch))
     if wrong:
         yield from wrong

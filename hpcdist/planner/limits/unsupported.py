@@ -32,7 +32,7 @@ _SELECTIVE: Final = (
 
 
 def _may_refuse(rule: Rule) -> bool:
-    """Return True if ``rule`` can refuse a layout of the planner. Only such rules are checked, to save time."""
+    """Return True if the recipe rule ``rule`` can reject any layout of the planner. Other rules are never checked."""
     constant = {key: value for key, value in _DEFAULTS.items() if key not in (*_KEYS.values(), *_FOLLOWING)}
     derived_values = rules.derived({**_DEFAULTS, **dict.fromkeys(_KEYS.values(), "")})
     conditions = {**rule.conditions, **rule.given}
@@ -45,12 +45,12 @@ _RULES: Final = tuple(filter(_may_refuse, (*PARALLEL_RULES, *rules.RULES)))
 
 
 def unsupported(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why hpcdist cannot run ``layout``. Layouts for Megatron-LM are not checked: () is returned."""
+    """Return texts with the reasons why hpcdist cannot run ``layout``, or () for a Megatron-LM layout."""
     return () if layout.implementation == "megatron" else refusals(layout)
 
 
 def refusals(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the reasons why this version of hpcdist cannot run ``layout``."""
+    """Return texts with the reasons why this version of hpcdist cannot run ``layout``."""
     return _refusals(*_relevant(layout), overlaps=layout.overlap > 0 and layout.data > 1, dedicated=layout.servers > 0)
 
 

@@ -37,8 +37,8 @@ HALF_BYTES: Final = 2
 class UnitActivations(NamedTuple):
     """Activation bytes of one model unit (such as a transformer block) per sample.
 
-    ``kept``: stored from forward to backward. ``held``: stored from the input gradient to the weight gradient, if
-    backward is split. ``again``: additional bytes while the unit is recomputed. ``border``: the unit's input.
+    ``kept``: stored from forward to backward. ``held``: stored until the weight gradients are computed, if backward
+    computes them after the input gradients. ``again``: more bytes during recomputation. ``border``: the unit's input.
     """
 
     kept: float
@@ -89,7 +89,7 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the `AttentionShare` of the model unit ``unit``, and the name of its context-parallel method.
+    """Return the `AttentionShare` (sizes of a rank's attention) of ``unit``, and its context-parallel method's name.
 
     ``unit`` must have attention, such as a transformer block. ``samples``: samples per micro-batch.
     """
@@ -179,7 +179,7 @@ def _ours(
 
 
 def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
-    """Return the arrays of ``unit`` that are stored from its input-gradient pass to its weight-gradient pass."""
+    """Return the arrays of ``unit`` that a split backward keeps for the later pass with the weight gradients."""
     assert unit.counted is not None
     if unit.name == "embedding":
         return unit.counted.kept[:1]
@@ -202,9 +202,9 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
-    """Return the largest number of bytes that a model unit of a rank sends to its experts per micro-batch.
+    """Return the bytes that a rank sends to experts per micro-batch, for the model unit with the most bytes.
 
-    ``present``: indices in ``description`` of the model units of this rank.
+    ``present``: indices in ``description`` of the model units (such as transformer blocks) of the rank.
     """
     if layout.expert == 1:
         return 0.0

@@ -38,10 +38,10 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the micro-batches in progress on pipeline rank ``rank`` when its memory use can be highest. Local.
+    """Return the micro-batches in flight on pipeline rank ``rank`` at times when its memory use may peak. Local.
 
-    Each item of the result is for one candidate time: one `LiveMicroBatches` per model chunk. ``microbatches``: number
-    per step. ``chunks``: number per rank. The bool keyword ``recompute``: activations are recomputed. Raises
+    For each such time, the result has one `LiveMicroBatches` per model chunk of the rank. ``microbatches``: number per
+    step. ``chunks``: number per rank. The keyword ``recompute`` True: activations are recomputed. Raises
     ConfigurationError if the schedule is read from a file or does not support these arguments.
     """
     if schedule == FILE:
@@ -98,7 +98,7 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Layers (units) and numbers of parameters of pipeline rank ``rank``.
+    """Model units (such as transformer blocks) and numbers of parameters of pipeline rank ``rank``.
 
     Units are given as indices in the model description. Dense parameters are all parameters outside experts.
 
@@ -128,10 +128,10 @@ class PipelinePart(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
-    """Return one `PipelinePart` per pipeline rank that can have the highest memory use. Local.
+    """Return the `PipelinePart` of each pipeline rank whose memory use may be the highest. Local.
 
-    Of several ranks with the same layers, only the first and the last are included. ``cut``: layout fields that
-    determine the pipeline stages.
+    Of several ranks with equal layers, only the first and the last are included. ``cut``: layout fields that determine
+    the pipeline stages.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, cut)):
@@ -216,8 +216,8 @@ class StepMemory(NamedTuple):
 class MicrobatchMemory(NamedTuple):
     """Bytes on a pipeline rank that depend on the size or number of micro-batches.
 
-    ``messages``: buffers of pipeline messages and expert all-to-alls. ``scratch``: temporary arrays. ``added``: more
-    temporary arrays for gradient accumulation.
+    ``messages``: buffers of pipeline messages and expert all-to-alls. ``scratch``: temporary arrays. ``added``:
+    additional temporary arrays if gradients are accumulated over micro-batches.
     """
 
     activations: float
@@ -327,9 +327,9 @@ def _passing(
 
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
-    """Return the bytes of a device's temporary arrays, and the added bytes with gradient accumulation.
+    """Return the bytes of a device's temporary arrays, and the additional bytes that gradient accumulation needs.
 
-    ``present``: indices of the device's layers or blocks.
+    ``present``: indices in ``description`` of the device's layers or blocks.
     """
     if layout.implementation == "hpcdist" or description.shape is None:
         once = scratch_of(description, layout, present, accumulates=False)

@@ -36,7 +36,7 @@ class ParameterBytes(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Bytes of sharded model states, per parameter of the device's stage. ``rule``: formula of the total, as text."""
+    """Bytes of a device's sharded model states, per parameter of its pipeline stage. ``rule``: formula, as text."""
 
     parameter: float
     gradient: float
@@ -91,7 +91,7 @@ def _states(
 
 
 def _owed(compression: str, precision: str, replicas: int) -> float:
-    """Return the bytes of a device's error-feedback residuals, per parameter."""
+    """Return the bytes per parameter of a device's error-feedback residuals of gradient compression."""
     if compression == "onebit":
         return FLOAT32 + FLOAT32 / replicas
     return FLOAT32 * (2 if precision in HALVES else 1)
@@ -129,10 +129,10 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of temporary parameter and gradient copies for a layer of ``longest`` parameters.
+    """Return the bytes of temporary copies of the parameters and gradients of a layer with ``longest`` parameters.
 
-    ZeRO-3 gathers the parameters. ZeRO-2 and ZeRO-3 sum the gradients. If hpcdist computes in float32 with 16-bit
-    parameters, it needs float32 copies of parameters and gradients.
+    ZeRO-3 gathers the parameters of a layer. ZeRO-2 and ZeRO-3 sum its gradients. If hpcdist computes in float32 with
+    16-bit parameters, it needs float32 copies of both.
     """
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     if layout.data * layout.context > 1:
@@ -145,7 +145,8 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
     """Return the bytes of a device's buffers for hpcdist's collectives over the data axis.
 
-    ``parameters``: number on the device. ``longest``: parameters of the largest layer, before tensor sharding.
+    ``parameters``: number of parameters on the device. ``longest``: number of parameters of the largest layer, before
+    tensor sharding. ``bucket_bytes``: size of a gradient bucket.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor
@@ -164,7 +165,7 @@ def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_
 
 
 def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
-    """Return the memory ``estimate``, increased if buckets of ``bucket_bytes`` bytes are larger than the default."""
+    """Return ``estimate`` for gradient buckets of ``bucket_bytes`` bytes: it grows if they exceed the default size."""
     if bucket_bytes <= BUCKET_BYTES or layout.implementation != "hpcdist":
         return estimate
     more = exchanged(layout, math.inf, 0.0, bucket_bytes) - exchanged(layout, math.inf, 0.0)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class ProductShape(NamedTuple):
     """Matrix product per sample: an input of shape (rows, inner) times a weight of shape (inner, columns).
 
-    ``cut``: dimension of the weight that the tensor axis shards: "columns", "inner" or "". ``experts``: number of
+    ``cut``: dimension of the weight that tensor parallelism shards: "columns", "inner" or "". ``experts``: number of
     experts with such a weight, or 1. ``share``: fraction of the experts that process each input row.
     """
 
@@ -107,9 +107,10 @@ class TransformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Model as a list of units. ``tokens``: tokens per sample, 1 for other data. ``shape``: transformer sizes, or None.
+    """Model as a list of units (groups of equal layers). ``tokens``: tokens per sample, 1 for pictures and table rows.
 
-    ``sample_bytes``: bytes read from storage per sample. 0 means four bytes per token, the largest token type.
+    ``shape``: sizes of a transformer, or None for other models. ``sample_bytes``: bytes read from storage per sample,
+    or 0 for four bytes per token.
     """
 
     name: str

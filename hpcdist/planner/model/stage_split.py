@@ -31,7 +31,7 @@ from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 
 def step_flops(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> FlopEstimate:
-    """Return the FLOPs of a step of ``global_batch`` samples on all devices. Local."""
+    """Return the `FlopEstimate` of a step of ``global_batch`` samples on all devices. Local."""
     is_ours = layout.implementation == "hpcdist"
     model, hardware, exact, executed = _of_sample(description, layout.recompute, is_ours)
     if is_ours and layout.recompute == "full":
@@ -144,7 +144,7 @@ class SplitKey(NamedTuple):
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layers or blocks of each pipeline rank. Local. Raises ConfigurationError for a too small model."""
+    """Return the layers or blocks of each pipeline rank. Local. Raises ConfigurationError for too few model units."""
     return stages_of_split(description, SplitKey.of(layout))
 
 
@@ -202,7 +202,7 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
 
 
 def _even(blocks: int, parts: int) -> list[int]:
-    """Return the bounds of ``parts`` ranges of units with about equally many of the model's ``blocks`` blocks."""
+    """Split a transformer of ``blocks`` blocks evenly into ``parts`` ranges of units. Return the range bounds."""
     units = blocks + 2
     if blocks % parts:  # the embedding and the head each count as a block
         return [units * number // parts for number in range(parts + 1)]
@@ -218,7 +218,7 @@ def _by_operations(weights: Sequence[float], owners: Sequence[int]) -> list[int]
 
 
 def _filled(weights: Sequence[float], parts: int) -> list[int]:
-    """Return the bounds of ``parts`` ranges of units that minimise the largest sum of ``weights``."""
+    """Split units with these ``weights`` into ``parts`` ranges with the least maximum sum. Return the range bounds."""
     sums = [0.0, *accumulate(weights)]
 
     def up_to(limit: float) -> list[int] | None:
@@ -280,9 +280,9 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
     """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
 
-    - Full recomputation: all units, except the first and the last unit of the model.
-    - Full recomputation in hpcdist on several pipeline ranks: all units. With 1f1b and interleaved, the last chunk
-      recomputes nothing.
+    - Full recomputation, in Megatron-LM or on one rank: all units except the first and the last unit of the model.
+    - Full recomputation in hpcdist on several pipeline ranks: all units. With the schedules 1f1b and interleaved, the
+      last chunk recomputes nothing.
     - Selective recomputation: units with attention. In hpcdist, no units.
     Raises ConfigurationError for fewer units than chunks.
     """

@@ -45,7 +45,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number of layouts or "grids" (parallel degrees) that break the rule ``limit``. ``example``: error message."""
+    """Number of layouts (or of "grids", combinations of parallel degrees) that break the rule ``limit``."""
 
     limit: str
     count: int

@@ -59,10 +59,10 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 
 
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
-    """Return (objective value, tie-break), by which layouts are sorted.
+    """Return the sort key of layouts: the pair (objective value, tie-break).
 
-    For the objective "time", the tie-break is the maximum step time, or the modelled step time if the maximum is
-    unknown. For other objectives, the tie-break is the objective value.
+    For the objective "time", the tie-break is the upper end of the estimated range of step times. If there is no range,
+    it is the step time of the formulas. For other objectives, it is the objective value again.
     """
     objective_value = value(estimate, objective)
     if objective != "time":
@@ -83,10 +83,10 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective value of the layout ``order``. Local.
+    """Return a lower bound of the objective value of the layout ``order`` from its micro-batch times ``flow``. Local.
 
-    ``flow``: times of the layout's micro-batches. ``description``: the model. The bound excludes gradient exchange,
-    optimizer update and reading of samples. So it holds for each data-axis strategy and compression.
+    The bound excludes gradient exchange, optimizer update and reading of samples. So it holds for every data-axis
+    strategy and compression.
     """
     least_s = sum(flow.terms.values())
     if objective == "time":
@@ -97,13 +97,13 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """Times per micro-batch that hold for all schedules, chunks, data-axis strategies and compressions.
+    """Times per micro-batch of a layout, whatever its schedule, chunks, data-axis strategy and compression.
 
     ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. Recomputation is excluded
     if ranks can recompute while they wait for a gradient.
     ``each_s``: lower bound of the time on the slowest pipeline rank, with recomputation.
-    ``full``: number of micro-batches per replica. If the last one is smaller, it counts as a fraction.
-    ``computing``: fraction of the time without collectives.
+    ``full``: micro-batches per replica and step. A smaller last micro-batch counts as a fraction.
+    ``computing``: computation time as a fraction of the time with collectives.
     """
 
     seconds: PlannedSeconds
@@ -115,9 +115,9 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the `FamilyTotals` of the layout ``family``: times per micro-batch of the whole model. Local.
+    """Return the times per micro-batch (`FamilyTotals`) of the whole model in the layout ``family``. Local.
 
-    The schedule, chunks, data-axis strategy and compression of the layout do not affect the result.
+    The result does not depend on the layout's schedule, chunks, data-axis strategy and compression.
     """
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
@@ -149,9 +149,9 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the layout's objective value that ignores pipeline idle time. Local.
+    """Return a lower bound of the objective value of the layout ``family``, without pipeline idle time. Local.
 
-    ``of_all``: result of `family_totals` for the layout ``family``.
+    ``of_all``: result of `family_totals` for this layout.
     """
     return _floor(of_all, 0.0, 0.0, family, cluster, objective)
 
@@ -163,10 +163,11 @@ def schedule_bound(
 
     ``of_all``: result of `family_totals` for this layout. ``hop_s``: seconds of a message to the next pipeline rank.
 
-    Let X be the slowest rank's seconds per micro-batch, S the sum of all p ranks, m the number of micro-batches, v the
-    chunks per rank. The other ranks need at most Y = S / (p - 1) seconds on average.
-    `closed_form` returns the idle time I for Y, too large by at most E = X / v, or X if backward is split in two
-    passes. The step takes at least m X + I - E. Early recomputation adds E / 2 for 1F1B, E for interleaved.
+    Let X be the slowest rank's seconds per micro-batch, and S the sum of these seconds over all p pipeline ranks. Let m
+    be the number of micro-batches, and v the number of model chunks per rank. The other ranks need at most
+    Y = S / (p - 1) seconds per micro-batch on average. For ranks with Y seconds, `closed_form` returns an idle time I.
+    I is too large by at most E. E = X if the schedule splits backward in two passes, else E = X / v. If ranks recompute
+    while they wait, E is larger by half for 1F1B, and doubled for interleaved. The step takes at least m X + I - E.
     """
     ranks = order.pipeline
     if ranks == 1:

@@ -52,10 +52,9 @@ class MemoryFilter:
     def fitting(
         self, order: ParallelLayout, strategies: Sequence[Strategy], sizes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        """Return the ``strategies`` with which the layout ``order`` fits into memory.
+        """Return the pairs (data-axis strategy, compression) with which the layout ``order`` fits into memory.
 
-        A strategy is a pair (data-axis strategy, compression). ``sizes``: all micro-batch sizes in the search, in
-        ascending order.
+        ``strategies``: the pairs to test. ``sizes``: all micro-batch sizes in the search, in ascending order.
         """
         stem: tuple[object, ...] = _STEM(order)
         # Results hold for other sizes only within a class; a size apart is a class of its own.
@@ -112,9 +111,9 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 class SearchNode(NamedTuple):
     """Node of the search tree: a set of layouts that differ from ``layout`` in a few settings.
 
-    In an upper node, schedule, chunks, data-axis strategy and compression differ. In a lower node, only the pairs
-    (data-axis strategy, compression) in ``strategies`` differ. ``known``: micro-batch times of the layouts, or None if
-    not yet computed.
+    Layouts of an upper node differ in schedule, chunks, data-axis strategy and compression. Layouts of a lower node
+    only differ in the pair (data-axis strategy, compression), one of ``strategies``. ``known``: micro-batch times that
+    hold for all layouts of the node, or None if not yet computed.
     """
 
     bound: Bound

@@ -29,7 +29,7 @@ class SearchSpec:
 
     ``objective``: quantity per step to minimise. ``runnable``: only layouts that hpcdist can run.
     ``memory_bytes``: memory limit of a device. 0: the device memory minus the fraction ``headroom``.
-    ``fewer``: also try numbers of devices that divide the number of all devices.
+    ``fewer``: also use fewer devices, if their number divides the number of all devices.
     ``first``: number of results. ``distinct``: only the best layout for each combination of parallel degrees.
     ``simulate``: time the best layouts by the schedule simulator.
     Empty ``tensors``, ``pipelines``, ``contexts``, ``chunks`` or ``microbatches``: try all possible numbers.
@@ -87,7 +87,7 @@ class SearchSpec:
 
 
 def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
-    """Return the memory in bytes that a layout may use on a device with ``memory_bytes`` bytes. Local."""
+    """Return the memory in bytes that ``spec`` allows on a device with ``memory_bytes`` bytes of memory. Local."""
     if spec.memory_bytes:
         return min(spec.memory_bytes, memory_bytes)
     return memory_bytes * (1 - spec.headroom)
@@ -96,8 +96,8 @@ def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
 def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
     """Yield a layout for each combination of parallel degrees on ``devices`` devices.
 
-    The caller must check that the layouts are possible. If ``spec.fewer`` is true, layouts on fewer devices are also
-    tried, if their number divides ``devices``.
+    The caller must check that the layouts are possible. If ``spec.fewer`` is true, also yield layouts on each smaller
+    number of devices that divides ``devices``.
     """
     for tensor in _chosen(divisors(devices), spec.tensors):
         for context in _chosen(divisors(devices // tensor), spec.contexts):
@@ -147,7 +147,7 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
 
 
 def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[tuple[str, int], ...]:
-    """Return the (schedule, chunks) pairs to try: only ("sequential", 1) without a pipeline. Local."""
+    """Return the pairs (schedule, chunks per rank) to try. Without a pipeline, only ("sequential", 1). Local."""
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []

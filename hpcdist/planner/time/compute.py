@@ -37,7 +37,7 @@ _KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # cached results by id
 
 
 class UnitSeconds(NamedTuple):
-    """Times in seconds of one model unit for a micro-batch on one device.
+    """Times in seconds of one model unit (layer, embedding or head) for a micro-batch on one device.
 
     ``forward_s``: forward. ``input_s`` and ``weight_s``: gradients of inputs and of weights.
     ``again_s``: recomputation before backward. ``add_s``: gradient accumulation, not included in ``weight_s``.
@@ -91,9 +91,10 @@ def main_bytes(layout: ParallelLayout) -> int:
 
 
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
-    """Return the fraction of the peak FLOP rate for matrix products of ``size``, and a warning.
+    """Return the fraction of the peak FLOP rate that matrix products reach, and a warning text or "".
 
-    ``size``: harmonic mean of m, k and n. The warning is "" if the sizes on ``curve`` include ``size``.
+    ``size``: harmonic mean of the dimensions m, k and n. ``curve``: measured fractions by size. The warning says that
+    ``size`` is outside the measured range.
     """
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
@@ -108,8 +109,6 @@ def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
 
 
 class _Unit:
-    """Calculator of the times of one `ModelUnit` for a micro-batch on one device."""
-
     def __init__(self, unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> None:
         device = cluster.device
         self.unit, self.layout, self.device = unit, layout, device

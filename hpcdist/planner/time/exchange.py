@@ -43,7 +43,7 @@ TENSORS: Final = 12
 
 
 class BucketChoice(NamedTuple):
-    """Chosen bucket size, cost of sending all buckets, and seconds of communication that overlap computation."""
+    """Chosen bucket size in bytes, cost of all its allreduces, and seconds of them that overlap computation."""
 
     cost: MessageCost
     hidden_s: float
@@ -51,10 +51,9 @@ class BucketChoice(NamedTuple):
 
 
 class BucketedGradients(NamedTuple):
-    """Gradients of a device to send in buckets.
+    """Gradients of a device to send in buckets: number of ``parameters`` in ``units`` layers, and ``nbytes`` to send.
 
-    ``backward_s``: computation time that messages may overlap. ``spare_bytes``: memory for buckets larger than the
-    default.
+    ``backward_s``: computation that messages may overlap. ``spare_bytes``: free memory for buckets above default size.
     """
 
     parameters: float
@@ -67,7 +66,7 @@ class BucketedGradients(NamedTuple):
 def choose_bucket(
     gradients: BucketedGradients, layout: ParallelLayout, cost_of: Callable[[int], MessageCost]
 ) -> BucketChoice:
-    """Return the fastest bucket size. ``cost_of`` maps a number of buckets to the cost of sending them. Local."""
+    """Return the `BucketChoice` with the least exposed time. ``cost_of(n)``: cost of sending n buckets. Local."""
     # Lengths are tried in ascending order, doubling each time. hpcdist starts with the default of a recipe, the
     # published implementation with a message per unit, but at least the same bytes.
     is_ours = layout.implementation == "hpcdist"
@@ -154,11 +153,11 @@ def exchange(
     ``parameters``: number of parameters on the device. ``backward_s``: backward time of a micro-batch.
     ``microbatches``: micro-batches per step. Raises UsageError for an unknown strategy. Keywords:
     - ``forward_s``: forward time of a micro-batch.
-    - ``units``: number of model units on the device.
-    - ``expert_parameters``: number of the ``parameters`` in experts.
-    - ``ends``: parameters of the first and of the last unit, which zero3 gathers less often.
-    - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. (): square weights.
-    - ``spare_bytes``: memory for larger allreduce buckets.
+    - ``units``: number of model layers on the device.
+    - ``expert_parameters``: number of ``parameters`` that belong to experts.
+    - ``ends``: numbers of parameters of the first and of the last model layer, which zero3 gathers less often.
+    - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. (): assume square weights.
+    - ``spare_bytes``: free memory for allreduce buckets above the default size.
     """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
@@ -174,8 +173,6 @@ def exchange(
 
 
 class _Job(NamedTuple):
-    """Inputs of the cost of an exchange of gradients. The method `of` computes the cost."""
-
     layout: ParallelLayout
     cluster: Cluster
     backward_s: float

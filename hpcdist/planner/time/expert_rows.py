@@ -21,7 +21,7 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Route of tokens to experts, over ``nodes`` nodes with ``each`` expert-parallel ranks.
+    """Method ``way`` to send tokens to experts, over ``nodes`` nodes with ``each`` expert-parallel ranks per node.
 
     ``way``: "node memory" (shared memory), "hierarchical" (one message from each node to each other node), "pairs" (one
     message from each rank to each other rank), or "" without expert parallelism.
@@ -33,7 +33,7 @@ class RowRoute(NamedTuple):
 
 
 def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
-    """Return the route (such as shared memory) on which ``layout`` sends tokens to experts of other ranks. Local."""
+    """Return the method (such as shared memory) by which ``layout`` sends tokens to experts of other ranks. Local."""
     if layout.expert == 1:
         return RowRoute()
     total, node_devices = layout.devices - layout.servers, cluster.node.devices
@@ -50,8 +50,8 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
 def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
     """Return the cost of one all-to-all between expert-parallel ranks. Local.
 
-    ``turn``: name of the sent data: "counts", "rows", "gradients" or "results". ``nbytes``: bytes of this data on a
-    device, including the bytes that stay there.
+    ``turn``: the data to send: "counts", "rows" (tokens), "gradients" or "results". ``nbytes``: bytes of this data on a
+    device, including the bytes that stay on the device.
     """
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if layout.implementation != "hpcdist":
@@ -68,7 +68,6 @@ def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster)
 
 
 def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of an all-to-all with a single message from each node to each other node."""
     reach, traffic = span(layout, "expert", cluster), node_traffic(nbytes, route.nodes, route.each)
     far = reach.tiers[-1]
     # If fewer ranks of a node send than it has, each gets a larger share of the link, up to a single sender's rate.

@@ -38,7 +38,7 @@ def gradient_item_bytes(layout: ParallelLayout) -> int:
 
 
 def summed_item_bytes(layout: ParallelLayout) -> int:
-    """Return the bytes of a gradient element in allreduce messages, for the precisions in ``layout``."""
+    """Return the bytes per gradient element in allreduce messages, without compression."""
     working = STORED_ITEM_BYTES[layout.precision]
     is_narrow = layout.implementation == "megatron" and layout.main_gradients == "working"
     return working if is_narrow else max(4, working)
@@ -78,8 +78,8 @@ class Payload(NamedTuple):
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
     """Return the `Payload` of ``values`` gradient elements, or None for compression "none".
 
-    ``ranks`` ranks sum the gradients of ``units`` layers. ``matrices`` has (rows, columns, number of matrices) for each
-    weight shape, for powersgd only. Raises UsageError for an unknown compression.
+    ``ranks``: number of ranks that sum the gradients. ``units``: number of layers. ``matrices``, for powersgd only:
+    (rows, columns, number of matrices) for each weight shape. Raises UsageError for an unknown compression.
     """
     if compression == "none":
         return None

@@ -38,9 +38,7 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """Link level that a group of devices uses.
-
-    The links of a level join sets of devices. For example, the network joins nodes.
+    """Link level that a group of devices uses. Its links join sets of devices: for example, the network joins nodes.
 
     ``outer``: index of the level in the cluster, 0 for the fastest level.
     ``fan``: number of joined sets that contain members of the group.
@@ -61,8 +59,8 @@ class LinkTier(NamedTuple):
 class GroupSpan:
     """Group of ``size`` devices, ``stride`` apart, with the link levels ``tiers`` that connect the devices.
 
-    ``tiers``: fastest level first; empty for one device. ``channels``: several rings or trees run in parallel, as in
-    NCCL. ``flags``: warnings.
+    ``tiers``: fastest level first; empty for one device. ``channels``: True if several rings or trees run in parallel,
+    as in NCCL. ``flags``: warnings.
     """
 
     size: int
@@ -126,9 +124,9 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
     """Return the group of ``size`` devices, ``stride`` apart, with the link levels that connect the devices.
 
-    ``total``: number of devices of the job. ``levels``: link levels of the cluster, fastest first. ``channels``:
-    several rings or trees run in parallel, as in NCCL. If nodes have unequal numbers of members, ``flags`` has a
-    warning. Raises UsageError if no level joins all members of the group.
+    ``total``: number of devices of the job. ``levels``: link levels of the cluster, fastest first. ``channels``: True
+    if several rings or trees run in parallel, as in NCCL. If nodes have unequal numbers of members, the attribute
+    ``flags`` of the result has a warning. Raises UsageError if no level joins all members of the group.
     """
     tiers: list[LinkTier] = []
     flags: list[str] = []
@@ -160,10 +158,10 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 
 
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
-    """Return the number of group members among ``box`` consecutive devices, such as the devices of a node.
+    """Return the number of group members in a node (or other set) of ``box`` consecutive devices.
 
-    The group has ``size`` devices, ``stride`` apart. ``below``: number of members in a smaller set, such as a socket.
-    The result divides ``size`` and is a multiple of ``below``.
+    The group has ``size`` devices, ``stride`` apart. ``below``: number of group members in a set inside the node, such
+    as a socket. The result divides ``size`` and is a multiple of ``below``.
     """
     # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
     room = max(1, box // stride)
@@ -326,9 +324,9 @@ def collective(
 ) -> MessageCost:
     """Return the cost of ``operation`` on a buffer of ``nbytes`` bytes over the device group ``span``.
 
-    ``nbytes`` is the size of the input, or for all_gather of the output. ``algorithm`` "auto" means the measured cost,
-    or else the fastest formula. If ``algorithm`` does not support the operation, the fastest one replaces it, with a
-    warning. Raises UsageError for unknown names.
+    ``nbytes``: size of the input buffer; for all_gather, of the output buffer. ``algorithm`` "auto": the measured cost
+    or, without a measurement, the cost of the fastest algorithm. If ``algorithm`` does not support the operation, the
+    result has the cost of the fastest algorithm, and a warning. Raises UsageError for unknown names.
     """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST

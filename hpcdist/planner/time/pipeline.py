@@ -92,7 +92,7 @@ def closed_time(
     - ``chunks``: model chunks per rank. ``message_s``: seconds of a message between neighbouring ranks.
     - ``blocking``: True if a rank cannot compute during messages.
     - ``steps_overlap``: True if a rank starts the next step without waiting for other ranks.
-    - ``ahead_s``: seconds per micro-batch of recomputation before the gradient arrives.
+    - ``ahead_s``: seconds per micro-batch of recomputation that can run while a rank waits for the gradient.
     """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
@@ -189,9 +189,9 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 class StageTime(NamedTuple):
     """Times of a micro-batch on a pipeline rank, or in one of its model chunks.
 
-    ``load``: computation and collectives. ``sent``: waits for the collectives, by axis. ``seconds``: forward and
-    backward times, with these waits but without ``ahead_s``. ``ahead_s``: seconds of recomputation before the gradient
-    arrives.
+    ``load``: computation and collectives. ``sent``: seconds of waiting for the collectives, by axis. ``seconds``:
+    forward and backward times, with this waiting. ``ahead_s``: further seconds, of recomputation that can run while the
+    rank waits for the gradient.
     """
 
     load: StageLoad
@@ -302,8 +302,8 @@ def closed_form(
 ) -> PipelineTime:
     """Return the step time of a pipeline of ``layout`` by the formula of the function `closed_time`. Local.
 
-    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks. ``slowest``, ``others``
-    and ``ahead_s`` are arguments of `closed_time`.
+    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks. See `closed_time` for
+    ``slowest``, ``others`` and ``ahead_s``.
     """
     return closed_time(
         layout.schedule,

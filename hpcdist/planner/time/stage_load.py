@@ -91,7 +91,7 @@ class CollectiveWait(NamedTuple):
 
 
 def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[tuple[StageLoad, int], ...]:
-    """Return pairs (load of a rank, number of pipeline ranks with this load), one per distinct load. Local."""
+    """Return pairs (work of a rank, number of pipeline ranks with this work), one per distinct work. Local."""
     cache = cached(cluster, "loads")
     key = load_key(description, layout)
     distinct: tuple[tuple[StageLoad, int], ...] | None = cache.get(key)
@@ -114,7 +114,7 @@ def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluste
 
 
 def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, ...]:
-    """Return the `StageLoad` of each pipeline chunk, in model order. Local."""
+    """Return the work (`StageLoad`) of each pipeline chunk, in model order. Local."""
     return tuple(
         _load(chunk.shares, {share.place: share.times for share in repeated.shares}, description, layout, cluster)
         for chunk, repeated in zip(chunks(description, layout), recomputed(description, layout), strict=True)
@@ -122,7 +122,7 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the sum of ``load`` and ``other``, which are parts of the work of one pipeline rank. Local."""
+    """Return the sum of ``load`` and ``other``, two parts of one pipeline rank's work. Local."""
     pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
     return StageLoad(*(first + second for first, second in pairs))._replace(
         flags=tuple(dict.fromkeys(load.flags + other.flags))

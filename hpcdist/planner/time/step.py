@@ -57,7 +57,7 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
     """Return the number of parameters that one device (or parameter server) updates.
 
-    ``parameters``: number of parameters of one device before sharding over ``replicas`` devices.
+    ``parameters``: parameters of one device without ZeRO. ``replicas``: number of devices that ZeRO shards them over.
     """
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
@@ -141,8 +141,8 @@ def timing(
     """Return the time of a step, divided into phases such as forward, backward and optimizer update. Local.
 
     The boolean keyword ``simulate`` selects a simulation of the pipeline schedule, instead of a formula. The keyword
-    ``spare_bytes`` is the memory for larger gradient buckets. The keyword ``flow`` is a result of `microbatch_flow`, or
-    None to compute it. Raises ConfigurationError for an impossible schedule or precision.
+    ``spare_bytes`` is the free memory for gradient buckets above the default size. The keyword ``flow`` is a result of
+    `microbatch_flow`, or None to compute it. Raises ConfigurationError for an impossible schedule or precision.
     """
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
@@ -179,8 +179,8 @@ def data_exchange(
 ) -> ExchangeCost:
     """Return the cost of exchanging gradients and parameters over the data axis, on one pipeline rank. Local.
 
-    ``stage``: times of the pipeline rank. ``m``: number of micro-batches per step. ``spare_bytes``: memory for larger
-    gradient buckets.
+    ``stage``: times of the pipeline rank. ``m``: number of micro-batches per step. ``spare_bytes``: free memory for
+    gradient buckets above the default size.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":

@@ -36,7 +36,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Time to sum a gradient bucket with compressor ``name``. ``codec_s``: time for coding and decoding."""
+    """Measured time of a gradient allreduce with compressor ``name``; ``codec_s``: its encoding and decoding."""
 
     name: str
     seconds: float
@@ -49,7 +49,7 @@ class CandidateTiming:
 
 @dataclass(frozen=True)
 class CompressionDecision:
-    """Gradient compressor of a run. ``source`` of the choice: "recipe", "checkpoint", "measured" or "default"."""
+    """Chosen gradient compressor of a run. ``source``: "recipe", "checkpoint", "measured" or "default"."""
 
     name: str
     source: str
@@ -86,10 +86,11 @@ def decide(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CompressionDecision:
-    """Measure the compressors of ``config.candidates``; return the fastest, or "none" if it saves too little time.
+    """Measure the compressors in ``config.candidates``, and choose the fastest, or "none" if it saves too little time.
 
-    Collective over the world; all ranks get the same result. ``seed``: for random compressors. The keyword ``halved``
-    is True if gradients need a reduce-scatter, not an allreduce. The keyword ``budget_s``: time limit in seconds.
+    Collective over the world; all ranks get the same result. ``seed``: seed of random compressors. The keyword
+    ``halved``: True if gradients need a reduce-scatter, not an allreduce. The keyword ``budget_s``: time limit in
+    seconds. The keyword ``clock``: function that returns the time in seconds.
     """
     if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")

@@ -36,7 +36,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # alignment of tens
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """One compressed tensor: its range ``where`` in the flat parameters and its byte range ``place`` in a message."""
+    """A tensor in a compressed message: ``where``, its range of the flat parameters; ``place``, its bytes."""
 
     where: Range
     place: Range
@@ -112,7 +112,7 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Mean number of encodings, and of decodings, per gradient value on a rank."""
+        """Pair: mean number of times that a rank encodes, and decodes, each gradient value."""
 
     def kept(self, part: Range) -> list[Range]:
         """Return the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
@@ -123,7 +123,7 @@ class CompressedReduction(Protocol):
 
 
 class _Messages:
-    """Sender and receiver of byte messages, in segments if ``comm`` spans several nodes. Construction is collective."""
+    """Sender and receiver of byte messages, cut into segments between nodes. Construction is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -177,7 +177,7 @@ class QuantisedReduction(CompressedReduction):
     def reduce_scatter(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
         """Sum the gradients ``values`` in place: rank r gets the float32 sum of the range ``shares[r]``. Collective.
 
-        ``part``: range of ``values`` among all gradients. Values outside this rank's range become undefined.
+        ``part``: range of ``values`` in the flat gradient vector. Values outside ``shares[r]`` become undefined.
         """
         comm, share = self.comm, shares[self.comm.rank]
         _compare(comm, "reduce_scatter", self.coder, part, shares)

@@ -63,9 +63,10 @@ _ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of encoded values, whatever 
 
 @dataclass(frozen=True)
 class BucketReduction:
-    """Compressed sum of gradients over the data axis, one bucket of ``buckets`` at a time.
+    """Compressed allreduce of gradients over the data axis, bucket by bucket.
 
-    ``codes`` compresses gradients, with state from step to step. ``reduction`` sums compressed buckets over ``comm``.
+    ``buckets``: ranges of the flat gradient vector. ``codes``: encoder, which keeps the compression errors of a step
+    for the next step. ``reduction``: allreduce of compressed buckets over ``comm``.
     """
 
     comm: Communicator
@@ -82,7 +83,8 @@ class BucketReduction:
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
     """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
 
-    The caller must set up error feedback. See `reduction_of` for ``seed`` and errors.
+    ``seed``: seed of compressors that use random numbers. The caller must set up error feedback. Raises the errors of
+    `reduction_of`.
     """
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)

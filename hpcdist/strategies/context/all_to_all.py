@@ -127,8 +127,8 @@ class AllToAllAttention:
     ) -> tuple[Array, Array]:
         """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
 
-        The receive buffer is in ``arrives`` if this is large enough. Else it is in scratch memory, at an offset of
-        at least ``after`` elements.
+        The receive buffer is in the array ``arrives``, if this is large enough. Else it is in scratch memory, which
+        follows at least ``after`` elements. ``like``: array with the dtype and device of the buffers.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
@@ -140,8 +140,8 @@ class AllToAllAttention:
     ) -> list[Array]:
         """Send all heads of the local tokens, and receive the local heads of all tokens. Collective over the axis.
 
-        ``sources[r]``: arrays to send to rank r. Return an array of shape (batch, context, width) for each of
-        ``widths``, valid until the next call. ``arrives``: optional receive memory, which may overlap ``sources``.
+        ``sources[r]``: arrays to send to rank r. ``arrives``: optional receive memory, which may overlap ``sources``.
+        Return an array of shape (batch, context, width) for each width in ``widths``, valid until the next call.
         """
         axis, like = self._axis, sources[0][0]
         batch, columns = like.shape[0], sum(widths)
@@ -170,8 +170,9 @@ class AllToAllAttention:
     ) -> None:
         """Send the local heads of every token to the rank with this token. Collective over the axis.
 
-        ``wholes``: arrays with the local heads of all tokens. ``targets[i][r]``: array for the heads that rank r sends
-        from ``wholes[i]``, and True to add them. ``arrives``: optional receive memory, which may overlap ``wholes``.
+        ``wholes``: arrays with the local heads of all tokens. ``targets[i][r]``: pair (array, whether to add) for the
+        data that rank r sends from its ``wholes[i]``. ``arrives``: optional receive memory, which may overlap
+        ``wholes``.
         """
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)

@@ -22,9 +22,9 @@ from hpcdist.strategies.schedule.observers import NanFinder
 class ContextAxis:
     """The ranks of ``comm``, which divide the ``context`` tokens of each sample. Methods are local unless marked.
 
-    ``method``: "ring" or "all_to_all". The keyword ``window``: sliding window of the model in tokens, or 0. The keyword
-    ``spans``: `SpanSink` for the waiting times of the ring. The attribute ``watch`` finds the first non-finite value
-    that this rank computed.
+    ``method``: attention method, "ring" or "all_to_all". The keyword ``window``: sliding window of the model in tokens,
+    or 0. The keyword ``spans``: `SpanSink` that records waiting times. The attribute ``watch`` finds the first
+    non-finite value that this rank computed.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class ContextAxis:
         self._spent_s = 0.0
 
     def messages(self, window: int) -> tuple[Messages, Messages]:
-        """Return this rank's ring operations for one attention layer, as a pair (forward, backward).
+        """Return this rank's communication operations in one attention layer, as a pair (forward, backward).
 
-        ``window``: sliding window of the attention in tokens, or 0. Raises ScheduleError for unmatched messages.
+        ``window``: sliding window of the layer in tokens, or 0. Raises ScheduleError for unmatched messages.
         """
         if window not in self._messages:
             lists = zip(*(self._of_rank(rank, window) for rank in range(self.size)), strict=True)
@@ -62,7 +62,7 @@ class ContextAxis:
         return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
 
     def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each rank, the ranks that use its keys and values: first the rank itself, then in ring order.
+        """Return, for each rank r, the ranks that use the keys and values of rank r: r first, then in ring order.
 
         ``window``: sliding window of the attention in tokens, or 0.
         """
@@ -129,9 +129,9 @@ class ContextAxis:
 class Ring:
     """Ring of ranks that passes each rank's keys and values to all ranks whose queries see them.
 
-    A rank's keys and values have shape (batch, tokens of the rank, ``columns``). The array ``like`` has the same batch
-    size and dtype. ``saved`` provides scratch memory, which rings with up to ``most`` columns share.
-    ``window``: sliding window in tokens, or 0.
+    A rank's keys and values have shape (batch, tokens of the rank, ``columns``). ``like``: array with the batch size
+    and dtype of the keys. ``saved``: provides scratch memory, enough for ``most`` columns. ``window``: sliding window
+    in tokens, or 0.
     """
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:
@@ -151,12 +151,12 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Yield (rank, keys and values, gradients, poll) for each rank that local queries see. Collective.
+        """Yield (rank, keys and values, gradients, poll) for each rank whose keys local queries see. Collective.
 
-        This rank comes first, with ``local_block``. The call ``poll()`` advances the messages in flight. If the keyword
-        ``back`` is False, gradients is None. If it is True (backward pass), the caller must write the gradients of the
-        keys and values to the array gradients, except for this rank. At the end, the scratch buffer `operations.HOME`
-        has the sum of the other ranks' gradients of ``local_block``.
+        This rank comes first, with ``local_block``, its keys and values. The call ``poll()`` advances the messages in
+        flight. The keyword ``back``: True for a backward pass. For each other rank, the caller then writes the
+        gradients of keys and values to the array ``gradients``. Otherwise ``gradients`` is None. After the last round,
+        the scratch buffer `operations.HOME` has the sum of the other ranks' gradients of ``local_block``.
         """
         axis, blocks = self._axis, {"keys0": local_block}
         in_flight: dict[str, tuple[Request, RingOperation]] = {}  # by memory

@@ -47,9 +47,9 @@ def head_parts(share: AttentionShare) -> int:
 
 
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
-    """Return a pair (forward, backward): the mean bytes that a rank sends in one attention.
+    """Return a pair (forward, backward): the mean bytes that a rank sends in one attention layer.
 
-    ``share``: total numbers of ranks, tokens and heads (`AttentionShare`). ``method``: "ring" or "all_to_all".
+    ``share``: sizes of the layer. ``method``: "ring" or "all_to_all".
     """
     if method == "all_to_all":
         forward, back = exchanged_bytes(share)
@@ -64,10 +64,10 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean bytes that a rank sends per all-to-all: tuples for the forward and the backward pass.
+    """Return a pair (forward, backward): for each all-to-all of a pass, the mean bytes that a rank sends.
 
-    Forward sends inputs, then output. Backward sends one number per token and head, then output gradients, then input
-    gradients.
+    Forward has two: attention inputs and output. Backward has three: one number per token and head, output gradients,
+    and input gradients. ``share``: sizes of the attention layer.
     """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
@@ -78,7 +78,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the largest number of other ranks whose keys reach any rank in ring attention."""
+    """Return the number of key blocks that a rank receives in ring attention, as a maximum over the ranks."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -86,10 +86,11 @@ def ring_passes(share: AttentionShare) -> int:
 
 
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
-    """Return the communication time of a ring attention pass that computation does not hide, in seconds.
+    """Return the communication time that computation does not hide, in seconds, in one pass of ring attention.
 
-    ``tile_s``: time to compute with one rank's keys, during which the next rank's keys arrive. ``pass_s``: transfer
-    time of one rank's keys, or of their gradients. The keyword ``back`` True: backward, which also sends gradients.
+    ``ranks``: number of ranks in the ring. ``tile_s``: time to compute with one rank's keys, while the next rank's keys
+    arrive. ``pass_s``: transfer time of one rank's keys, or of the keys' gradients. The keyword ``back``: True for a
+    backward pass, which also sends gradients.
     """
     if ranks == 1:
         return 0.0
@@ -120,9 +121,9 @@ def kept_elements(share: AttentionShare, method: str) -> int:
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
-    """Return the extra scratch memory of attention on a context axis: buffer name -> number of elements.
+    """Return a dict from scratch buffer to number of elements, for the extra memory of attention on a context axis.
 
-    ``share``: total numbers of ranks, tokens and heads. ``method``: "ring" or "all_to_all".
+    ``share``: sizes of the attention layer. ``method``: "ring" or "all_to_all".
     """
     local_tokens = share.samples * share.most_tokens
     if method == "ring":

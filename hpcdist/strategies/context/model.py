@@ -104,11 +104,10 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: each expert's tokens before each local token range, and in each sample. Collective.
+        """Return two arrays of token counts: before each local token range, and in the whole sample. Collective.
 
-        ``counts``: tokens of each expert in this rank's token ranges, of shape (samples, local ranges, experts). The
-        first array, of this shape, counts the earlier tokens of the sample on all ranks. The second has shape (samples,
-        experts).
+        ``counts[s, i, e]``: tokens of sample s in this rank's token range i that are routed to expert e. The first
+        array has the same shape, for the sample's tokens before range i. The second has shape (samples, experts).
         """
         if not len(counts):
             return super().join(counts)
@@ -129,9 +128,9 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
     """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local.
 
-    If ``axis`` is None, return ``model`` itself. Inputs of the copy must be cut by `ContextAxis.cut`. Its forward and
-    backward passes are collective over the axis. A PyTorch module must use `hpcdist.adapters.torch.attention`. Raises
-    ConfigurationError for unsupported models.
+    If ``axis`` is None, return ``model`` itself. The caller must select this rank's inputs with `ContextAxis.cut`. The
+    forward and backward passes of the copy are collective over the axis. A PyTorch module must use
+    `hpcdist.adapters.torch.attention`. Raises ConfigurationError for unsupported models.
     """
     if axis is None:
         return model

@@ -30,10 +30,10 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RingOperation:
-    """Operation of one rank in ring attention: an ``action``, such as a send, on the keys of rank ``source``.
+    """Operation of one rank in ring attention: an ``action``, such as a send, on the buffer ``memory``.
 
-    The keys are stored in buffer ``memory``. Rank numbers are ranks of the context axis. Before the first operation,
-    the local keys are in buffer "keys0".
+    The buffer has the keys of rank ``source``, or gradients of these keys. Rank numbers are ranks of the context axis.
+    Before the first operation, the local keys are in buffer "keys0".
     """
 
     action: Action
@@ -59,8 +59,8 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
     """Return the operations (such as sends) of ``rank`` in one ring attention, in the order of execution.
 
     ``visited[r]``: ranks that use the keys of rank r, in ring order, starting with r. A rank sends keys to the next
-    rank while it computes with the keys. In a backward pass (the keyword ``back``), the gradients of the keys follow
-    the keys round the ring, and return to rank r.
+    rank while it computes with the keys. The keyword ``back``: True for a backward pass. Gradients then follow the keys
+    from rank to rank, and return to the owner of the keys.
     """
     steps: list[RingOperation] = []
     count = len(visited)
@@ -104,8 +104,9 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
     """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
 
-    ``placed``: token ranges of a sample on each rank. First, each rank receives all tokens of some heads: by one
-    all-to-all, or two if the keyword ``back`` is True. The last all-to-all returns the results.
+    ``placed``: token ranges of a sample on each rank. In the first all-to-all, each rank receives all tokens of some
+    heads. The last all-to-all returns the results. The keyword ``back``: True for a backward pass, with three
+    all-to-alls instead of two.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)

@@ -68,7 +68,7 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 
 @lru_cache(maxsize=256)
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that use each rank's keys and values, in ring order from the rank itself.
+    """Return, for each rank r, the ranks that use the keys and values of rank r: r first, then in ring order.
 
     ``placed``: each rank's token ranges, from the function `pieces`. ``window``: sliding window in tokens, or 0.
     """
@@ -84,7 +84,6 @@ def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...],
 
 
 def _reach(placed: tuple[Pieces, ...], window: int) -> int:
-    """Return the largest number of token ranges that the sliding ``window`` reaches back from a token range."""
     every = [rank_pieces[0] for rank_pieces in placed] + [rank_pieces[-1] for rank_pieces in reversed(placed)]
     starts = [first for start, end, first in every if end > start]
     return max(number - bisect_right(starts, max(0, first - window + 1)) + 1 for number, first in enumerate(starts))
@@ -93,7 +92,8 @@ def _reach(placed: tuple[Pieces, ...], window: int) -> int:
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
     """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
 
-    ``placed``: token ranges of the sample on each rank.
+    ``placed``: token ranges of the sample on each rank. A sliding window (the keyword ``window``, in tokens) limits the
+    visible keys. If the keyword ``causal`` is True, queries see only earlier tokens.
     """
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))

@@ -18,14 +18,13 @@ Content: TypeAlias = tuple[int, frozenset[int]]  # rank that owns the block, ran
 def prove_messages(
     lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
 ) -> None:
-    """Prove that the operations of all ranks of a context axis execute one attention correctly.
+    """Prove that the operations of all ranks of a context axis execute one attention correctly, or raise ScheduleError.
 
-    Proven: messages match without deadlock; no memory is used while its message is in flight; each rank uses each key
-    block that visits it exactly once; complete gradients return to the owner of the keys.
+    Proven: messages match without deadlock; no buffer is used while its message is in flight; each rank uses each
+    needed block of keys exactly once; complete gradients return to the owner of the keys.
 
-    ``lists``: operations of each rank. ``ranks``: their world ranks, for error messages. ``visited[i]``: axis ranks
-    that use the keys of axis rank i, starting with i. The keyword ``back``: True for a backward pass. Raises
-    ScheduleError.
+    ``lists[i]``: operations of axis rank i. ``ranks[i]``: its world rank, for error messages. ``visited[i]``: axis
+    ranks that use the keys of axis rank i, starting with i. The keyword ``back``: True for a backward pass.
     """
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
@@ -61,8 +60,6 @@ def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[in
 
 
 class _RingRun:
-    """Simulation of a ring of ranks. ``lists``: each rank's operations. ``names``: each rank's world rank."""
-
     def __init__(
         self, lists: Sequence[Sequence[RingOperation]], names: Sequence[int], visited: Sequence[Sequence[int]]
     ) -> None:

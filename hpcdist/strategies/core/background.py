@@ -15,9 +15,9 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True)
 class PrefetchCounts:
-    """Counts of prefetched gathers: hits were complete before the rank waited, misses were not.
+    """Counts of prefetched gathers: ``hits`` were complete when the rank needed them, ``misses`` were not.
 
-    The attribute ``exposed_s`` is the time spent starting and waiting, in seconds.
+    The attribute ``exposed_s``: seconds that the rank spent to start the gathers and to wait for them.
     """
 
     hits: int = 0
@@ -26,10 +26,11 @@ class PrefetchCounts:
 
 
 class BackgroundCollectives:
-    """Collectives in flight over the data axis, by key, and the seconds that the rank spends on them.
+    """Collectives in flight over the data axis, and the seconds that the rank spends on them.
 
-    ``kind`` is one of `nonblocking.KINDS`. Construction, `close` and the methods that start a collective are collective
-    over ``data``. All ranks must start collectives in the same order. The other methods are local.
+    ``kind``: method of making progress, one of `nonblocking.KINDS`, such as "poll". Construction, `close` and the
+    methods that start a collective are collective over ``data``. The argument ``key`` of these methods is an identifier
+    for the later `wait` or `wait_gather`. All ranks must start collectives in the same order.
     """
 
     def __init__(self, data: Communicator, kind: str) -> None:
@@ -41,12 +42,12 @@ class BackgroundCollectives:
         self._fetched = PrefetchCounts()
 
     def start(self, key: Hashable, gradients: Array, algorithm: str) -> None:
-        """Start to sum ``gradients`` in place."""
+        """Start to allreduce ``gradients`` in place. ``key``: identifier for `wait`."""
         with self._exposed():
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to sum ``gradients`` in place. Rank r gets the sum of the range ``shares[r]``."""
+        """Start to reduce-scatter ``gradients`` in place: rank r gets the sum of the range ``shares[r]``."""
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
 
@@ -56,7 +57,7 @@ class BackgroundCollectives:
             self._in_flight.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to all-gather ``parameters``. Rank r contributes the range ``shares[r]``."""
+        """Start to all-gather ``parameters`` in place: rank r sends the range ``shares[r]``."""
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
 
@@ -76,7 +77,7 @@ class BackgroundCollectives:
             self._progress.progress()
 
     def drain(self) -> None:
-        """Wait until all collectives in flight are complete, to use the communicator in the attribute ``over``.
+        """Wait for all collectives in flight, so that the caller can use their communicator, the attribute ``over``.
 
         The caller must still call `wait` or `wait_gather` for every key.
         """
@@ -98,10 +99,10 @@ class BackgroundCollectives:
         self._fetched = replace(self._fetched, exposed_s=self._fetched.exposed_s + self._exposed_s - before)
 
     def taken(self) -> tuple[float, float]:
-        """Return the exposed and the busy seconds of background collectives since the last call.
+        """Return a pair (exposed, busy): seconds of background collectives since the last call.
 
-        Exposed: time spent starting, polling and waiting. Busy: time in which the thread worked or waited for other
-        ranks; NaN without a thread.
+        Exposed: seconds that the caller spent to start, poll and wait. Busy: seconds in which the background thread
+        worked or waited for other ranks; NaN without a thread.
         """
         exposed_s, self._exposed_s = self._exposed_s, 0.0
         busy_s, before_s = self._progress.busy_s, self._busy_before_s
@@ -109,7 +110,7 @@ class BackgroundCollectives:
         return exposed_s, math.nan if self.polls else busy_s - before_s
 
     def fetched(self) -> PrefetchCounts:
-        """Return the counts of gathers since the last call."""
+        """Return the counts of prefetched gathers since the last call."""
         counts, self._fetched = self._fetched, PrefetchCounts()
         return counts
 

@@ -8,9 +8,10 @@ from hpcdist.strategies.core.rank_context import RankContext
 
 
 def groups_of_layers(units: Iterable[Range], longest: int, part: Range) -> Iterator[Range]:
-    """Yield ranges of whole layers of ``part``, last layers first, as backward completes them.
+    """Divide ``part`` into ranges of whole layers. Yield the ranges from last to first, as backward completes them.
 
-    Each range except the last has at least ``longest`` elements. ``part`` starts and ends at borders of ``units``.
+    ``units``: range of each layer in the flat parameter vector. A range ends as soon as it has ``longest`` elements or
+    more. ``part`` must start and end at layer boundaries.
     """
     stop = part.stop
     for unit in sorted(filter(part.intersect, units), reverse=True):
@@ -22,10 +23,11 @@ def groups_of_layers(units: Iterable[Range], longest: int, part: Range) -> Itera
 def buckets_of_layers(
     layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None, units: Iterable[Range] = ()
 ) -> list[Range]:
-    """Cut ``part`` of the flat parameter vector (default: all of it) into buckets, in the order of `groups_of_layers`.
+    """Divide the range ``part`` of the flat parameter vector (default: all of it) into buckets, from last to first.
 
-    Groups of at least ``bucket_bytes`` (except the last) are cut into buckets of at most ``bucket_bytes``.
-    ``part`` starts and ends at borders of layers, or of ``units`` if given.
+    `groups_of_layers` first makes groups of layers with at least ``bucket_bytes`` bytes. Each group is then cut into
+    buckets of at most ``bucket_bytes`` bytes. ``itemsize``: bytes per element. ``units``: ranges of the layers in
+    ``part``, by default of all layers of ``layout``.
     """
     longest = max(1, bucket_bytes // itemsize)
     groups = groups_of_layers(units or layout.units.values(), longest, part or Range(0, layout.size))

@@ -46,7 +46,7 @@ class Exchange:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that this rank has read from memory written by other ranks of the node, in addition to sent bytes."""
+        """Number of bytes that this rank has read from shared memory, written by other ranks of the node."""
         return 0
 
     @property
@@ -74,7 +74,7 @@ class Exchange:
         raise NotImplementedError
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare for the list ``operations`` of a step or an evaluation. Local, or collective over the data axis."""
+        """Prepare to execute ``operations``, a step or an evaluation. Local, or collective over the data axis."""
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the store that holds the parameters of ``layer`` now. Local."""
@@ -85,9 +85,9 @@ class Exchange:
         return self.gradients
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm of the mean gradient. Waits for a GPU.
+        """Return this rank's summand: the squared norm of the mean gradient is the sum over all ranks.
 
-        The sum over the world is the squared norm. Local; with logical shards, collective over the data axis.
+        Waits for a GPU. Local; with logical shards, collective over the data axis.
         """
         return self.update.norm_squared()
 
@@ -97,9 +97,9 @@ class Exchange:
         return values
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the sum of ``losses`` (one per micro-batch) of all ranks, and the sum of ``values`` over the ranks.
+        """Return a pair: the sum of all ranks' ``losses``, and the elementwise sum of all ranks' arrays ``values``.
 
-        Collective over the world.
+        ``losses``: one per micro-batch of this rank. Collective over the world.
         """
         sums = self.agree(np.concatenate([[sum(losses)], values]))
         return float(sums[0]), sums[1:]
@@ -141,33 +141,34 @@ class Exchange:
             self.parameters.copy_from(rounded(initial, self.parameters.dtype))
 
     def pieces(self) -> Sequence[Piece]:
-        """Return views of the state that this rank saves, by tensor.
+        """Return the checkpoint pieces that this rank saves: views of ranges of parameters and optimizer state.
 
         Local, or collective over the data axis if sums of gradients are in flight.
         """
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record the checkpoint's ``state``, before `wanted` is called. Local.
+        """Record the scalars ``state`` of the checkpoint that will be read, before `wanted` is called. Local.
 
-        Return the kinds of pieces that the checkpoint may lack. The exchange starts missing pieces at initial values.
+        Return the kinds of checkpoint pieces, such as "residual.0", that may be missing. The exchange then uses initial
+        values.
         """
         return ()
 
     def wanted(self) -> Sequence[Piece]:
-        """Return views of the memory into which a checkpoint is read. Local.
+        """Return the checkpoint pieces that this rank reads, as views of the memory to fill. Local.
 
-        Parameters are read wherever this rank keeps them, optimizer state only for the parts that it updates.
+        They are all parameters that this rank keeps, and the optimizer state of the parameters that it updates.
         """
         parameters = pieces_of({"parameters": self.weights}, self.weights.parts)
         return parameters + pieces_of(self.update.slots(), self.update.parts)
 
     def state(self) -> dict[str, Any]:
-        """Return the scalars (JSON values) to store in a checkpoint in addition to the pieces. Local."""
+        """Return a dict of JSON scalars to store in a checkpoint in addition to the pieces. Local."""
         return self.update.optimizer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the scalars that `state` returned, after the pieces were read.
+        """Restore ``state``, the scalars of a checkpoint, after the checkpoint pieces were read.
 
         Collective over the data axis if 16-bit parameters must be rounded from master weights. Otherwise local.
         """
@@ -184,7 +185,10 @@ class Exchange:
 
 
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
-    """Return the pieces of ``parts`` in each of ``stores``, which is keyed by the kind of piece. Local."""
+    """Return checkpoint pieces: one for each tensor (or part of a tensor) in the ranges ``parts`` of each store. Local.
+
+    ``stores``: dict from the kind of piece, such as "parameters", to the store.
+    """
     return [
         Piece.of(kind, segment, touched, store.contents(touched))
         for kind, store in stores.items()

@@ -49,10 +49,10 @@ class ProcessGrid:
         grid = cls(data=data, pipeline=pipeline, tensor=tensor, context=context, expert=expert)
         if grid.size != world:
             divisors = [d for d in range(1, world + 1) if world % d == 0]
-            left = f"{total} ranks - {servers} dedicated servers = {world} workers" if servers else f"{world} ranks"
+            workers = f"{total} ranks - {servers} dedicated servers = {world} workers" if servers else f"{world} ranks"
             raise ConfigurationError(
                 f"parallel.data {grid.data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} x "
-                f"parallel.context {context} = {grid.size}, but the world has {left}; "
+                f"parallel.context {context} = {grid.size}, but the world has {workers}; "
                 f"choose degrees with the product {world} from {divisors}"
             )
         if grid.replicas % expert:

@@ -46,7 +46,6 @@ def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
 
 
 def _numbers(rows: int, columns: int, dtype: "np.dtype[Any]") -> np.ndarray:  # (rows, columns)
-    """Return reproducible pseudo-random numbers between -1 and 1."""
     mixed = np.arange(rows * columns, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
     return ((mixed.astype(np.float64) / (1 << 23)) - 1.0).astype(dtype).reshape(rows, columns)
 

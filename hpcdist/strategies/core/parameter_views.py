@@ -83,8 +83,9 @@ class ParameterViews:
 class TransientLayers:
     """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision).
 
-    ``units``: indices of the stages that use the pool. ``over``: communicator of the ranks that allocate at the same
-    time, by default the data axis. ``category``: name of the memory in memory reports.
+    ``units``: indices of the model stages that use the pool. ``category``: name of the memory in memory reports. If the
+    memory is shared on a node, all ranks of ``over`` (default: the data axis) must allocate together, and each first
+    calls ``drain``.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class TransientLayers:
         self._stores: dict[int, FlatStore] = {}
 
     def at(self, layer: int) -> FlatStore:
-        """Return the flat store of the whole ``layer``. Without memory, it gets uninitialised memory from the pool."""
+        """Return the flat store of the whole ``layer``. A new store gets uninitialised memory from the pool."""
         if layer not in self._stores:
             size = self._block_size[layer]
             free = self._free.setdefault(size, [])

@@ -42,7 +42,7 @@ class RankContext:
     ``on``: device of the arrays, "cpu" or "gpu".
     ``computes``: False on a dedicated server.
     ``working``: 16-bit dtype of stored and sent parameters and gradients, or None without mixed precision.
-    ``portion``: tensors that the strategy handles: "expert", "dense" (not expert), or "" for all.
+    ``portion``: tensors that the strategy handles: "expert", "dense" (all others), or "" for all tensors.
     ``every_microbatch``: True if gradients are exchanged after each micro-batch.
     """
 
@@ -99,7 +99,7 @@ class RankContext:
 
     @property
     def expert_norms(self) -> Communicator | None:
-        """Communicator to sum the norms of expert tensors, or None if this rank's norms are complete."""
+        """Communicator over which norms of expert tensors must be summed, or None if no sum is needed."""
         return self.experts if self.portion == "expert" and self.experts.size > 1 else None
 
     @property
@@ -146,8 +146,8 @@ class RankContext:
     def agree_algorithm(self) -> str:
         """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
 
-        "native" or "node_shared" if the recipe selects this algorithm for small messages, else "recursive_doubling".
-        "node_shared" is only for pure data parallelism.
+        It is the recipe's algorithm for small messages, if this is "native" or (only with pure data parallelism)
+        "node_shared". Otherwise it is "recursive_doubling".
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
@@ -156,7 +156,7 @@ class RankContext:
     def store(
         self, category: str, parts: Range | Sequence[Range] | None = None, allocate: Allocate | None = None
     ) -> FlatStore:
-        """Return a store of zeros for the ranges ``parts`` of the flat parameter vector. Local.
+        """Return a `FlatStore` of zeros for the ranges ``parts`` of the flat parameter vector. Local.
 
         ``category``: name in memory reports. ``parts``: by default, all stages of this rank. ``allocate``: function
         (elements, dtype) that provides the memory, by default private memory.
@@ -174,7 +174,8 @@ class RankContext:
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
         """Return an allocator of memory shared by a node's ranks, or None if allreduces do not use such memory. Local.
 
-        ``category``: name in memory reports. All ranks of ``over``, by default all replicas, must call the allocator.
+        ``category``: name in memory reports. The allocator, a function (elements, dtype), is collective over ``over``,
+        by default the data axis.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:

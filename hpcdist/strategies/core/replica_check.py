@@ -64,7 +64,7 @@ def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array,
     """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over the world.
 
     ``comm``: the world. ``replica``: number of this rank's replica. ``what``: name of the batch in messages. The
-    keyword ``looks`` is False on a rank whose batch is not compared.
+    keyword ``looks``: False if the batch of this rank is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)
@@ -128,7 +128,10 @@ def explain_nonfinite(
     batches: Sequence[MicroBatch],
     error: NonFiniteError,
 ) -> NonFiniteError:
-    """Return ``error`` with a message that names the ranks and tensors of the first non-finite values. Collective."""
+    """Repeat the failed step; return ``error`` plus the ranks and tensors of the first non-finite values. Collective.
+
+    ``operations``, ``batches``: operations and micro-batches of the step.
+    """
     findings = comm.allgather_object(executor.inspect(operations, batches))
     locations = [f"rank {rank}: {finding}" for rank, finding in enumerate(findings) if finding]
     location, suspect = "; ".join(locations), "this step"

@@ -21,12 +21,12 @@ from hpcdist.strategies.tensor.axis import counted, ranges_of, sum_gradients, su
 
 
 class ShardedUpdate:
-    """Optimizer update of ``parameters`` on the ranges ``parts``, by the reduced ``gradients``.
+    """Optimizer update of the ranges ``parts`` of ``parameters``, with the reduced ``gradients``.
 
     ``sharers``: communicator of the ranks that update other parts of the same tensors, or None if tensors are whole.
-    The keyword ``exactly``: sum squares without rounding, so norms have the same bits for all cuts of tensors. The
+    The keyword ``exactly``: sum squares without rounding, so that norms have the same bits for all ways to shard. The
     keyword ``tensor``: communicator of the tensor axis, or None. The keyword ``experts``: communicator of the ranks
-    that have other experts of the same tensors, or None. Norms are summed over these communicators.
+    that have other experts of the same tensors, or None. Norms are summed over these three communicators.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShardedUpdate:
         }
 
     def plan(self) -> list[Operation]:
-        """Return DIRECTION of every part, NORMS if learning rates are layer-wise, and APPLY of every part. Local."""
+        """Return the update's operations: DIRECTION per range, NORMS for layer-wise rates, APPLY per range. Local."""
         norms = [Operation(Kind.NORMS)] if self.optimizer.needs_norms else []
         return [
             *(Operation(Kind.DIRECTION, range=part) for part in self.parts),
@@ -70,10 +70,10 @@ class ShardedUpdate:
         ]
 
     def norm_squared(self) -> float:
-        """Return the sum of squares of this rank's reduced gradients. Local, but collective if sums are exact.
+        """Return the sum of squares of this rank's reduced gradients, not finite if a gradient is not finite. Local.
 
-        If sums are exact, rank 0 of the sharers returns the sum over all sharers, and the other ranks return 0.
-        The result is not finite if any local gradient is not finite, even one that another tensor rank counts.
+        With the keyword ``exactly`` of the class, the call is collective over ``sharers``. Rank 0 of the sharers then
+        returns the sum over all sharers, and the other ranks return 0.
         """
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
@@ -90,11 +90,11 @@ class ShardedUpdate:
         self.optimizer.begin_step()
 
     def direction(self, op: Operation) -> None:
-        """Turn the gradients of the range in ``op`` into directions. Local."""
+        """Replace the gradients in the range of ``op`` by the optimizer's update directions. Local."""
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
-        """Sum the norms of shared tensors. Collective over the sharers, the experts and the tensor axis."""
+        """Sum the norms of tensors that several ranks share. Collective over sharers, experts and tensor axis."""
         norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
@@ -108,7 +108,7 @@ class ShardedUpdate:
         sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
 
     def apply(self, op: Operation) -> None:
-        """Update the parameters of the range in ``op`` along the directions. Local."""
+        """Update the parameters in the range of ``op`` along the update directions. Local."""
         self.optimizer.apply(op.part, self.parameters, self.gradients, None, self._norms)
 
     @property
@@ -117,5 +117,5 @@ class ShardedUpdate:
         return self.optimizer if isinstance(self.optimizer, MasterWeights) else None
 
     def slots(self) -> dict[str, FlatStore]:
-        """Return the stores of the optimizer's state, by their kind in a checkpoint. Local."""
+        """Return a dict from kind in a checkpoint, such as "optimizer.m", to the store of optimizer state. Local."""
         return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ShardingDegrees:
-    """Numbers of data ranks that shard parameters, gradients and optimizer state. Each divides the next."""
+    """Numbers of ranks over which parameters, gradients and optimizer state are sharded. Each divides the next."""
 
     parameters: int
     gradients: int
@@ -15,24 +15,24 @@ class ShardingDegrees:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Properties of an exchange that do not change after construction.
+    """Properties of a strategy (`Exchange`) that do not change after construction.
 
     - ``algorithm``: name of the reduction algorithm, as stored in checkpoints.
     - ``lock_step``: all ranks make each step together.
     - ``identical``: the parameters that ranks of the data axis keep have the same bits.
     - ``accumulates``: the gradients of all micro-batches are added up first, and exchanged once per step.
     - ``degrees``: sharding degrees, or None if every replica keeps everything.
-    - ``gathers``: for each unit of the model, the units whose parameters are gathered before the unit is computed and
-      freed afterwards; empty if nothing is gathered for use.
+    - ``gathers``: dict from model stage to the stages whose parameters are gathered before the stage is computed, and
+      freed afterwards. The dict is empty if no parameters are gathered.
     - ``keeps_parameters``: gathered parameters stay from their first use in a step to their last.
     - ``alternates``: the gradients of consecutive steps go to two stores in turn, and are applied one step late.
     - ``ahead``: number of gathers that are started before they are needed.
     - ``whole_state``: every data rank holds the whole state and updates all of it.
-    - ``serves``: this rank answers requests of workers (COLLECT) between its own computations.
+    - ``serves``: this rank is a parameter server, and answers requests of workers between its own computations.
     - ``drops_late``: gradients that arrive too late are dropped.
-    - ``fullest``: elements of the server with the most parameters, divided by an even share; None without servers.
-    - ``corrects``: `Exchange.begin_update` applies a ``correction`` other than 1.
-    - ``restores``: special entries of a checkpoint's state that the exchange understands, such as "pending".
+    - ``fullest``: parameters of the largest parameter server, divided by the mean per server; None without servers.
+    - ``corrects``: the exchange can multiply gradients by an `Exchange.correction` other than 1.
+    - ``restores``: scalars of a checkpoint that only some exchanges can restore, such as "pending".
     - ``sums``: description of a summation order that does not depend on the ranks, or "".
     - ``mixing``: description of how differing replicas are mixed or averaged, or "".
     """

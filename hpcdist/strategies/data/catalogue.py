@@ -76,7 +76,7 @@ NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 
 
 def allreduce(context: RankContext, shards: LogicalShards | None = None) -> DataExchange:
-    """Return the allreduce of gradients, with logical ``shards`` in a fixed tree. Collective over the data axis."""
+    """Return the strategy allreduce. With logical ``shards``, sum in a fixed tree. Collective over the data axis."""
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
     reducer = Sum(context, update, background) if shards is None else TreeSum(context, update, shards)
@@ -84,14 +84,14 @@ def allreduce(context: RankContext, shards: LogicalShards | None = None) -> Data
 
 
 def delayed(context: RankContext) -> DelayedExchange:
-    """Return the allreduce that applies gradients one step late. Collective over the data axis."""
+    """Return the strategy that allreduces gradients and applies them one step late. Collective over the data axis."""
     background = _background(context)
     update = _whole_update(context, background)
     return DelayedExchange(context, update, _gradients(context, background), background)
 
 
 def compressed(context: RankContext, compression: Compression) -> DataExchange:
-    """Return the allreduce of compressed gradients. Collective over the data axis."""
+    """Return the strategy that allreduces gradients with ``compression``. Collective over the data axis."""
     name, config, seed = compression.name, compression.config, compression.seed
     if name == "dgc":
         return dgc(context, config)
@@ -102,7 +102,7 @@ def compressed(context: RankContext, compression: Compression) -> DataExchange:
 
 
 def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool = True) -> DataExchange:
-    """Return deep gradient compression, with the keyword ``masks_velocity`` of `Dgc`. Collective over the data axis."""
+    """Return the strategy deep gradient compression (see `Dgc`). Collective over the data axis."""
     optimizer = replace(context.optimizer, momentum=0.0, nesterov=False)  # the compressor has the momentum
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = Dgc(context, update, config, masks_velocity=masks_velocity)
@@ -110,7 +110,7 @@ def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool
 
 
 def onebit(context: RankContext, config: CompressionConfig, seed: int = 0) -> DataExchange:
-    """Return 1-bit Adam. Collective over the data axis."""
+    """Return the strategy 1-bit Adam. Collective over the data axis."""
     optimizer = replace(context.optimizer, name="sgd", momentum=0.0)  # adds the decay and the learning rate
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = OneBit(context, update, config, seed)
@@ -179,16 +179,15 @@ def zero(
     shards: LogicalShards | None = None,
     compression: Compression = NO_COMPRESSION,
 ) -> DataExchange:
-    """Return ZeRO of ``stage`` 1, 2 or 3. Collective over the world.
+    """Return the strategy ZeRO of ``stage`` 1, 2 or 3. Collective over the world.
 
-    ``shards``: logical shards, or None. Raises ConfigurationError on every rank for unsupported combinations of keys.
+    ``shards``: logical shards, whose gradients are summed in a fixed tree, or None. Raises ConfigurationError on every
+    rank for unsupported combinations of keys.
     """
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 
 
 class _Zero:
-    """Construction of ZeRO's parts. Collective over the world."""
-
     def __init__(
         self,
         context: RankContext,
@@ -245,16 +244,16 @@ class _Zero:
         context = self.context
         if context.overlap != "none" and context.data.size > 1 and not self.cuts.at_once:
             raise ConfigurationError(
-                f"communication.overlap = {context.overlap!r} with sharding degrees that are neither 1 nor all of "
-                f"the {context.data.size} data ranks is not built in this version: only what is cut over all of "
-                "them in one step goes on beside the computation; set zero.parameters, zero.gradients and "
-                "zero.optimizer to 0, or communication.overlap = 'none'"
+                f"communication.overlap = {context.overlap!r} is not built in this version for ZeRO with several "
+                "sharding degrees: collectives overlap computation only if every sharded state is divided over all "
+                f"{context.data.size} data ranks; set zero.parameters, zero.gradients and zero.optimizer to 0, or "
+                "communication.overlap = 'none'"
             )
         # Before any store: memory that background collectives use is shared over their communicator.
         return _background(context)
 
     def _cut_units(self) -> list[int]:
-        """Return the units whose parameters are gathered for each use. Local."""
+        """Return the indices of the model stages whose parameters are gathered before each use. Local."""
         context = self.context
         copied = {tie.unit for tie in tied_tensors(context.model, context.placed)}  # sent whole, so kept whole
         ranges = context.ranges if self.is_transient else {}
@@ -278,7 +277,6 @@ class _Zero:
         )
 
     def _transient(self, category: str, units: Sequence[int], cut: int) -> TransientLayers:
-        """Return memory for whole layers of ``units``, as ``category`` of the memory report. Local."""
         context, background = self.context, self.background
         if background is not None and (category == "gradients" or self.config.prefetch):
             return TransientLayers(context, category, units, background.over, background.drain)
@@ -287,7 +285,6 @@ class _Zero:
     def _parameters(
         self, owned: list[Range], whole: TransientLayers
     ) -> tuple[Callable[[ShardedUpdate], Gatherer], FlatStore]:
-        """Return the constructor of the gatherer, and the store of the parameters ``owned`` by this rank."""
         context, cuts = self.context, self.cuts
         if self.config.shared_parameters:
             node = NodeParameters(context, [*map(cuts.of_all, cuts.cuts)])
@@ -310,9 +307,9 @@ class _Zero:
             )
         if self.degrees.parameters == 1 < context.data.size:
             raise ConfigurationError(
-                f"compression.parameters = {name!r} with parameters that each of the "
-                f"{context.data.size} data ranks keeps whole (zero.parameters = 1): what is kept would be "
-                "rounded; set zero.parameters to 0 or to the ranks of a node, or compression.parameters = 'none'"
+                f"compression.parameters = {name!r} with zero.parameters = 1: each of the {context.data.size} data "
+                "ranks keeps all parameters, and compression would round them; set zero.parameters to 0 or to the "
+                "number of ranks of a node, or compression.parameters = 'none'"
             )
         gathers = CompressedGathers(context, cuts, name, across_nodes=across_nodes)
         decoded = parameters if gathers.keeps_decoded and context.working is None else None
@@ -324,7 +321,6 @@ class _Zero:
         return make, parameters
 
     def _shards(self) -> FlatStore:
-        """Return the store of parameters: whole layers that are kept, and shards of the others."""
         context, cuts = self.context, self.cuts
         if not self.cut_units:  # only whole parameters are gathered in place, so the node's memory may hold them
             over = cuts.first(PARAMETERS, OPTIMIZER)
@@ -334,7 +330,6 @@ class _Zero:
         return self.memory.shards("parameters", parts)
 
     def _gradients(self) -> FlatStore:
-        """Return the store of gradients that stay until the update: whole layers, or shards."""
         if self.keeps_gradients:
             over = self.cuts.first(WHOLE, OPTIMIZER) or self.cuts.replicas
             over = over if self.background is None else self.background.over

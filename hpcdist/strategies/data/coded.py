@@ -60,9 +60,9 @@ from hpcdist.strategies.schedule.operations import Operation
 
 
 class CodedSum(Sum):
-    """Allreduce of gradients compressed by ``name``. Construction is collective over the data axis.
+    """Allreduce of gradients with the compressor ``name``. Construction is collective over the data axis.
 
-    ``seed``: seed of the run. Random numbers depend on seed, step, rank and the position of a tensor.
+    ``seed``: seed of the run, for compressors that use random numbers.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CodedSum(Sum):
         with_loss_scale(values, gradients, self.loss_scale)
 
     def _pay(self, part: Range) -> None:
-        """Add the residuals of ``part`` in full to gradients that are not encoded. Local."""
+        """Add residuals to the gradients of the range ``part``, which this step does not compress. Local."""
         if not self._owes or not self.feedback.residuals:
             return
         (residuals,) = self.feedback.residuals
@@ -133,7 +133,6 @@ class CodedSum(Sum):
         return self._codes.pieces(self._coded.kept()) if isinstance(self._codes, PowerSgdReduction) else []
 
     def pieces(self) -> list[Piece]:
-        """Return pieces of the residuals and, on rank 0, of the low-rank factors that all ranks share. Local."""
         self._give_up()
         return [*super().pieces(), *(self._factors() if self._coded.comm.rank == 0 else [])]
 
@@ -158,10 +157,11 @@ _NAMES: Final = {
 
 
 def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
-    """Return one flag per level of ``cuts``, and a last flag for the replicas: True if messages are compressed.
+    """Return one flag per communicator of ``cuts.comms``, and one for ``cuts.replicas``: True to compress messages.
 
-    With the keyword ``across_nodes``, only levels between nodes are compressed. Raises ConfigurationError on every rank
-    if a level is neither within nodes nor between nodes. Collective over the communicator ``data``.
+    With the keyword ``across_nodes``, only communicators with one rank per node compress their messages. Raises
+    ConfigurationError on every rank if a communicator mixes ranks of the same node and of different nodes. Collective
+    over ``data``.
     """
     comms = [*cuts.comms, cuts.replicas]
     if not across_nodes:
@@ -171,8 +171,8 @@ def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> 
         if "mixed" in kinds or len(set(kinds)) > 1:
             raise ConfigurationError(
                 f"compression.across_nodes = true, but the ranks of {_NAMES[index]} are neither all on one node nor "
-                "all on nodes of their own: set zero.parameters or zero.gradients to the data ranks of a node, so that "
-                "one level lies within nodes and the next between them, or compression.across_nodes = false"
+                "each on a different node; set zero.parameters or zero.gradients to the number of data ranks of a "
+                "node, or set compression.across_nodes = false"
             )
     return [kind == "between" for kind in local_kinds]
 
@@ -187,7 +187,7 @@ def _kind(comm: Communicator | None) -> str:
 
 
 def float32_scratch(store: FlatStore, layer: int, cut: int, cuts: Cuts) -> FlatStore:
-    """Return float32 scratch memory for the part of ``layer`` at index ``cut`` of `Cuts.cuts`. Local."""
+    """Return float32 scratch memory for ``cuts.cuts[layer][cut]``, this rank's shard of a layer. Local."""
     return FlatStore(
         store.layout,
         FLOAT32,
@@ -200,9 +200,9 @@ _ROUND = 1 << 24  # step numbers of the coder: update number + _ROUND * earlier 
 
 
 class CodedScatter(Scatter):
-    """Reduce-scatter of gradients compressed by ``name``. Construction is collective over the data axis.
+    """Reduce-scatter of gradients with the compressor ``name``. Construction is collective over the data axis.
 
-    Levels within nodes stay uncompressed if ``config.across_nodes``. ``seed``: seed of the run.
+    If ``config.across_nodes`` is True, messages within nodes stay uncompressed. ``seed``: seed of the run.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class CodedScatter(Scatter):
             self.coder.feedback = self._residuals.feedback
 
     def _plain(self, layer_cuts: Sequence[Range]) -> list[Range]:
-        """Return the ranges of a layer that this rank never encodes. Local."""
+        """Return the ranges of a layer that this rank never compresses. ``layer_cuts``: its `Cuts.cuts`. Local."""
         parts = [layer_cuts[OPTIMIZER]] if self._over_replicas is None else []
         for level in range(OPTIMIZER):
             if level not in self._reductions:
@@ -253,7 +253,7 @@ class CodedScatter(Scatter):
 
     @property
     def is_compressing(self) -> bool:
-        """True if the next update encodes gradients, or adds residuals of a checkpoint."""
+        """True if the next update compresses gradients, or adds residuals that were read from a checkpoint."""
         if self.update.optimizer.count < self._warmup_steps:
             return False
         return not self._alone or (self._residuals is not None and self._residuals.are_owed)
@@ -300,7 +300,7 @@ _NEAREST: Final = CompressionConfig(error_feedback=True)  # selects rounding to 
 
 
 class CompressedGathers:
-    """All-gathers along ``cuts``, compressed by ``name``. Construction is collective over the data axis."""
+    """All-gathers of sharded layers with the compressor ``name``. Construction is collective over the data axis."""
 
     def __init__(self, context: RankContext, cuts: Cuts, name: str, *, across_nodes: bool) -> None:
         self._cuts = cuts
@@ -315,7 +315,7 @@ class CompressedGathers:
         self.keeps_decoded = any(level in self._reductions for level in range(PARAMETERS, OPTIMIZER))
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Gather like `Cuts.gather`, with compressed messages at some levels. Collective."""
+        """All-gather as `Cuts.gather` does, but compress the messages (or only messages between nodes). Collective."""
         for level in reversed(range(start, stop)):
             if level in self._reductions:
                 self._decode(store, layer, level)
@@ -337,9 +337,9 @@ class CompressedGathers:
 
 
 class CodedGatherer(CutGatherer):
-    """All-gathers of parameters by ``gathers``, compressed. Layers that are kept whole stay uncompressed.
+    """Gatherer that all-gathers compressed parameters by ``gathers``. Layers that are kept whole stay uncompressed.
 
-    ``decoded``: store of the decoded shards, or None if decoded values are not kept apart from exact weights.
+    ``decoded``: store of shards with decoded values, if the exact parameters are in another store, else None.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class CodedGatherer(CutGatherer):
 
     @property
     def parameters(self) -> FlatStore:
-        """The decoded shards if this rank keeps them, else the parameters of the update."""
+        """Store of the decoded shards if this rank keeps them, else of the parameters that the optimizer updates."""
         return self.update.parameters if self._decoded is None else self._decoded
 
     def begin(self) -> None:
@@ -376,7 +376,6 @@ class CodedGatherer(CutGatherer):
         super().refresh(op)
 
     def _copy_cut(self, unit: int) -> None:
-        """Copy the updated cut of a layer to the decoded store. Local."""
         if self._decoded is not None:
             part = self.cuts.cuts[self._layer_of[unit]][OPTIMIZER]
             self._decoded.range(part)[...] = self.update.parameters.range(part)

@@ -34,12 +34,13 @@ OPTIMIZER: Final = 3
 
 
 class Cuts:
-    """Nested cuts of each layer on this rank, and their communicators. Construction is collective over the world.
+    """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world.
 
-    ``cuts[layer]`` are four nested ranges of the flat parameter vector: the whole layer, the shard of parameters, the
-    shard of gradients, and the last cut, which this rank updates. Communicators, or None for a single rank, are the
-    attributes ``comms``, one per level; ``sharers``, ranks whose last cuts together cover each layer once; and
-    ``replicas``, the ranks with the same last cut.
+    ``cuts[layer]``: four nested ranges of the flat parameter vector. They are [0] the whole layer, and this rank's
+    shards of [1] parameters, [2] gradients and [3] optimizer state. This rank updates range 3.
+    ``comms[i]``: communicator of the ranks that divide range i into their ranges i + 1 (level i).
+    ``sharers``: communicator of the ranks that together update each layer once.
+    ``replicas``: communicator of the ranks that update the same ranges. A communicator of one rank is None.
     """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
@@ -59,10 +60,6 @@ class Cuts:
             self.cuts[layer], self._shares[layer] = self._cut(whole, context.dtype.itemsize)
 
     def _between(self, inner: int, outer: int) -> Communicator | None:
-        """Return the communicator of one level, or None for a single rank. Collective over the data axis.
-
-        Members are in the same block of ``outer`` ranks, and have the same index in their blocks of ``inner`` ranks.
-        """
         data = self._data
         if (inner, outer) not in self._made:
             if outer == inner:
@@ -100,13 +97,13 @@ class Cuts:
         return cuts, shares
 
     def first(self, start: int, stop: int) -> Communicator | None:
-        """Return the first communicator of the levels from cut ``start`` to cut ``stop``, or None. Local."""
+        """Return the first communicator in ``comms[start:stop]`` that is not None, or None. Local."""
         return next((comm for comm in self.comms[start:stop] if comm is not None), None)
 
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Reduce-scatter ``layer`` in place, from cut number ``start`` to cut number ``stop`` of each rank.
+        """Reduce-scatter ``layer`` in place: from range ``cuts[layer][start]`` to each rank's ``cuts[layer][stop]``.
 
-        The last cut is also summed over its replicas. The rest of cut ``start`` becomes undefined. Collective.
+        If ``stop`` is 3, also sum over the replicas. Other elements become undefined. Collective over these levels.
         """
         for level in range(start, stop):
             comm, part = self.comms[level], self.cuts[layer][level]
@@ -116,37 +113,37 @@ class Cuts:
             self.sum_replicas(store, layer)
 
     def reduce_level(self, store: FlatStore, layer: int, level: int) -> None:
-        """Reduce-scatter cut number ``level`` of ``layer`` in place, at one level. Collective over this level."""
+        """Reduce-scatter the range ``cuts[layer][level]`` in place, over ``comms[level]``. Collective."""
         comm, part = self.comms[level], self.cuts[layer][level]
         if comm is not None and part:
             self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
 
     def shares_at(self, layer: int, level: int) -> list[Range]:
-        """Return the cuts of all ranks that cut ``layer`` at ``level``. Local."""
+        """Return, for each rank of ``comms[level]``, its range ``cuts[layer][level + 1]``. Local."""
         return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
 
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
-        """Sum the last cut of ``layer`` over its replicas, in place. Collective over the attribute ``replicas``."""
+        """Allreduce, over ``replicas`` and in place, the range of ``layer`` that this rank updates. Collective."""
         part = self.cuts[layer][OPTIMIZER]
         if self.replicas is not None and part:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)
 
     def of_replicas(self, parts: Sequence[Range]) -> list[Range]:
-        """Return one share of each range in ``parts``: replicas split each last cut equally, by bytes. Local."""
+        """Return this rank's share of each range in ``parts``, which the replicas divide equally by bytes. Local."""
         if self.replicas is None:
             return list(parts)
         count, rank = self.replicas.size, self.replicas.rank
         return [split(part.size, count, self._itemsize)[rank].shift(part.start) for part in parts]
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """All-gather cut number ``start`` of ``layer`` from cut number ``stop`` of each rank. Collective."""
+        """All-gather the range ``cuts[layer][start]`` from each rank's ``cuts[layer][stop]``. Collective."""
         for level in reversed(range(start, stop)):
             comm, part = self.comms[level], self.cuts[layer][level]
             if comm is not None and part:
                 self._sharding.all_gather(comm, store.range(part), self._shares[layer][level])
 
     def owners(self, layer: int) -> list[Range]:
-        """Return the last cut of every data rank, relative to the start of ``layer``; some may be equal. Local."""
+        """Return the range of ``layer`` that each data rank updates, relative to the start of ``layer``. Local."""
         owners = []
         for rank in range(self._data.size):
             part = Range(0, self.cuts[layer][WHOLE].size)
@@ -164,15 +161,15 @@ class Cuts:
 
     @property
     def at_once(self) -> bool:
-        """True if the data axis is the only communicator of the levels and the replicas."""
+        """True if a single level, over the whole data axis, shards all layers."""
         return [comm for comm in (*self.comms, self.replicas) if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
-        """Return the ranges of `of_all`, relative to the start of ``layer``. Local."""
+        """Return the result of `of_all`, with ranges relative to the start of ``layer``. Local."""
         return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
 
     def of_all(self, layer: int) -> list[Range]:
-        """Return the last cut of every data rank; all of them must cut ``layer`` at one level. Local."""
+        """Return the range of ``layer`` that each data rank updates. Requires `at_once` or one data rank. Local."""
         if self._data.size == 1:
             return [self.cuts[layer][OPTIMIZER]]
         (level,) = [level for level, comm in enumerate(self.comms) if comm is self._data]
@@ -180,9 +177,9 @@ class Cuts:
 
 
 def _alike(context: RankContext) -> str:
-    """Return the reduction algorithm, or "ring" if it would cut layers differently on the tensor ranks. Collective.
+    """Return the reduction algorithm, or "ring" if it would shard layers differently on the tensor ranks.
 
-    The cuts of "hierarchical" follow the nodes, which may differ between the data axes of two tensor ranks. Collective
+    Shards of "hierarchical" follow the nodes, and two tensor ranks may have data axes on different nodes. Collective
     over the world.
     """
     if context.algorithm != "hierarchical" or context.tensor.size == 1:

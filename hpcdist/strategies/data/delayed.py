@@ -75,7 +75,6 @@ class DelayedExchange(DataExchange):
         }
 
     def plan(self) -> list[Operation]:
-        """Return DEFER of this step's buckets, SETTLE of the previous step's, AGREE, and the update. Local."""
         deferred = [Operation(kind, range=bucket) for kind in (Kind.DEFER, Kind.SETTLE) for bucket in self._buckets]
         return [*deferred, Operation(Kind.AGREE), *self.update.plan()]
 
@@ -83,7 +82,7 @@ class DelayedExchange(DataExchange):
         return self._written
 
     def defer(self, op: Operation) -> None:
-        """Start to sum this step's gradients of the range."""
+        """Start to allreduce this step's gradients in the bucket of ``op``."""
         self._is_deferred = True
         if self.background is not None:
             key = (id(self._written), op.part)
@@ -91,7 +90,7 @@ class DelayedExchange(DataExchange):
             self._in_flight.add(key)
 
     def settle(self, op: Operation) -> None:
-        """Wait for the sum of the previous step's gradients of the range."""
+        """Wait for the allreduce of the previous step's gradients in the bucket of ``op``."""
         self._settle(self.gradients, op.part)
 
     def _settle(self, store: FlatStore, bucket: Range) -> None:
@@ -117,12 +116,12 @@ class DelayedExchange(DataExchange):
             super().begin_update(scale * self._pending_correction)
 
     def update_if_pending(self, op: Operation) -> None:
-        """Carry out ``op``, a part of the update, if a gradient is pending. Local."""
+        """Execute ``op``, an operation of the optimizer update, if a gradient is pending. Local."""
         if self._is_pending:
             self.update.handlers[op.kind](op)
 
     def apply(self, op: Operation) -> None:
-        """Update the parameters of the range. After the last range, swap the two stores of gradients. Local."""
+        """Update the parameters in the range of ``op``. After the last range, swap the two gradient stores. Local."""
         self.update_if_pending(op)
         if op.range != self.update.parts[-1]:
             return
@@ -154,10 +153,6 @@ class DelayedExchange(DataExchange):
             self._settle(self.gradients, bucket)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the pieces of the update, and this rank's share of a pending gradient.
-
-        Collective over the data axis if the sum of the pending gradient is in flight.
-        """
         if not self._is_pending:
             return super().pieces()
         self._settle_all()

@@ -38,22 +38,22 @@ VELOCITY: Final = "velocity"
 
 
 class DgcCoder(GradientCoder):
-    """Encoder of the largest unsent values. It ignores the gradients that are passed to it. Local."""
+    """Encoder that sends the largest unsent values, which accumulate from step to step in ``states``. Local."""
 
     def __init__(self, layout: Layout, density: float, states: Mapping[Range, DeepGradientCompression]) -> None:
         super().__init__(layout, TopK(density=density), seed=0, rank=0)
         self._states = states
 
     def encode_unit(self, unit: CodedUnit, values: Array, payload: Array) -> None:
-        """Write the payload of the tensor ``unit``, and set the sent elements of the unsent values to 0."""
+        """Write the largest unsent values of the tensor ``unit`` to ``payload``. ``values`` is ignored."""
         self._states[unit.where].encode(payload)
 
 
 class Dgc(LocalGradients):
-    """Reducer that exchanges sparse velocities over the data axis.
+    """Reducer of deep gradient compression: ranks exchange the largest values of their momentum (velocity).
 
-    The keyword ``masks_velocity``: set the velocity of sent elements to 0. If False, density 1 is SGD with momentum.
-    ``context.optimizer`` is the optimizer with momentum; the optimizer of ``update`` has no momentum.
+    The keyword ``masks_velocity``: True to set the velocity of sent elements to 0. ``context.optimizer`` has the
+    momentum; the optimizer of ``update`` has none.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Dgc(LocalGradients):
 
     @property
     def density(self) -> float:
-        """The share of elements that the next update sends."""
+        """Fraction of the elements that the next update sends."""
         done, steps = self.update.optimizer.count, self.config.warmup_steps
         stage = WARMUP_STAGES * done // steps if steps else WARMUP_STAGES
         return density_at(stage, self.config.density)
@@ -91,15 +91,13 @@ class Dgc(LocalGradients):
         return GatheredReduction(self.context.data, DgcCoder(self.context.layout, self.density, self._states))
 
     def plan(self) -> list[Operation]:
-        """Return KEEP of each bucket. Local."""
         return [Operation(Kind.KEEP, range=bucket) for bucket in self.buckets]
 
     def plan_after_agreement(self) -> list[Operation]:
-        """Return COMPRESS of each bucket. Local."""
         return [Operation(Kind.COMPRESS, range=bucket) for bucket in self.buckets]
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Return 1, because each rank clips its own gradients. Local."""
+        """Choose the clipping factor and the density. Return 1, because each rank clips its own gradients. Local."""
         self._clip = self.clip_factor(correction)
         density = self.density
         if density not in self._by_density:
@@ -108,7 +106,7 @@ class Dgc(LocalGradients):
         return super().begin_update(1.0, correction)
 
     def compress(self, op: Operation) -> None:
-        """Replace the gradients of the range by the sum of the values that all ranks send."""
+        """Replace the gradients in the bucket of ``op`` by the sum of the values that all ranks send."""
         gradients = self.update.gradients.range(op.part)
         for _, where in self.context.layout.within(op.part):
             values, state = gradients[where.shift(-op.part.start).slice], self._states[where]

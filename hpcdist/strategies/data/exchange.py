@@ -20,11 +20,11 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class DataExchange(Exchange):
-    """Exchange of a ``reducer``, an ``update`` and a ``gatherer``, with AGREE on loss and norm after the reducer.
+    """Strategy that combines a gradient ``reducer``, an optimizer ``update`` and a parameter ``gatherer``.
 
     ``saved``: ranges of parameters and optimizer state that this rank saves in a checkpoint. The keyword
     ``background``: background collectives of the reducer and the gatherer, or None. The keyword ``shards``: logical
-    shards whose fixed tree decides the order of all sums, or None.
+    shards, whose gradients are summed in a fixed tree, or None.
     """
 
     def __init__(

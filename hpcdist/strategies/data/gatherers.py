@@ -20,11 +20,11 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class CutGatherer(Gatherer):
-    """All-gathers along ``cuts``. Handlers are collective over the data axis.
+    """Gatherer of ZeRO: all-gathers the shards ``cuts`` of each layer. Handlers are collective over the data axis.
 
-    ``cut_units``: units of the model whose parameters are gathered for each use, into the memory ``whole``.
-    ``background``: collectives that run while other layers are computed, or None. ``ahead``: number of layers to
-    prefetch in the background.
+    ``cut_units``: indices of the model stages whose parameters are gathered for each use, into the memory pool
+    ``whole``. ``background``: collectives that run while other layers are computed, or None. ``ahead``: number of
+    layers to prefetch in the background.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class CutGatherer(Gatherer):
             self.handlers |= {Kind.START_GATHER: self.start_gather, Kind.WAIT_GATHER: self.wait_gather}
 
     def plan(self) -> list[Operation]:
-        """Return GATHER of layers that are kept whole, and REFRESH of shards that are larger than cuts. Local."""
         degrees, plan = self.cuts.degrees, []
         for unit, layer in self._layer_of.items():
             is_cut = layer in self._cut_layers
@@ -57,11 +56,11 @@ class CutGatherer(Gatherer):
         return plan
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``. The store of a cut layer is valid from GATHER to FREE. Local."""
+        """Return the store of the whole ``layer``. If it is sharded, the store is valid from `gather` to `free`."""
         return self._whole.at(layer) if layer in self._cut_layers else self.parameters
 
     def gather(self, op: Operation) -> None:
-        """All-gather a layer."""
+        """All-gather the layer of model stage ``op.unit``."""
         layer = self._layer_of[op.unit]
         if layer not in self._cut_layers:
             self.cuts.gather(self.parameters, layer, WHOLE, OPTIMIZER)
@@ -73,28 +72,27 @@ class CutGatherer(Gatherer):
             self.gather_cuts(self._with_shard(layer), layer, WHOLE, PARAMETERS)
 
     def _with_shard(self, layer: int) -> FlatStore:
-        """Return memory for the whole ``layer``, with this rank's shard in it. Local."""
         store, shard = self._whole.at(layer), self.cuts.cuts[layer][PARAMETERS]
         self.parameters.read(shard, store.range(shard))
         return store
 
     def free(self, op: Operation) -> None:
-        """Free the memory of a layer after its use. Local."""
+        """Free the gathered layer of model stage ``op.unit`` after its use. Local."""
         self._whole.free(self._layer_of[op.unit])
 
     def refresh(self, op: Operation) -> None:
-        """All-gather the shard of a layer from the updated cuts."""
+        """All-gather this rank's shard of a layer from the parts that other ranks updated."""
         self.gather_cuts(self.parameters, self._layer_of[op.unit], PARAMETERS, OPTIMIZER)
 
     def start_gather(self, op: Operation) -> None:
-        """Start to all-gather a layer that is cut."""
+        """Start to all-gather the sharded layer of model stage ``op.unit``."""
         assert self._background is not None
         layer = self._layer_of[op.unit]
         whole = self._with_shard(layer).range(self.cuts.cuts[layer][WHOLE])
         self._background.start_gather(layer, whole, self.cuts.shares(layer), self.cuts.algorithm)
 
     def wait_gather(self, op: Operation) -> None:
-        """Wait for a layer whose gather was started."""
+        """Wait for the all-gather that `start_gather` started for model stage ``op.unit``."""
         assert self._background is not None
         self._background.wait_gather(self._layer_of[op.unit])
 

@@ -22,7 +22,7 @@ GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START)
 
 
 class LockStepGuard:
-    """Guard on the order of collectives, with one order for training steps and one order for evaluations."""
+    """Guard that all ranks execute collectives in one order, which training and evaluation agree on separately."""
 
     def __init__(self, data: Communicator, algorithm: str) -> None:
         self._data, self._algorithm = data, algorithm
@@ -31,7 +31,7 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nothing is compared
 
     def guarded(self, handlers: Handlers) -> Handlers:
-        """Wrap ``handlers`` of `GUARDED` kinds: each first compares the operation with the agreed order. Local."""
+        """Return a copy of ``handlers`` that first call `meet` for operations of the kinds `GUARDED`. Local."""
         return {kind: self._around(handler) if kind in GUARDED else handler for kind, handler in handlers.items()}
 
     def _around(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
@@ -42,9 +42,9 @@ class LockStepGuard:
         return compare_and_handle
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Compare ``operations`` with the agreed order. The first call agrees on the order, and is collective.
+        """Compare the step ``operations`` with the agreed order. The first call makes the order, and is collective.
 
-        Raises ScheduleError: in the first call on all ranks, in later (local) calls only on the differing rank.
+        Raises ScheduleError if the order differs: in the first call on all ranks, later only on the differing rank.
         """
         self._pass = "a step" if any(op.kind is Kind.AGREE for op in operations) else "an evaluation"
         order = [op for op in operations if op.kind in GUARDED]
@@ -75,9 +75,9 @@ class LockStepGuard:
         rank = next(rank for rank, other in enumerate(orders) if other != orders[0])
         index = _first_difference(orders[0], orders[rank])
         raise ScheduleError(
-            f"the data ranks do not agree on the order of {self._pass}: number {index} of rank {rank} is "
-            f"{_named(_at(orders[rank], index))}, of rank 0 {_named(_at(orders[0], index))}; every rank must take the "
-            "same branches"
+            f"data ranks execute the collectives of {self._pass} in different orders: collective number {index} is "
+            f"{_named(_at(orders[rank], index))} on rank {rank}, but {_named(_at(orders[0], index))} on rank 0; every "
+            "rank must take the same branches"
         )
 
     def _refusal(self, index: int, actual: Operation | None, expected: Operation | None) -> ScheduleError:
@@ -89,7 +89,6 @@ class LockStepGuard:
 
 
 def _first_difference(first: Sequence[Operation], second: Sequence[Operation]) -> int:
-    """Return the number, from 1, of the first entry in which two orders differ. One order may end before it."""
     same = [a == b for a, b in zip(first, second, strict=False)]
     return same.index(False) + 1 if False in same else len(same) + 1
 

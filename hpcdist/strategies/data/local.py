@@ -25,9 +25,9 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class LocalGradients(Reducer):
-    """Base class of reducers whose compressor replaces the momentum. The optimizer of ``update`` has no momentum.
+    """Base class of reducers that include the optimizer's momentum. The optimizer of ``update`` has no momentum.
 
-    ``buckets``: ranges whose gradients are kept in one operation.
+    ``buckets``: ranges of the flat gradient vector, each handled by one operation.
     """
 
     def __init__(self, context: RankContext, update: ShardedUpdate, buckets: Sequence[Range]) -> None:
@@ -37,10 +37,10 @@ class LocalGradients(Reducer):
         self.handlers = {Kind.KEEP: self.keep, Kind.COMPRESS: self.compress}
 
     def keep(self, op: Operation) -> None:
-        """Leave the gradients as they are. Local."""
+        """Do nothing: the gradients in the bucket of ``op`` stay on this rank. Local."""
 
     def compress(self, op: Operation) -> None:
-        """Exchange payloads, and turn the gradients of the range into directions."""
+        """Exchange compressed gradients of the bucket of ``op``, and replace gradients by update directions."""
         raise NotImplementedError
 
     def norm_squared(self) -> float:
@@ -58,7 +58,7 @@ class LocalGradients(Reducer):
         return squared
 
     def clip_factor(self, correction: float) -> float:
-        """Return the clipping factor of this replica's gradients, times the factor ``correction``. Local."""
+        """Return ``correction`` times the factor that clips this replica's gradients. Local."""
         limit = self.context.optimizer.clip_norm
         replica = self._replica * correction**2
         return correction * (dgc.clip_factor(replica, limit, self.context.data.size) if limit else 1.0)

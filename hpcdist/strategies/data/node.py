@@ -34,10 +34,10 @@ _TAG: Final = 0  # messages between two ranks stay in the order of the layers, w
 
 
 class NodeParameters:
-    """Parameters shared by the data ranks of a node. Construction is collective over the data axis.
+    """Parameters in memory that a node's data ranks share. Construction is collective over the data axis.
 
-    ``cuts``: for each layer, the cut that each data rank updates. Each rank counts its share of the memory in its
-    memory report. Raises MissingCapabilityError on all ranks if ranks of a node cannot share memory.
+    All ranks read a front buffer, and update a back buffer. ``cuts[i][r]``: range of layer i that data rank r updates.
+    Raises MissingCapabilityError on all ranks if ranks of a node cannot share memory.
     """
 
     def __init__(self, context: RankContext, cuts: Sequence[Sequence[Range]]) -> None:
@@ -48,8 +48,8 @@ class NodeParameters:
         can_share = self._intra.size == 1 or shared_memory.is_available(self._intra)
         if not all(context.data.allgather_object(can_share)):
             raise MissingCapabilityError(
-                "zero.shared_parameters = true, but the ranks of a node cannot share memory (see the free memory, "
-                "/dev/shm and the containers' process namespaces); set it to false"
+                "zero.shared_parameters = true, but the ranks of a node cannot share memory; check the free memory, "
+                "/dev/shm and the containers' process namespaces, or set zero.shared_parameters = false"
             )
         self._counted: list[Array] = []  # this rank's share of the shared memory, kept for the memory report
         # A rank that is alone on its node needs no second buffer.
@@ -80,18 +80,18 @@ class NodeParameters:
 
     @property
     def front(self) -> FlatStore:
-        """The parameters that all ranks read."""
+        """Store of the front buffer: the parameters that all ranks read."""
         return self._stores[0]
 
     def begin(self) -> FlatStore:
-        """Copy this rank's cuts from the front to the back buffer, and return the back buffer. Local."""
+        """Copy the ranges that this rank updates from the front to the back buffer. Return the back buffer. Local."""
         back = self._stores[-1]
         for part in self._cuts if back is not self.front else ():
             back.range(part)[...] = self.front.range(part)
         return back
 
     def commit(self) -> None:
-        """Bring the cuts of other nodes, and swap the buffers. Collective over the data axis."""
+        """Exchange updated ranges with other nodes, and swap front and back buffer. Collective over the data axis."""
         back = self._stores[-1]
         requests = [self._comm.irecv(back.range(part), rank, _TAG) for rank, part in self._senders]
         for part in self._cuts:
@@ -113,13 +113,13 @@ class NodeParameters:
         collectives.allreduce(self._intra, votes, "node_shared", op="max")
         if votes[0] != -votes[1]:
             raise DivergenceError(
-                f"the ranks of the node commit different steps of their common parameters: {-votes[1]} to {votes[0]}, "
-                f"and this one {self._commits}"
+                f"the ranks of this node have made different numbers of updates of the parameters that they share: "
+                f"{-votes[1]} to {votes[0]}, this rank {self._commits}; restart from the last checkpoint"
             )
 
 
 class NodeShared(Gatherer):
-    """Gatherer of parameters that the ranks of a node share: COMMIT makes the updated ones current."""
+    """Gatherer for parameters in memory that a node's ranks share. Its operation COMMIT ends an update."""
 
     def __init__(self, update: ShardedUpdate, cuts: Cuts, node: NodeParameters) -> None:
         super().__init__(update)
@@ -128,14 +128,14 @@ class NodeShared(Gatherer):
 
     @property
     def parameters(self) -> FlatStore:
-        """The current parameters. During an update, these are the parameters before the update."""
+        """Store of the current parameters; during an update, of the parameters before the update."""
         return self._node.front
 
     def plan(self) -> list[Operation]:
         return [Operation(Kind.COMMIT)]
 
     def commit(self, op: Operation) -> None:
-        """Make the updated parameters current. Collective over the data axis."""
+        """Exchange updated parameters with other nodes, and make them current. Collective over the data axis."""
         self._node.commit()
 
     def begin_update(self) -> None:

@@ -55,23 +55,23 @@ LEAST: Final = 1 << 12  # smallest number of elements in a chunk of a single ten
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Tensors that are encoded together, in this order: pairs (segment, range of the flat parameter vector)."""
+    """Tensors that are quantised together: pairs (tensor, its range of the flat parameter vector), in this order."""
 
     tensors: tuple[tuple[Segment, Range], ...]
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Total number of elements of the tensors."""
         return sum(where.size for _, where in self.tensors)
 
     @property
     def places(self) -> list[Range]:
-        """Range of each tensor within the group."""
+        """Range of each tensor in an array of the group's elements."""
         starts = accumulate((where.size for _, where in self.tensors), initial=0)
         return [where.shift(start - where.start) for (_, where), start in zip(self.tensors, starts, strict=False)]
 
     def gather(self, store: FlatStore) -> Array:
-        """Return the elements of the group in ``store``: a view, or a copy in scratch memory. Local."""
+        """Return the group's elements of ``store`` as one array: a view, or a copy in scratch memory. Local."""
         if len(self.tensors) == 1:
             return store.range(self.tensors[0][1])
         copy = scratch("compressed.stretch", self.size, np.dtype(store.dtype), store.array)
@@ -87,9 +87,9 @@ class ScaleGroup:
             store.range(where)[...] = values[place.slice]
 
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
-        """Yield checkpoint pieces of ``array``, which has the elements ``within`` of the group.
+        """Yield checkpoint pieces of ``array``, which has the range ``within`` of the group's elements.
 
-        Only elements in ``parts``, which are ranges of the flat parameter vector, are saved.
+        ``kind``: kind of the pieces. ``parts``: ranges of the flat parameter vector to save.
         """
         ranges = list(parts)
         for (segment, where), place in zip(self.tensors, self.places, strict=True):
@@ -103,7 +103,7 @@ class ScaleGroup:
 
 
 def scale_groups(layout: Layout, part: Range, ranks: int) -> list[ScaleGroup]:
-    """Return the scale groups of the flat range ``part``, for ``ranks`` data ranks. Local."""
+    """Divide the tensors in the flat range ``part`` into groups to quantise together, for ``ranks`` data ranks."""
     groups: list[ScaleGroup] = []
     packs: dict[tuple[bool, bool], list[tuple[Segment, Range]]] = {}
     for segment, where in layout.within(part):
@@ -122,10 +122,10 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 class OneBit(LocalGradients):
-    """Reducer that exchanges signs of momenta over the data axis.
+    """Reducer of 1-bit Adam: after a warm-up with gradients, ranks exchange signs of their Adam momentum.
 
-    ``context.optimizer`` is Adam; the optimizer of ``update`` adds only the decay and the learning rate. ``seed``: seed
-    of the run.
+    ``context.optimizer`` configures Adam. The optimizer of ``update`` only applies weight decay and learning rate.
+    ``seed``: seed of the run.
     """
 
     def __init__(self, context: RankContext, update: ShardedUpdate, config: CompressionConfig, seed: int) -> None:
@@ -151,7 +151,7 @@ class OneBit(LocalGradients):
         self.handlers = {Kind.REDUCE: self.reduce, Kind.COMPRESS: self.compress}
 
     def all_groups(self) -> Iterator[tuple[ScaleGroup, OneBitAdam]]:
-        """Yield each scale group with its Adam state. Local."""
+        """Yield pairs (`ScaleGroup`, its Adam state). Local."""
         return chain.from_iterable(self.groups.values())
 
     @property
@@ -161,24 +161,22 @@ class OneBit(LocalGradients):
         return self.context.data.size > 1 and (self._is_frozen or is_warm)
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE of each bucket, which does nothing after the warm-up. Local."""
         return [Operation(Kind.REDUCE, range=bucket) for bucket in self.buckets]
 
     def plan_after_agreement(self) -> list[Operation]:
-        """Return COMPRESS of each part of this rank. Local."""
         return [Operation(Kind.COMPRESS, range=part) for part in self.groups]
 
     def reduce(self, op: Operation) -> None:
-        """In the warm-up, sum the gradients of the range in place."""
+        """Allreduce the gradients in the bucket of ``op`` in the warm-up; do nothing afterwards."""
         if not self.is_compressing:
             collectives.allreduce(self.context.data, self.update.gradients.range(op.part), self.context.algorithm)
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm: of the sum in the warm-up, then of local gradients."""
+        """Return this rank's part of the squared norm: of summed gradients in the warm-up, later of local ones."""
         return super().norm_squared() if self.is_compressing else Reducer.norm_squared(self)
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Freeze the variance after the warm-up, and return 1 because directions include all factors. Local."""
+        """Freeze Adam's variance after the warm-up. Return 1, because `compress` applies all factors. Local."""
         freezes = self.is_compressing
         if freezes:
             # Gradients are summands of the mean over all samples; later the mean over the ranks is taken.
@@ -192,7 +190,7 @@ class OneBit(LocalGradients):
         return super().begin_update(1.0, correction)
 
     def compress(self, op: Operation) -> None:
-        """Replace the gradients of the range, a part of this rank, by the step of Adam."""
+        """Replace the gradients in the range of ``op`` by Adam's update directions."""
         groups, gradients = self.groups[op.part], self.update.gradients
         for group, adam in groups:
             gradient = group.gather(gradients)
@@ -210,7 +208,6 @@ class OneBit(LocalGradients):
                 group.scatter(direction, gradients)
 
     def _send(self, adams: Sequence[OneBitAdam]) -> None:
-        """Send the signs of the momenta to the owners of chunks, and all-gather the means."""
         comm, like = self.context.data, self.update.gradients.array
         # Byte ranges of the groups' payloads in the message about each rank's chunks.
         ranges = [places([a.compressor.payload_bytes(a.chunks[q].size) for a in adams]) for q in range(comm.size)]
@@ -237,7 +234,6 @@ class OneBit(LocalGradients):
         return RandomKey(self._seed, self.update.optimizer.count, data.rank, group * (data.size + 1) + phase)
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's share of the moments, and its errors."""
         context, pieces = self.context, list[Piece]()
         once = counted(context.layout, context.parts, context.tensor)
         shares = saved_shares(context)
@@ -253,11 +249,12 @@ class OneBit(LocalGradients):
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
         self._old_ranks = state.get(FROZEN, 0)
         if not (isinstance(self._old_ranks, int) and self._old_ranks >= 0):
-            raise StorageError(f"the checkpoint says that {self._old_ranks!r} ranks had errors of signs; it is damaged")
+            raise StorageError(
+                f"the checkpoint is damaged: it has 1-bit Adam errors of {self._old_ranks!r} ranks, expected 0 or more"
+            )
         return [SERVER, *(f"{WORKER}.{rank}" for rank in range(self._old_ranks))]
 
     def wanted(self) -> list[Piece]:
-        """Return views of the moments and errors into which a checkpoint is read."""
         context, pieces = self.context, list[Piece]()
         self._old_errors = []
         for group, adam in self.all_groups():
@@ -276,7 +273,7 @@ class OneBit(LocalGradients):
         return pieces
 
     def state(self) -> dict[str, Any]:
-        """Return the number of ranks with worker errors, or 0 before the freeze."""
+        """Return {"frozen": number of ranks with compression errors, or 0 before the variance is frozen}."""
         return {FROZEN: self.context.data.size if self._is_frozen else 0}
 
     def restored(self, state: Mapping[str, Any]) -> None:

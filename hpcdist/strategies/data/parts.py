@@ -23,10 +23,10 @@ def saved_shares(context: RankContext) -> list[Range]:
 
 
 class Reducer:
-    """Base class of parts that sum gradients over the replicas and bring the sums to the ranks that update.
+    """Base class of reducers: each rank gets the sum over all replicas of the gradients that it updates with.
 
-    ``update``: this rank's optimizer update. The keyword ``counts``: if False, this rank's summand of the norm is 0,
-    because another rank adds it. Handlers are collective over the data axis, unless their docstrings say local.
+    ``update``: this rank's optimizer update. The keyword ``counts``: False if another rank adds this rank's part of the
+    gradient norm. Handlers are collective over the data axis, unless their docstrings say local.
     """
 
     handlers: Handlers = MappingProxyType({})
@@ -37,57 +37,57 @@ class Reducer:
         self.feedback = Feedback()
 
     def plan(self) -> list[Operation]:
-        """Return the operations before the ranks agree on loss and norm. Local."""
+        """Return the operations before AGREE, which sums loss and gradient norm over the ranks. Local."""
         raise NotImplementedError
 
     def plan_after_agreement(self) -> list[Operation]:
-        """Return the operations between the agreement and the update. Local."""
+        """Return the operations between AGREE and the optimizer update. Local."""
         return []
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare for the list ``operations``; undo the encoding of a step that was given up. Local."""
+        """Prepare for the step ``operations``. If the previous step was abandoned, restore its residuals. Local."""
         self.feedback.give_up()
 
     def gradients_at(self, layer: int) -> FlatStore:
-        """Return the store for gradients of ``layer`` from the backward pass. Local."""
+        """Return the store for the gradients that the backward pass computes for ``layer``. Local."""
         return self.update.gradients
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm of the mean gradient, as `Exchange.norm_squared` does."""
+        """Return this rank's summand: the sum over all ranks is the squared norm of the mean gradient."""
         squared = self.update.norm_squared()
         return squared if self.counts else 0.0
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Keep the residuals of this step. Return the factor of the gradients in the update. Local.
+        """Keep the residuals of this step. Return the factor by which the update multiplies gradients. Local.
 
-        ``scale``: factor that clips the gradient, including ``correction``, the factor of weighted losses.
+        ``scale``: clipping factor times ``correction``. ``correction``: factor for weighted losses.
         """
         self.feedback.keep()
         return scale
 
     def pieces(self) -> list[Piece]:
-        """Return further pieces of a checkpoint, such as residuals. Local."""
+        """Return the reducer's checkpoint pieces, such as compression residuals. Local."""
         return self.feedback.pieces()
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record the scalars of the checkpoint to be read. Return the kinds of pieces that it may lack. Local."""
+        """Record the scalars ``state`` of the checkpoint to read. Return the kinds of pieces that it may not have."""
         return self.feedback.prepare_restore(state)
 
     def wanted(self) -> list[Piece]:
-        """Return views of the memory into which the pieces of a checkpoint are read. Local."""
+        """Return the reducer's checkpoint pieces to read, as views of the memory to fill. Local."""
         return self.feedback.wanted()
 
     def state(self) -> dict[str, Any]:
-        """Return further scalars of a checkpoint. Local."""
+        """Return a dict of the reducer's scalars to store in a checkpoint. Local."""
         return self.feedback.state()
 
     def restored(self, state: Mapping[str, Any]) -> None:
-        """Finish a restore, after the pieces were read. Local."""
+        """Finish a restore, after the checkpoint pieces were read. Local."""
         self.feedback.restored()
 
 
 class Gatherer:
-    """Base class of parts that bring updated parameters to all ranks that compute with them.
+    """Base class of gatherers: they send updated parameters to all ranks that compute with the parameters.
 
     The base class gathers nothing: every rank updates all parameters that it computes with.
     """
@@ -99,15 +99,15 @@ class Gatherer:
 
     @property
     def parameters(self) -> FlatStore:
-        """The store of the parameters that stay on this rank between steps."""
+        """Store of the parameters that this rank keeps between steps."""
         return self.update.parameters
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return the store with the present parameters of ``layer``. Local."""
+        """Return the store with the current parameters of ``layer``. Local."""
         return self.parameters
 
     def plan(self) -> list[Operation]:
-        """Return the operations after the update. Local."""
+        """Return the gatherer's operations after the optimizer update. Local."""
         return []
 
     def begin(self) -> None:
@@ -117,15 +117,15 @@ class Gatherer:
         """Prepare for the update of a step. Local."""
 
     def spread(self) -> None:
-        """Send this rank's parameters by the operations of `plan`. Collective over the data axis."""
+        """Send this rank's parameters to the other ranks, as after an update. Collective over the data axis."""
         for op in self.plan():
             self.handlers[op.kind](op)
 
     def loaded(self) -> None:
-        """Note that initial parameters were loaded. Local."""
+        """Record that initial parameters were loaded. Local."""
 
     def restored(self) -> None:
-        """Note that parameters were restored. Local."""
+        """Record that parameters were restored from a checkpoint. Local."""
 
     def close(self) -> None:
         """Free communicators. Collective over the data axis."""

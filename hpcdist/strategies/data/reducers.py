@@ -19,7 +19,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class Sum(Reducer):
-    """Allreduce of gradients in buckets. With ``background``, the sums run while other layers are computed."""
+    """Allreduce of gradients in buckets; with ``background``, while the backward pass computes other layers."""
 
     def __init__(
         self,
@@ -34,21 +34,20 @@ class Sum(Reducer):
         self.handlers = {Kind.REDUCE: self.reduce, Kind.START: self.start, Kind.WAIT: self.wait}
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE of each bucket or, in the background, START of each bucket and then WAIT of each. Local."""
         kinds = (Kind.REDUCE,) if self._background is None else (Kind.START, Kind.WAIT)
         return [Operation(kind, range=bucket) for kind in kinds for bucket in self.buckets]
 
     def reduce(self, op: Operation) -> None:
-        """Sum the gradients of the range in place."""
+        """Allreduce the gradients in the bucket of ``op`` in place."""
         collectives.allreduce(self._data, self.update.gradients.range(op.part), self._algorithm)
 
     def start(self, op: Operation) -> None:
-        """Start to sum the gradients of the range in place."""
+        """Start to allreduce the gradients in the bucket of ``op`` in place."""
         assert self._background is not None
         self._background.start(op.part, self.update.gradients.range(op.part), self._algorithm)
 
     def wait(self, op: Operation) -> None:
-        """Wait for the sum of the range."""
+        """Wait for the allreduce that `start` started for the bucket of ``op``."""
         assert self._background is not None
         self._background.wait(op.part)
 
@@ -56,9 +55,9 @@ class Sum(Reducer):
 class TreeSum(Reducer):
     """Allreduce of the gradients of logical shards in a fixed tree: the same bits on any number of ranks.
 
-    Every rank has as many micro-batches as the rank with the most shards; the last micro-batch may be empty. ADD adds
-    the gradients of a micro-batch to this rank's partial sums. REDUCE does so for the last micro-batch, and completes
-    the sums with the other ranks.
+    Each micro-batch is one logical shard; on ranks with fewer shards, the last micro-batch is empty. After each
+    micro-batch but the last, the operation ADD adds its gradients to this rank's partial sums. After the last, REDUCE
+    also completes the sums with the other ranks.
     """
 
     def __init__(self, context: RankContext, update: ShardedUpdate, shards: LogicalShards) -> None:
@@ -73,17 +72,16 @@ class TreeSum(Reducer):
         self.handlers = {Kind.ADD: self.add, Kind.REDUCE: self.reduce}
 
     def plan(self) -> list[Operation]:
-        """Return ADD and then REDUCE of groups of whole layers. Local."""
         return [Operation(kind, range=group) for kind in (Kind.ADD, Kind.REDUCE) for group in self._trees]
 
     def reduce(self, op: Operation) -> None:
-        """Replace the gradients of the last shard by the sum over all shards."""
+        """Replace the gradients of the last micro-batch by the sum over all logical shards, in the range of ``op``."""
         self._add(op, copy=False)
         for piece, tree in self._trees[op.part]:
             tree.reduce(self.update.gradients.range(piece))
 
     def add(self, op: Operation) -> None:
-        """Add the gradients of a shard to the partial sums, before the next micro-batch overwrites them. Local."""
+        """Add the gradients of a micro-batch to this rank's partial sums, in the range of ``op``. Local."""
         self._add(op, copy=True)
 
     def _add(self, op: Operation, *, copy: bool) -> None:

@@ -31,10 +31,11 @@ FLOAT32: Final = np.dtype(np.float32)
 
 
 class Residuals:
-    """Residuals of the ranges ``parts`` on this rank. Local.
+    """Residuals of this rank: compression errors of the flat ranges ``parts``, to add to the next gradients. Local.
 
-    This rank is number ``rank`` of the ``ranks`` ranks with residuals. The keyword ``can_roll_back``: a step may be
-    given up after encoding. Pieces in a checkpoint have the kind "<kind>.<rank>", with the keyword ``kind``.
+    This rank is number ``rank`` of the ``ranks`` ranks with residuals. The keyword ``can_roll_back``: True if the
+    residuals must be restored when a step is abandoned. The keyword ``kind``: checkpoint pieces have the kind
+    "<kind>.<rank>".
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class Residuals:
         self._old: list[FlatStore] = []  # residuals of another number of ranks, while a checkpoint is read
 
     def keep(self) -> None:
-        """End a step that is applied."""
+        """End a step that is applied: keep its residuals."""
         self.feedback.keep()
 
     def settle(self) -> None:
-        """End a step that was given up: restore the residuals of the step before.
+        """End an abandoned step: restore the residuals of the previous step.
 
-        Without rollback, the new residuals stay: the run ends, because a gradient was not finite.
+        Without ``can_roll_back``, the new residuals stay. The run then ends, because a gradient was not finite.
         """
         if self._can_roll_back:
             self.feedback.rollback()
@@ -70,7 +71,7 @@ class Residuals:
             self.feedback.keep()
 
     def pieces(self) -> list[Piece]:
-        """Return views of this rank's residuals, for a checkpoint."""
+        """Return this rank's residuals as checkpoint pieces."""
         self.settle()
         parts = counted(self._context.layout, self._store.parts, self._context.tensor)
         return pieces_of({self._kind(self.rank): self._store}, parts)
@@ -79,15 +80,18 @@ class Residuals:
         return f"{self.kind}.{rank}"
 
     def prepare_restore(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Record the number of ranks with residuals in the checkpoint ``state``. Return the kinds it may lack."""
+        """Record the number of ranks with residuals in the scalars ``state`` of the checkpoint to read.
+
+        Return the kinds of these ranks' checkpoint pieces, which may be missing.
+        """
         ranks = state.get(STATE, self.ranks)
         if not (isinstance(ranks, int) and ranks > 0):
-            raise StorageError(f"the checkpoint says that {ranks!r} ranks had residuals of compression; it is damaged")
+            raise StorageError(f"the checkpoint is damaged: it has residuals of {ranks!r} ranks, expected 1 or more")
         self._old_ranks = ranks
         return tuple(map(self._kind, range(ranks)))
 
     def wanted(self) -> list[Piece]:
-        """Return views of the memory into which residuals are read."""
+        """Return the checkpoint pieces to read: views of the memory for residuals."""
         if self._old_ranks == self.ranks:
             return pieces_of({self._kind(self.rank): self._store}, self._store.parts)
         shares = [
@@ -103,7 +107,7 @@ class Residuals:
         ]  # fmt: skip
 
     def restored(self) -> None:
-        """Finish a restore: sum the old ranks' residuals if the number of ranks has changed."""
+        """Finish a restore: if the number of ranks has changed, sum the residuals of all ranks in the checkpoint."""
         if self._old_ranks == self.ranks:
             return
         self._store.zero()
@@ -114,11 +118,12 @@ class Residuals:
 
 
 class StepResiduals(Residuals):
-    """Residuals of ZeRO's layers, which are encoded once per micro-batch. Local.
+    """Residuals of ZeRO, which compresses each layer's gradients after each micro-batch. Local.
 
-    The residuals of one micro-batch are added to the next micro-batch. If a step is given up, the previous step's
-    residuals are restored. ``layers``: range of each layer. ``plain``: ranges of each layer that this rank does not
-    encode. Residuals of these ranges, from a checkpoint of other cuts, are added to the gradients in full.
+    The residuals of one micro-batch are added to the gradients of the next. ``layers``: range of each layer.
+    ``plain``: ranges of each layer that this rank does not compress. A checkpoint of another layout can have residuals
+    of these ranges. They are added to the gradients once. The keyword ``can_roll_back``: True if the residuals must be
+    restored when a step is abandoned.
     """
 
     def __init__(
@@ -143,11 +148,11 @@ class StepResiduals(Residuals):
 
     @property
     def are_owed(self) -> bool:
-        """True if residuals of a checkpoint may still have to be added to plain ranges."""
+        """True if residuals from a checkpoint may still have to be added to ranges that are not compressed."""
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
-        """Start to encode the float32 ``gradients`` of ``layer``, and add residuals that are still due."""
+        """Prepare to compress ``layer``: back up its residuals, and add owed ones to its float32 ``gradients``."""
         self.feedback.keep()  # the residuals of earlier micro-batches are final
         if layer not in self._open:
             self._open.add(layer)
@@ -183,9 +188,10 @@ class StepResiduals(Residuals):
 
 
 class Feedback:
-    """All residuals of one exchange, through a step and a checkpoint. Local.
+    """All residuals of one strategy, in steps and checkpoints. Local.
 
-    An encoder sets the attribute ``is_open``. A step that is still open when the next step begins was given up.
+    A step that compresses gradients sets the attribute ``is_open`` to True, and `keep` sets it to False. If it is still
+    True when the next step begins, the step was abandoned.
     """
 
     def __init__(self, *residuals: Residuals) -> None:
@@ -193,7 +199,7 @@ class Feedback:
         self.is_open = False  # gradients were encoded that are not applied yet
 
     def give_up(self) -> None:
-        """If a step was given up, restore the residuals of the step before."""
+        """Restore the residuals of the previous step if the last step was abandoned."""
         if self.is_open:
             for residuals in self.residuals:
                 residuals.settle()
@@ -206,32 +212,32 @@ class Feedback:
             residuals.keep()
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's residuals as pieces of a checkpoint."""
+        """Return all residuals of this rank as checkpoint pieces."""
         self.give_up()
         return [piece for residuals in self.residuals for piece in residuals.pieces()]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record the scalars of the checkpoint to be read. Return the kinds of pieces that it may lack."""
+        """Record the scalars ``state`` of the checkpoint to read. Return the kinds of residuals it may not have."""
         return [kind for residuals in self.residuals for kind in residuals.prepare_restore(state)]
 
     def wanted(self) -> list[Piece]:
-        """Return views of the memory for all residuals of a checkpoint."""
+        """Return all checkpoint pieces to read: views of the memory for residuals."""
         return [piece for residuals in self.residuals for piece in residuals.wanted()]
 
     def state(self) -> dict[str, Any]:
-        """Return the number of ranks with residuals, as a scalar of a checkpoint."""
+        """Return {"residuals": number of ranks with residuals} for a checkpoint, or {} without residuals."""
         return {STATE: self.residuals[0].ranks} if self.residuals else {}
 
     def restored(self) -> None:
-        """Finish a restore, after the pieces were read."""
+        """Finish a restore, after the checkpoint pieces were read."""
         for residuals in self.residuals:
             residuals.restored()
 
 
 def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None = None) -> Array:
-    """Return float32 ``gradients`` unchanged, or 16-bit ``gradients`` as float32, divided by ``loss_scale``. Local.
+    """Return float32 ``gradients`` unchanged, but 16-bit ``gradients`` as float32, divided by ``loss_scale``. Local.
 
-    Copies are written to ``wide``, by default to scratch memory that the next call reuses.
+    ``wide``: float32 memory for the converted gradients, by default scratch memory that the next call reuses.
     """
     if gradients.dtype == FLOAT32:
         return gradients
@@ -243,7 +249,7 @@ def without_loss_scale(gradients: Array, loss_scale: float, wide: Array | None =
 
 
 def with_loss_scale(values: Array, gradients: Array, loss_scale: float) -> None:
-    """Write ``values``, the result of `without_loss_scale`, to 16-bit ``gradients``, times ``loss_scale``. Local."""
+    """Undo `without_loss_scale`: write its result ``values``, times ``loss_scale``, to 16-bit ``gradients``. Local."""
     if values is not gradients:
         values *= np.float32(loss_scale)
         kernels.round_into(values, gradients)

@@ -19,9 +19,9 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class Scatter(Reducer):
-    """Reduce-scatter of each layer's gradients along ``cuts``.
+    """Reducer of ZeRO: reduce-scatters each layer's gradients to the shards in ``cuts``.
 
-    ``whole``: memory for whole layers. Each micro-batch then ends with REDUCE, which frees the layers. None: all
+    ``whole``: memory pool for whole layers, which are reduced and freed after each micro-batch. If it is None, all
     gradients are kept, and reduced once per step. ``background``: collectives that run while other layers are
     computed, or None.
     """
@@ -49,7 +49,6 @@ class Scatter(Reducer):
             self.handlers |= {Kind.START: self.start, Kind.WAIT: self.wait}
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE of each layer, and COMBINE if several ranks hold the same shard. Local."""
         kinds = (Kind.REDUCE, Kind.COMBINE) if self._combines else (Kind.REDUCE,)
         return [Operation(kind, range=part) for kind in kinds for part in self._ranges]
 
@@ -58,34 +57,34 @@ class Scatter(Reducer):
         self._summed.clear()  # the previous step may have been given up
 
     def gradients_at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``. A store that REDUCE frees is valid until then. Local."""
+        """Return the store of the whole ``layer``, which is valid until `reduce` frees the layer, if it does. Local."""
         return self.update.gradients if self._whole is None else self._whole.at(layer)
 
     def reduce(self, op: Operation) -> None:
-        """Sum the gradients of a layer to the shards or cuts of the ranks."""
+        """Reduce-scatter the gradients of the layer of ``op``, and free the layer unless it is kept whole."""
         layer = self._layer_at[op.part]
         self.sum_cuts(self.gradients_at(layer), layer, WHOLE, self._first_stop)
         self._keep_shard(layer)
 
     def combine(self, op: Operation) -> None:
-        """Reduce-scatter a gradient shard among the ranks that hold it; each gets the part that it updates."""
+        """Reduce-scatter a gradient shard among the ranks that hold it: each gets the range that it updates."""
         self.sum_cuts(self.update.gradients, self._layer_at[op.part], GRADIENTS, OPTIMIZER)
 
     def start(self, op: Operation) -> None:
-        """Start to sum the gradients of a layer."""
+        """Start to reduce-scatter the gradients of the layer of ``op``."""
         assert self._background is not None
         layer = self._layer_at[op.part]
         whole = self.gradients_at(layer).range(op.part)
         self._background.start_sum(op.range, whole, self.cuts.shares(layer), self.cuts.algorithm)
 
     def wait(self, op: Operation) -> None:
-        """Wait for the sum of a layer, and keep this rank's shard of it."""
+        """Wait for the reduce-scatter that `start` started for the layer of ``op``; keep this rank's shard."""
         assert self._background is not None
         self._background.wait(op.range)
         self._keep_shard(self._layer_at[op.part])
 
     def _keep_shard(self, layer: int) -> None:
-        """Add this rank's shard of ``layer`` to the shard of earlier micro-batches, and free the layer. Local."""
+        """Add this rank's gradient shard of ``layer`` to the sum over micro-batches, and free the layer. Local."""
         if self._whole is None:  # reduced in place, in the store that the update reads
             return
         part, store, gradients = self.cuts.cuts[layer][self._kept_cut], self.gradients_at(layer), self.update.gradients
@@ -95,11 +94,10 @@ class Scatter(Reducer):
 
 
 class TreeScatter(Scatter):
-    """Sum of the gradients of logical shards in a fixed tree that ends at the owners of the optimizer's cuts.
+    """Reducer of ZeRO that sums the gradients of logical shards in a fixed tree: the same bits on any number of ranks.
 
-    Each rank keeps log2(shards per rank) Psi bytes of partial sums of whole layers. So stages 2 and 3 save memory of
-    gradients only if every rank has one shard. Each rank sends k Psi (p-1)/d_o bytes, with k = 1 if the number of
-    shards per rank is a power of two.
+    Each rank keeps partial sums of all its gradients, log2(logical shards per rank) times. So ZeRO stages 2 and 3 save
+    gradient memory only if every rank has one logical shard.
     """
 
     _kept_cut = OPTIMIZER
@@ -119,17 +117,16 @@ class TreeScatter(Scatter):
         self.handlers = {Kind.REDUCE: self.reduce, Kind.ADD: self.add}
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE and ADD of each layer. Local."""
         return [Operation(kind, range=part) for kind in (Kind.REDUCE, Kind.ADD) for part in self._ranges]
 
     def reduce(self, op: Operation) -> None:
-        """Complete the sum of a layer with the other ranks."""
+        """Add the last micro-batch's gradients of the layer of ``op``, and complete the sum with the other ranks."""
         layer = self._layer_at[op.part]
         self._trees[layer].reduce_scatter(self._add(layer, op, copy=False), self._owners[layer])
         self._keep_shard(layer)
 
     def add(self, op: Operation) -> None:
-        """Add the gradients of a logical shard to this rank's partial sums, and free the layer. Local."""
+        """Add a micro-batch's gradients of the layer of ``op`` to this rank's partial sums; free the layer. Local."""
         layer = self._layer_at[op.part]
         self._add(layer, op, copy=True)
         if self._whole is not None:

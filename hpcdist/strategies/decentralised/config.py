@@ -55,7 +55,7 @@ class DecentralisedConfig:
 
     @property
     def has_outer_optimizer(self) -> bool:
-        """True if the outer optimizer's settings give another result than the plain mean of the parameters."""
+        """True if the outer optimizer's result differs from the plain mean of the parameters."""
         return self.outer_learning_rate != 1.0 or self.outer_momentum != 0.0
 
     def __post_init__(self) -> None:

@@ -42,9 +42,9 @@ _NOTHING: Final = 1e-12  # smaller eigenvalues are rounding errors of zero
 class Graph:
     """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters.
 
-    Steps use the ``rounds`` cyclically. In a complete graph, ``rounds`` is empty: all ranks average with equal weights.
-    ``gap``: spectral gap per round, or NaN if not computed. Let k be the number of rounds, and r the second largest
-    absolute eigenvalue of the product of all mixing matrices. Then the gap is 1 - r^(1/k).
+    Step i uses round i modulo the number of ``rounds``. In a complete graph, ``rounds`` is empty: all ranks average
+    with equal weights. ``gap``: spectral gap per round, or NaN if not computed. Let k be the number of rounds, and r
+    the second largest absolute eigenvalue of the product of all mixing matrices. Then the gap is 1 - r^(1/k).
     """
 
     name: str
@@ -53,11 +53,11 @@ class Graph:
     gap: float
 
     def sources(self, rank: int, number: int) -> Sources:
-        """Return (neighbour, weight) for each rank with which ``rank`` averages in round ``number``, in rank order."""
+        """Return the pairs (neighbour, weight) whose parameters ``rank`` receives in round ``number``, by rank."""
         return self.rounds[number][rank]
 
     def targets(self, rank: int, number: int) -> list[int]:
-        """Return the ranks that average with ``rank``'s parameters in round ``number``. ``rank`` must send to them."""
+        """Return the ranks to which ``rank`` must send its parameters in round ``number``."""
         return [other for other, sources in enumerate(self.rounds[number]) if any(peer == rank for peer, _ in sources)]
 
     def matrix(self, number: int = 0) -> np.ndarray:  # (ranks, ranks)
@@ -176,8 +176,8 @@ BLOCK: Final = 1 << 14  # elements of each replica mixed at a time, to stay in t
 class NeighbourMixing:
     """Averaging of ``parameters`` with the parameters of the neighbours in ``graph``. Construction is collective.
 
-    ``ranges``: parts of the parameter vector to send in separate messages. All ranks must call `start` and `wait` for
-    the same round. Between both calls, the parameters must not change.
+    ``ranges``: parts of the parameter vector to send in separate messages. In each round, all ranks must call `start`
+    and then `wait`. Between the two calls, the parameters must not change.
     """
 
     def __init__(self, context: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
@@ -239,7 +239,10 @@ LAST: Final = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that may end a step
 
 
 class GossipExchange(Replicas):
-    """Decentralised SGD (D-PSGD) on the graph of ``config``. Collective over the data axis unless marked local."""
+    """Strategy gossip (D-PSGD): each rank makes its own steps and averages parameters with its neighbours.
+
+    Methods are collective over the data axis unless marked local.
+    """
 
     def __init__(self, context: RankContext, config: DecentralisedConfig) -> None:
         super().__init__(context)

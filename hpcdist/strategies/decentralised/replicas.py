@@ -30,11 +30,11 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class Replicas(Exchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    Subclasses average the replicas. They set the attribute ``factor``: this rank's gradient, divided by the addend of
-    this rank in the mean gradient of all ranks.
+    Subclasses average the replicas. They set the attribute ``factor``, such as the number of ranks: this rank's own
+    mean gradient is ``factor`` times its share of the mean gradient of all ranks.
 
-    The attribute ``distances`` maps step numbers to consensus distances: relative differences of the replicas from
-    their mean. It is equal on all ranks. `new_consensus_distances` returns and clears it.
+    The attribute ``distances``, equal on all ranks, is a dict from step to consensus distance: the relative difference
+    of the replicas from their mean. `new_consensus_distances` returns and clears it.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -68,18 +68,18 @@ class Replicas(Exchange):
         return self._norm_squared / self.context.data.size
 
     def begin_update(self, scale: float) -> None:
-        """Start the update. Clip by the norm of this rank's gradient; the clipping factor ``scale`` is ignored."""
+        """Start the update, clipped by the norm of this rank's own gradient. ``scale`` is ignored."""
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
         clip = norms.clip_scale(self._norm_squared * self.correction**2, limit, normalize=normalizes)
         self.apart = True
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Replace ``store`` by its mean over the data axis. Return two squared norms in an array. Collective.
+        """Replace ``store`` by its mean over the data axis. Return an array of two squared norms. Collective.
 
-        The norms are of the difference of ``store`` from the mean, and of the mean, for this rank's elements only.
-        ``weight``: this rank's weight in the mean. ``total``: sum of all ranks' weights. By default, all ranks have
-        weight 1. If the keyword ``replace`` is False, ``store`` is unchanged. Waits for a GPU.
+        Let x be ``store`` of this rank, and m the mean. The array is [|x - m|^2, |m|^2]. ``weight``: this rank's weight
+        in the mean. ``total``: sum of all ranks' weights. By default, all ranks have weight 1. If the keyword
+        ``replace`` is False, ``store`` is unchanged. Waits for a GPU.
         """
         squares = np.zeros(2)
         for part in self.ranges:

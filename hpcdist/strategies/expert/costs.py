@@ -26,7 +26,7 @@ def counts_bytes(experts: int) -> int:
 
 
 def published_bytes(nbytes: int) -> int:
-    """Return the shared memory, in bytes, for a rank that sends ``nbytes`` bytes of token rows to experts."""
+    """Return the bytes of shared memory that a rank needs to send ``nbytes`` bytes of token rows to experts."""
     return 2 * part_bytes(nbytes)
 
 

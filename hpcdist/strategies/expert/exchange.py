@@ -27,8 +27,8 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Strategy of a mixture of experts: one gradient exchange for dense tensors and one for experts. Collective.
 
-    The argument ``make``, a function, builds these two exchanges. The argument ``replicas`` is the communicator of the
-    ranks with the same experts. The method `close` frees it.
+    ``make(context)``: function that builds each of the two exchanges. ``replicas``: communicator of the ranks with the
+    same experts, which `close` frees.
     """
 
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:
@@ -75,7 +75,7 @@ class ExpertExchange(Exchange):
 
     @property
     def parameters(self) -> FlatStore:
-        """Store of this rank's parameters without expert parameters."""
+        """Store of this rank's dense parameters (all except the experts')."""
         return self.dense.parameters
 
     @property
@@ -87,10 +87,6 @@ class ExpertExchange(Exchange):
         return self.dense.gradients
 
     def plan(self) -> list[Operation]:
-        """Return the operations that exchange gradients and update parameters, for dense tensors and experts. Local.
-
-        The loss and the gradient norm are summed over the ranks once, for both together.
-        """
         agree = Operation(Kind.AGREE)
         plans = [exchange.plan() for exchange in self.both]
         dense, experts = (plan[: plan.index(agree)] for plan in plans)
@@ -172,7 +168,7 @@ def _units_by_kind(exchange: Exchange) -> dict[Kind, set[int]]:
 
 
 class JoinedStore:
-    """Parameters or gradients in two stores: ``dense`` below the flat offset ``border``, and ``experts`` from it on."""
+    """Two stores used as one: ``dense`` for flat offsets below ``border``, ``experts`` for ``border`` and above."""
 
     def __init__(self, dense: FlatStore, experts: FlatStore, border: int) -> None:
         self._dense, self._experts, self._border = dense, experts, border

@@ -94,10 +94,10 @@ class _Blocks:
 
 
 class ExpertStage(WrappedStage):
-    """Stage ``inner`` with all its dense tensors, but only the experts ``experts`` that this rank owns.
+    """Wrapper of the stage ``inner`` that keeps all its dense tensors, but only this rank's experts.
 
-    Its passes are collective over the ranks that divide the experts. Gradients of an expert are sums over all these
-    ranks' tokens.
+    ``experts``: range of this rank's expert numbers. Forward and backward passes are collective over the
+    expert-parallel ranks. The gradients of an expert are sums over the tokens of all these ranks.
     """
 
     def __init__(self, inner: Stage, experts: Range) -> None:
@@ -105,7 +105,7 @@ class ExpertStage(WrappedStage):
         self._own = experts
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw the initial values of all tensors of the wrapped stage; of the experts, store only the local ones.
+        """Draw the initial values of all tensors. Values of other ranks' experts are drawn too, but not stored.
 
         ``rng_of(spec)`` returns the random generator of the tensor ``spec``.
         """

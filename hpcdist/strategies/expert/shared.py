@@ -23,9 +23,9 @@ TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in (
 def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
     """Return the rank that computes each expert. ``loads``: number of token rows of each expert.
 
-    Each of the ``ranks`` ranks first has equally many consecutive experts. Then the busiest rank repeatedly gives an
-    expert to the idlest rank, or swaps two experts. Per moved expert, the larger load of the two ranks must fall by
-    more than ``worth`` rows.
+    Each of the ``ranks`` ranks starts with equally many consecutive experts. Then the busiest rank repeatedly gives an
+    expert to the least busy rank, or swaps two experts with it. A move is made only if it reduces the larger load of
+    the two ranks by more than ``worth`` rows per moved expert.
     """
     at: np.ndarray = np.arange(loads.size) * ranks // loads.size
     for _ in range(2 * ranks):
@@ -49,8 +49,8 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
 class Division:
     """Assignment of the token rows of one layer and micro-batch to ranks. Local.
 
-    ``counts``, of shape (ranks, experts): each rank's number of rows for each expert. ``at[e]``: rank that computes
-    expert e. ``parameters``: tensors of the layer, which give the shapes.
+    ``counts[r, e]``: number of rows that rank r has for expert e. ``at[e]``: rank that computes expert e.
+    ``parameters``: the layer's tensors; only their shapes and dtype are used.
     """
 
     def __init__(self, counts: np.ndarray, at: np.ndarray, parameters: Parameters) -> None:
@@ -85,7 +85,7 @@ class Division:
         return ((expert, *divmod(expert, self.each)) for expert in self.experts[rank])
 
     def sizes(self, row_bytes: int) -> dict[str, int]:
-        """Return the bytes of each section of shared memory, by section name, enough for every rank."""
+        """Return the bytes of each section of shared memory, by name. ``row_bytes``: bytes of one token row."""
         expert_bytes = self.numbers * self.dtype.itemsize
         return {
             "rows": int(self.sent.max()) * row_bytes,
@@ -106,8 +106,8 @@ class SharedRows(StayingRows):
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
         """Exchange the ranks' token counts per expert. Return shared memory for the token rows to send.
 
-        ``starts``: first row of each expert. ``like``: array with the width and dtype of the rows. ``parameters``:
-        tensors of the layer. ``saved`` receives the assignment of experts to ranks.
+        ``starts``: index of each expert's first row. ``like``: array with the width and dtype of the rows.
+        ``parameters``: tensors of the layer. ``saved`` stores the assignment of experts to ranks for later calls.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -182,8 +182,8 @@ class SharedRows(StayingRows):
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return arrays for the gradients of the experts that this rank computes.
 
-        Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``. ``prefix`` is
-        `UP` or `DOWN`.
+        Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``.
+        ``prefix``: `UP` or `DOWN`, the start of the tensor names. ``saved``: the object passed to `send_buffer`.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

@@ -47,10 +47,11 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 class PayloadTransport(MessageTransport):
-    """Message transport of gradients that ``coder`` encodes. Construction is collective over the world.
+    """Parameter-server transport that sends encoded gradients as messages. Construction is collective over the world.
 
-    The keyword ``compresses`` is True if gradients are encoded. The attribute ``loss_scale`` is the factor of the
-    gradients. The attribute ``owes`` is True if ranges that this rank serves may have residuals.
+    ``coder`` encodes and decodes gradients, unless the keyword ``compresses`` is False. The attribute ``loss_scale``
+    is the loss-scaling factor of the gradients. The attribute ``owes`` is True if a restored checkpoint may have
+    compression residuals for the ranges that this rank serves.
     """
 
     def __init__(self, topology: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
@@ -59,7 +60,7 @@ class PayloadTransport(MessageTransport):
         self._payloads: dict[Range, Array] = {}
 
     def begin(self, *, compresses: bool) -> None:
-        """Prepare for a step. The keyword ``compresses`` (equal on all ranks): True if gradients are encoded. Local."""
+        """Prepare for a step. The keyword ``compresses``, equal on all ranks: True if the step encodes gradients."""
         if compresses != self.compresses:
             self.compresses = compresses
             self._arrivals = self._receiver()
@@ -72,7 +73,7 @@ class PayloadTransport(MessageTransport):
         return ReceiveQueue(self.comm, order, _BYTES, self.topology.context.on)
 
     def push(self, part: Range) -> None:
-        """Encode the gradients of the range ``part`` and start to send them, unless this rank serves it."""
+        """Encode the gradients of the range ``part`` and start to send them, unless this rank is the range's server."""
         if not self.compresses:
             super().push(part)
             return
@@ -88,7 +89,7 @@ class PayloadTransport(MessageTransport):
             self._sent.append(self.comm.isend(payload, server, GRADIENT))
 
     def _payload(self, part: Range) -> Array:
-        """Return the memory for the payload of ``part``. The memory is in use until `settle`. Local."""
+        """Return the send buffer for the encoded gradients of ``part``. It must not be reused before `settle`."""
         if not self._payloads:
             leaving = [leaving_part for leaving_part, server in self.topology.messages if server != self.topology.rank]
             sizes = [self.coder.message(leaving_part).nbytes for leaving_part in leaving]
@@ -113,7 +114,7 @@ class PayloadTransport(MessageTransport):
         with_loss_scale(total, gradients, self.loss_scale)
 
     def _add_all(self, part: Range, total: Array) -> None:
-        """Add the workers' payloads to ``total``. On a worker, ``total`` starts as this rank's gradients."""
+        """Sum all workers' gradients of ``part`` in ``total``. On entry, a worker has its gradients in ``total``."""
         message, place = self.coder.message(part), total
         if self.speaks and self.speakers[0] != self.topology.rank:  # another worker comes first in rank order
             place = scratch("parameter_server.sum", total.size, total.dtype, total)
@@ -131,7 +132,7 @@ class PayloadTransport(MessageTransport):
             is_first = False
 
     def _pay(self, part: Range, values: Array) -> None:
-        """Add the residuals of the range ``part``, which this rank serves and does not encode, to ``values``. Local."""
+        """Add restored compression residuals of ``part``, a range that this rank serves, to ``values``. Local."""
         if self.owes and self.coder.feedback is not None:
             owed = self.coder.feedback.compensate(part, values)
             values[...] = owed
@@ -191,7 +192,10 @@ class CodedPush(Push):
 def compressed_server(
     context: RankContext, roles: Roles, servers: Communicator | None, compression: Compression
 ) -> LockStepExchange:
-    """Return the lock-step parameter server with compressed pushes. Collective over the world."""
+    """Return the lock-step parameter server with compressed pushes. Collective over the world.
+
+    ``roles``: ranks of workers and servers. ``servers``: communicator of the servers, or None on other ranks.
+    """
     encoder, is_compressed = compressor(compression.name, compression.config), compression.config.warmup_steps == 0
 
     def carry(topology: ServerTopology) -> PayloadTransport:

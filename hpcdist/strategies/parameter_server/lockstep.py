@@ -48,9 +48,10 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 
 
 class Push(Reducer):
-    """Reducer that pushes gradients to their servers (PUSH), where they are summed (COLLECT).
+    """Gradient reduction by servers: workers send gradients (PUSH), and servers sum them (COLLECT).
 
-    With logical ``shards``, ADD sums the gradients of this worker's shards before they are pushed.
+    ``shards``: fixed number of micro-batches per step, for equal results on any number of workers, or None. With
+    ``shards``, a worker sums the gradients of its micro-batches (ADD) before it sends the sums.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Push(Reducer):
         self.handlers = {Kind.ADD: self.add, Kind.PUSH: self.push, Kind.COLLECT: self.collect}
 
     def plan(self) -> list[Operation]:
-        """Return PUSH of each message (with shards: ADD and PUSH of each layer), and COLLECT on a server. Local."""
+        """Return this rank's operations: PUSH (with ``shards``: also ADD) on a worker, COLLECT on a server. Local."""
         pushes: list[Operation] = []
         if self.topology.works and self._shards is None:
             pushes = [Operation(Kind.PUSH, range=part) for part, _ in self.topology.messages]
@@ -74,19 +75,19 @@ class Push(Reducer):
         return [*pushes, *(Operation(Kind.COLLECT, range=part) for part in self.topology.own)]
 
     def add(self, op: Operation) -> None:
-        """Add the gradients of a logical shard to the partial sums of this worker. Local."""
+        """Add the gradients of micro-batch ``op.microbatch`` in ``op.range`` to this worker's partial sums. Local."""
         assert self.transport.partials is not None
         self.transport.partials.add(op.microbatch, op.part)
 
     def push(self, op: Operation) -> None:
-        """Start to send the gradients of a range to a server. The gradients must not change until AGREE."""
+        """Start to send the gradients in ``op.range`` to servers. They must not change until the next AGREE."""
         if self._shards is not None:
             self.add(op)
         for part in self._messages[op.part]:
             self.transport.push(part)
 
     def collect(self, op: Operation) -> None:
-        """Sum the gradients of a range that this rank serves over the workers, in rank order."""
+        """Receive all workers' gradients in ``op.range``, which this server owns, and sum them in rank order."""
         self.transport.collect(op.part)
 
 
@@ -100,7 +101,7 @@ class Pull(Gatherer):
         self.handlers = {Kind.PUBLISH: self.publish, Kind.PULL: self.pull}
 
     def plan(self) -> list[Operation]:
-        """Return PUBLISH of each range that this rank serves, and PULL of each range that it computes with. Local."""
+        """Return PUBLISH of each range that this rank owns as a server, and on a worker PULL of all ranges. Local."""
         pulled = [part for part, _ in self.topology.messages] if self.topology.works else []
         return [
             *(Operation(Kind.PUBLISH, range=part) for part in self.topology.own),
@@ -108,12 +109,12 @@ class Pull(Gatherer):
         ]
 
     def publish(self, op: Operation) -> None:
-        """Start to send the updated values of a range to the workers."""
+        """Start to send the updated parameters in ``op.range`` to the workers."""
         self.transport.publish(op.part)
         self._settle(op)
 
     def pull(self, op: Operation) -> None:
-        """Receive the updated values of a range from its server."""
+        """Receive the updated parameters in ``op.range`` from the server that owns this range."""
         self.transport.pull(op.part)
         self._settle(op)
 
@@ -123,7 +124,6 @@ class Pull(Gatherer):
             self.transport.settle()
 
     def _settle(self, op: Operation) -> None:
-        """If ``op`` is the last operation of a step, wait for all messages."""
         if op == self._last:
             self.transport.settle()
 
@@ -131,9 +131,9 @@ class Pull(Gatherer):
 class LockStepExchange(DataExchange):
     """Parameter server in lock-step: push, sum in rank order, update, pull. Collective over the world.
 
-    Workers and servers are `RankContext.members`: each position on a pipeline or tensor axis has separate servers.
-    ``servers``: communicator of the ranks that serve, or None on other ranks; `close` frees the communicator. The
-    keywords ``carry`` and ``reducer`` replace the constructors of the transport and of `Push`.
+    ``roles``: ranks of workers and servers. Each pipeline stage and tensor-parallel rank has separate servers.
+    ``servers``: communicator of the servers, or None on other ranks; `close` frees it. The keywords ``carry`` and
+    ``reducer``: functions that construct the transport and the `Push`, if not the default ones.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class LockStepExchange(DataExchange):
         if transport != "messages" and context.algorithm == "hierarchical":
             raise ConfigurationError(
                 f"parameter_server.transport = {transport!r} with communication.algorithm = 'hierarchical', where one "
-                "worker of a node speaks for all by messages; choose another algorithm, or transport = 'messages'"
+                "worker per node sends messages for all; choose another algorithm, or set transport = 'messages'"
             )
         self._servers = servers
         comm = context.members.dup("parameters")

@@ -29,7 +29,8 @@ AHEAD: Final = 4  # receive buffers of a server: two are added while two are in 
 class ReceiveQueue:
     """Queue of the messages that a server receives, in a fixed order, into alternating buffers. Local.
 
-    ``order``: (number of elements, sender rank) of each message. A result of `take` stays valid for one more `take`.
+    ``order``: (number of elements, sender rank) of each message. An array from `take` is valid until the second next
+    call of `take`.
     """
 
     def __init__(self, comm: Communicator, order: Sequence[tuple[int, int]], dtype: "np.dtype[np.generic]", on: str):
@@ -49,7 +50,7 @@ class ReceiveQueue:
             self._requests = [self._post(index) for index in range(len(self._buffers))]
 
     def take(self) -> Array:
-        """Wait for the next message, in the receive order set at construction, and return its values."""
+        """Wait for the next message in ``order``, and return its content, a view of a receive buffer."""
         index = self._taken
         due = index - 2 + len(self._buffers)  # receive into the buffer of the message before the last
         if index >= 2 and due < len(self._order):

@@ -62,7 +62,7 @@ class Roles:
         return cls(range(world - servers), range(world - servers, world))
 
     def part_of(self, world: "Communicator") -> "Communicator":
-        """Return the communicator of this rank's role: of all workers or of all dedicated servers. Collective."""
+        """Split ``world``; return the communicator of all workers, or of all dedicated servers. Collective."""
         part = world.split(int(world.rank not in self.workers), world.rank, "role")
         assert part is not None
         return part
@@ -106,8 +106,8 @@ def partition_keys(
 ) -> KeyPartition:
     """Return the assignment of the flat parameter vector to ``servers`` servers. Every rank gets the same result.
 
-    If the keyword ``whole`` is true, no tensor is split. The keyword ``within``: flat ranges of the layers to assign,
-    by default all. Raises ConfigurationError if ``layout`` can only be split into fewer ranges than ``servers``.
+    If the keyword ``whole`` is True, no tensor is split. The keyword ``within``: list of the ranges of the flat vector
+    to assign, by default all. Raises ConfigurationError if the vector cannot be split into ``servers`` ranges.
     """
     if whole:
         return _uncut(layout, servers)
@@ -134,7 +134,7 @@ def _uncut(layout: Layout, servers: int) -> KeyPartition:
     if len(keys) < servers:
         raise ConfigurationError(
             f"{servers} servers, but the model has {len(keys)} tensors, and asynchronous servers must hold whole "
-            "tensors, so that no worker reads a tensor in two versions; set "
+            "tensors, so that no worker reads a half-updated tensor; set "
             f"parameter_server.servers to at most {len(keys)}, or consistency = 'bsp' without backup_workers"
         )
     return KeyPartition(tuple(keys), tuple(_assign(keys, servers)[0]), servers)

@@ -72,7 +72,7 @@ class RmaTransport(Transport):
         return part.start if server in self.topology.roles.workers else self._owned_at(part, server)
 
     def push(self, part: Range) -> None:
-        """Start to put the gradients of range ``part`` into the server's RMA window, after all earlier puts."""
+        """Start to put the gradients of range ``part`` into its server's RMA window; first complete earlier puts."""
         self._announce()
         server = self.topology.owners[part]
         if server != self.topology.rank:

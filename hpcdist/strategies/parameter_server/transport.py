@@ -24,7 +24,10 @@ BLOCK_BYTES: Final = 64 << 10  # block size when several buffers are summed: par
 
 
 class ShardTree:
-    """Order of summing the gradients of ``shards`` micro-batches on ``workers`` workers: a fixed tree. Local."""
+    """Binary tree that fixes the order of summing the gradients of ``shards`` micro-batches. Local.
+
+    ``workers``: number of workers that compute the micro-batches. It does not change the bits of the sum.
+    """
 
     def __init__(self, shards: int, workers: int) -> None:
         self.shards = shards
@@ -36,8 +39,8 @@ class ShardTree:
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
         """Write the sum of ``addends`` to ``target``, with additions in a fixed order. Local.
 
-        ``addends`` yields the arrays that the workers pushed, in rank order. ``target`` may be one of them. If the
-        boolean keyword ``lasting`` is False, only the last two yielded arrays are valid.
+        ``addends`` yields the arrays that the workers pushed, in rank order. ``target`` may be one of them. The bool
+        keyword ``lasting`` is False if only the last two arrays from ``addends`` are valid.
         """
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -71,10 +74,10 @@ class ShardTree:
 
 
 class PartialSums:
-    """Partial sums of one worker's gradients over its micro-batches, to be pushed. Local.
+    """Partial sums of one worker's gradients over its micro-batches, to be sent to servers. Local.
 
     ``tree``: order of additions. ``index``: number of the worker. ``gradients``: gradients of the current micro-batch.
-    ``slot(n)``: function that allocates buffer n, of the size of ``gradients``.
+    ``slot(n)``: function that allocates buffer number n, of the size of ``gradients``.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
@@ -85,7 +88,7 @@ class PartialSums:
         self._slots = slots
 
     def add(self, shard: int, part: Range) -> None:
-        """Add the gradients of local micro-batch ``shard`` in the parameter range ``part`` to the partial sums.
+        """Add the gradients of the parameter range ``part`` in local micro-batch number ``shard`` to partial sums.
 
         The gradients of the last micro-batch must stay unchanged until they are pushed.
         """
@@ -101,20 +104,21 @@ class PartialSums:
             values = left
 
     def of(self, part: Range) -> list[Array]:
-        """Return this worker's gradient sums for the parameter range ``part``. Call it after the last call of `add`."""
+        """Return the list of partial sums to send for the parameter range ``part``. Call it after the last `add`."""
         return [store.range(part) for store in self._lies]
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
-    """Return the number of buffers that the worker number ``index`` needs for its gradient sums in ``tree``."""
+    """Return the number of buffers for partial sums that worker number ``index`` needs. ``tree``: addition order."""
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return the additions for each micro-batch of worker ``index``, and the buffer number of each sum to push.
+    """Return the additions of worker number ``index``, one tuple per micro-batch, and the buffers of the sums to push.
 
-    Additions: (stored sums before, number of them to add, True if the gradients themselves are pushed).
+    Tuple: (stored partial sums before the micro-batch, number of these to add to its gradients, True if its gradients
+    are pushed without addition). Buffer: a number, or None for the gradients themselves.
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -155,22 +159,18 @@ class ServerTopology:
 
     @property
     def rank(self) -> int:
-        """This rank's number in ``comm``."""
         return self.comm.rank
 
     @property
     def works(self) -> bool:
-        """True if this rank is a worker."""
         return self.rank in self.roles.workers
 
     @property
     def serves(self) -> bool:
-        """True if this rank is a server."""
         return self.rank in self.roles.servers
 
     @cached_property
     def partition(self) -> KeyPartition:
-        """Assignment of parameter ranges to servers."""
         return partition_keys(self.context.layout, len(self.roles.servers), within=self.context.parts)
 
     @cached_property
@@ -195,24 +195,21 @@ class ServerTopology:
 
     @cached_property
     def tree(self) -> ShardTree | None:
-        """Tree that sets the order of gradient additions, or None if each worker pushes the sum of its gradients."""
+        """Tree that fixes the order of gradient additions, or None if each worker pushes one sum of its gradients."""
         return ShardTree(self.shards, len(self.roles.workers)) if self.shards else None
 
     def brings(self, worker: int) -> int:
-        """Return the number of arrays that ``worker`` pushes for each parameter range.
-
-        With logical shards, this is the number of the worker's partial sums. Otherwise, it is 1.
-        """
+        """Return the number of arrays (partial sums, or 1) that rank ``worker`` pushes for each parameter range."""
         return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
 
     def slots(self, worker: int) -> int:
-        """Return the number of buffers that rank ``worker`` needs for gradient sums over some of its micro-batches."""
+        """Return the number of buffers that rank ``worker`` needs for partial sums over its micro-batches."""
         if self.tree is None or worker not in self.roles.workers:
             return 0
         return slots_of(self.tree, self.roles.workers.index(worker))
 
     def partials(self, gradients: FlatStore) -> PartialSums | None:
-        """Return a `PartialSums` of this rank's ``gradients``, or None if it pushes no partial sums."""
+        """Return a `PartialSums` of this rank's ``gradients``, or None if this rank pushes no partial sums."""
         if not self.works:
             return None
         return self.partials_in(self.rank, gradients, lambda slot: self.context.store("communication"))
@@ -273,7 +270,7 @@ class Transport(Protocol):
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return the arrays that a worker pushes for the parameter range ``part``: partial sums, if any, or gradients."""
+    """Return a worker's arrays to push for the range ``part``: ``partials``, or ``gradients`` if there are none."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

@@ -53,7 +53,10 @@ VALUE: Final = 0.01  # of all parameters: products neither overflow nor underflo
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds per pass of a model unit over a micro-batch. A split backward pass takes ``input`` + ``weight``."""
+    """Seconds per pass of a model unit (embedding, layer or head) over a micro-batch.
+
+    ``backward``: unsplit backward pass. ``input``, ``weight``: its halves for input gradients and weight gradients.
+    """
 
     forward: float
     backward: float
@@ -62,7 +65,7 @@ class PassSeconds:
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
-    """Measure each model unit's pass times for ``samples`` samples on "cpu" or "gpu". Collective over tensor ranks."""
+    """Measure the pass times of each model unit on "cpu" or "gpu". Collective over tensor-parallel ranks."""
     by_kind: dict[object, PassSeconds] = {}
     seconds = []
     for unit in range(len(model.stages)):
@@ -74,9 +77,9 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return each model unit's median pass times over ``comm``, scaled to a rank of speed 1. Collective.
+    """Return each model unit's pass times: the median over ``comm``, scaled to relative speed 1. Collective.
 
-    ``seconds``: this rank's measured times. ``speed``: this rank's relative speed, as in ``parallel.stage_speeds``.
+    ``seconds``: times measured on this rank. ``speed``: this rank's relative speed, as in ``parallel.stage_speeds``.
     """
     rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
@@ -93,7 +96,7 @@ def _kind(model: Model, unit: int) -> object:
 
 
 class _Probe:
-    """Measures the pass times of one model unit, in memory that only this measurement uses, with random inputs."""
+    """Measurement of the pass times of one model unit, with random inputs and temporary memory."""
 
     def __init__(self, model: Model, unit: int, samples: int, on: str) -> None:
         self._model, self._stage, self._on = model, model.stages[unit], on
@@ -181,7 +184,7 @@ def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """Division of a model unit's arrays over tensor ranks.
+    """Sharding of a model unit's arrays over ``ranks`` tensor-parallel ranks.
 
     With ``by_tokens`` (sequence parallelism), activations outside of tensor-parallel layers are split by tokens too.
     """
@@ -190,19 +193,19 @@ class TensorSplit:
     by_tokens: bool = False
 
     def of(self, elements: int) -> int:
-        """Return the largest number of elements on a tensor rank if an array of ``elements`` elements is split."""
+        """Return the shard size, rounded up, of an array of ``elements`` elements that is split over all ranks."""
         return -(-elements // self.ranks)
 
     def between(self, elements: int) -> int:
-        """Return the number of elements on one tensor rank of a layer input or output with ``elements`` elements."""
+        """Return the shard size of a layer input or output of ``elements`` elements; it is split if ``by_tokens``."""
         return self.of(elements) if self.by_tokens else elements
 
     def elements(self, array: KeptArray) -> int:
-        """Return the largest number of elements of ``array`` on any tensor rank, per sample."""
+        """Return the number of elements per sample that a tensor-parallel rank keeps of the activation ``array``."""
         return array.size if array.whole else self.of(array.size) if array.cut else self.between(array.size)
 
     def scratch(self, buffer: Scratch, samples: int) -> int:
-        """Return the number of elements of the scratch array ``buffer`` on a tensor rank, for ``samples`` samples."""
+        """Return the elements of the scratch array ``buffer`` on a tensor-parallel rank, for ``samples`` samples."""
         if buffer.most:  # bounded by a tile or a cache
             return buffer.of(samples)
         return samples * self.elements(KeptArray(buffer.each, buffer.cut, buffer.whole))
@@ -216,7 +219,7 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """Costs of one model unit for a micro-batch: FLOPs summed over tensor ranks, bytes on one tensor rank.
+    """Costs of one model unit for a micro-batch: FLOPs over all tensor-parallel ranks, bytes on one of these ranks.
 
     ``input_flop`` and ``weight_flop``: FLOPs for input gradients and weight gradients.
     ``kept_bytes``: activations kept for the backward pass.
@@ -238,14 +241,14 @@ class UnitCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """FLOPs and array sizes of one stage for one sample.
+    """FLOPs and array sizes of one model unit for one sample.
 
-    ``unit``: parameters, FLOPs without attention, and sizes of kept and scratch arrays.
+    ``unit``: parameters, FLOPs of linear layers, and sizes of kept and scratch arrays.
     ``held``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
     ``products``: forward FLOPs of attention products, masked scores included.
     ``additions``: forward FLOPs of an embedding, which only adds vectors.
-    ``joint``: True if the input-gradient pass also computes all weight gradients.
-    ``joint_linear``: forward FLOPs of layers whose weight gradients the input-gradient pass computes; 0 if ``joint``.
+    ``joint``: True if the unit has no weight-gradient pass; its input-gradient pass computes all weight gradients.
+    ``joint_linear``: forward FLOPs of the linear layers that have no weight-gradient pass; 0 if ``joint``.
     """
 
     unit: UnitCounts
@@ -271,8 +274,8 @@ def unit_costs(
 ) -> tuple[UnitCost, ...]:
     """Return the FLOPs and bytes of each model unit for a micro-batch of ``samples`` samples. Local.
 
-    ``split``: division of arrays over tensor ranks. ``documents`` describes packed documents, to which attention is
-    limited, or is None.
+    ``split``: sharding of arrays over tensor-parallel ranks. ``documents``: number of query-key pairs within packed
+    documents, or None if attention spans the whole sample.
     """
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
@@ -307,8 +310,8 @@ def unit_costs(
 def attention_scores(context: int, window: int = 0) -> int:
     """Return the number of attention scores that are computed per sample and head, masked scores included.
 
-    Scores are computed in squares of `QUERY_BLOCK` queries and keys, if any score in them is visible. ``context``:
-    tokens of a sample. ``window``: sliding window in tokens (0: none).
+    A tile of `QUERY_BLOCK` queries and keys is computed if the causal mask leaves any of its scores visible.
+    ``context``: tokens of a sample. ``window``: length of the sliding attention window in tokens (0: no window).
     """
     blocks, rest = divmod(context, QUERY_BLOCK)
     before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # visible key blocks before the query block

@@ -28,7 +28,7 @@ IN_MESSAGES: Final = 2  # buffers per kind of message
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """Numbers of micro-batches whose arrays a pipeline chunk holds at the same time.
+    """Numbers of micro-batches whose arrays a pipeline chunk (virtual stage) holds at one moment of a step.
 
     ``inputs``: micro-batches with a stored input. ``kept``: micro-batches with activations for the backward pass.
     ``held``: micro-batches with arrays for the weight gradients of a split backward pass.
@@ -79,7 +79,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of temporary arrays of a stage with ``parameters`` parameters, by name, e.g. "gathered"."""
+        """Return the bytes of temporary unsharded arrays, by name, of a model unit with ``parameters`` parameters."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -89,9 +89,10 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the states of a step that may need most memory: the `LiveMicroBatches` of each pipeline chunk.
+    """Return the moments of a step that may need the most memory, each as a tuple of `LiveMicroBatches` per chunk.
 
-    ``steps``: the rank's operations, in order. ``chunks``: range of stages of each pipeline chunk on the rank.
+    ``steps``: the rank's operations, in order. ``chunks``: the rank's pipeline chunks (virtual stages), as ranges of
+    model units.
     """
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
@@ -126,8 +127,8 @@ _CHANGES: Final = {
 class StageMemory:
     """Memory model of pipeline ranks. Local.
 
-    ``units``: costs of each model stage. ``live``: result of the function `moments` for each rank. ``copies``: bytes of
-    the copies of tied tensors, by stage.
+    ``units``: costs of each model unit (layer, embedding or head). ``states``: bytes per parameter. ``live``: result of
+    the function `moments` for each rank. ``copies``: bytes of copies of tied tensors, by unit number.
     """
 
     def __init__(
@@ -148,16 +149,16 @@ class StageMemory:
         self._scratch = [_largest([sizes.get(name, 0) for sizes in shared]) for name in names]
 
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
-        """Return the memory use of ``rank`` in bytes. Its pipeline chunk i has the stages [starts[i], stops[i]).
+        """Return the memory use of ``rank`` in bytes. Its chunk i has the model units [starts[i], stops[i]).
 
-        If bounds are arrays, the result is an array with the memory use for each element.
+        ``starts[i]`` and ``stops[i]`` may be arrays, one element per candidate partition; the result is then an array.
         """
         return sum(self.terms(rank, starts, stops).values())
 
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
         """Return the bytes of ``rank`` by category: "states", "activations", "messages" and "scratch".
 
-        Pipeline chunk i of ``rank`` has the stages [starts[i], stops[i]).
+        Pipeline chunk i of ``rank`` has the model units [starts[i], stops[i]).
         """
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]

@@ -121,16 +121,16 @@ class _Task:
         return True
 
     def bound(self) -> float:
-        """Return a lower bound of the slowest rank's seconds per micro-batch. No partition into chunks is faster."""
+        """Return a lower bound, over all partitions, of the slowest rank's seconds per micro-batch."""
         inner = self.seconds[1:-1]
         least = min(inner, default=0.0)
         loads, _ = self._counts(least)
         return max(sum(self.seconds) / sum(self.speeds), max(loads))
 
     def _counts(self, unit_s: float) -> tuple[list[float], list[int]]:
-        """Return each rank's time and each chunk's number of inner units. An inner unit takes ``unit_s`` seconds.
+        """Assign each inner model unit (all but the first and the last) to the rank that then finishes first.
 
-        Inner units are all model units except the first and the last.
+        An inner unit takes ``unit_s`` seconds. Return (seconds of each rank, number of inner units of each chunk).
         """
         chunks, last = len(self.ranks), len(self.seconds) - 1
         counts = [0 if number in (0, chunks - 1) else 1 for number in range(chunks)]
@@ -152,7 +152,7 @@ class _Task:
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return the chunk boundaries that balance the ranks if all inner model units take their mean time."""
+        """Return the best chunk boundaries if all units but the first and the last take equal (mean) time."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1
@@ -287,10 +287,10 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the chunks that minimise the largest ratio of a rank's memory use to its limit. Local.
+    """Return the ranges of units that minimise the largest ratio of a rank's memory use to its limit. Local.
 
-    ``units``: number of model units. Chunk i is a range of units on ``ranks[i]``. ``devices`` has the memory limits;
-    ``memory`` predicts a rank's memory use from its chunks.
+    ``units``: number of model units. Rank ``ranks[i]`` gets range i. ``devices`` has the memory limits. ``memory``
+    predicts a rank's memory use.
     """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
@@ -346,9 +346,9 @@ def _bytes(memory: StageMemory, rank: int, count: int) -> np.ndarray:
 
 
 def _least(costs: Sequence[np.ndarray]) -> tuple[float, tuple[range, ...]] | None:
-    """Return the chunks with the smallest maximum cost, as (maximum cost, chunks), or None if all costs are infinite.
+    """Return (maximum cost, chunks) for the chunks with the smallest maximum cost, or None if it is infinite.
 
-    Chunk i, a non-empty range [start, stop) of model units, costs ``costs[i][start, stop]``.
+    Chunk i is a non-empty range [start, stop) of model units, and costs ``costs[i][start, stop]``.
     """
     count = costs[0].shape[0] - 1
     filled = np.triu(np.ones((count + 1, count + 1), bool), 1)

@@ -26,7 +26,7 @@ BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRow:
-    """Layers, compute work and memory of one pipeline rank. Work is per micro-batch, before division by speed."""
+    """Layers, memory, and compute work per micro-batch of one pipeline rank."""
 
     units: tuple[range, ...]
     parameters: int
@@ -38,7 +38,6 @@ class PartitionRow:
 
     @property
     def total_bytes(self) -> int:
-        """Total bytes that this rank needs."""
         return sum(self.bytes.values())
 
 
@@ -46,7 +45,7 @@ class PartitionRow:
 class PartitionPlan:
     """Assignment of the layers (with embedding and head) to pipeline ranks, and the work and memory of each rank.
 
-    ``gap`` bounds the possible gain of another partition; 0 means that this partition is proven to be the best.
+    ``gap``: upper bound of the fraction of time that another partition could save. 0: this partition is optimal.
     """
 
     placement: StagePlacement
@@ -100,9 +99,9 @@ def plan(
 ) -> PartitionPlan:
     """Return the partition of ``model`` over the pipeline ranks, for micro-batches of ``samples`` samples.
 
-    ``states``: bytes per parameter of weights, gradients and optimizer state. The keyword ``seconds``: list of
-    measured times per layer. The keyword ``earlier_units``: list of layers per stage, kept at a resume. Raises
-    ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
+    ``states``: bytes per parameter of weights, gradients and optimizer state. The keyword ``seconds``: measured times
+    of each layer. The keyword ``earlier_units``: number of layers of each stage before a resume, which is kept.
+    Raises ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
     """
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)

@@ -83,7 +83,7 @@ class TiedCopies:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Sum the gradients of all copies of ``op.unit``'s tensors on the owner rank. Collective over their ranks."""
+        """Add the gradients of copies of unit ``op.unit``'s tensors on the owner. Collective over owner and copies."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
@@ -95,7 +95,7 @@ class TiedCopies:
         wait_all(requests)
 
     def value(self, op: Operation) -> None:
-        """Send the tied tensors of model unit ``op.unit`` from the owner to all copies. Collective over their ranks."""
+        """Send the tied tensors of unit ``op.unit`` from the owner to the copies. Collective over owner and copies."""
         requests: list[Request] = []
         for tie in self._owned:
             if tie.unit == op.unit:

@@ -99,7 +99,7 @@ class Executor:
         """Run one training step and return its result. Collective: every rank passes its own ``operations``.
 
         - ``batches``: this replica's micro-batches, which start at sample ``first_sample`` of the global batch.
-        - ``samples``: number of samples of the global batch.
+        - ``samples``: number of samples of the global batch. ``step``: number of the step.
         - ``targets``: number of targets in the global batch, by default the samples times the tokens per sample.
         - ``stop_requests``: this rank's stop requests. The result has the sum over the ranks.
 
@@ -248,7 +248,7 @@ class Executor:
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _weigh(self, weight: float) -> None:
-        """Set the gradient's factor to the number of targets / ``weight``, the sum of all targets' weights."""
+        """Multiply the gradient by (number of targets / ``weight``). ``weight``: sum of the weights of all targets."""
         exchange = self.exchange
         targets = self._targets if exchange.traits.lock_step else sum(self.sizes) * self.model.tokens_per_sample
         if not targets:  # a worker without samples in this step
@@ -264,8 +264,8 @@ class Executor:
             self._stages.neighbours.finish()
             raise UsageError(
                 f"step {self.number}: the weights of the loss sum to {weight:g}, expected {targets:g}, because backup "
-                "workers and replicas of a parameter server need equal weights; pass the weight of a sample to wrap as "
-                "tokens_per_sample, or use another parallel.strategy"
+                "workers and replicas of a parameter server need equal weights; pass the sum of weights of a sample as "
+                "tokens_per_sample to wrap(), or use another parallel.strategy"
             )
 
     def _agree(self, op: Operation) -> None:
@@ -293,7 +293,6 @@ class Executor:
 
     @property
     def own_losses(self) -> list[float]:
-        """Loss of each micro-batch of this rank, summed over its targets. Local."""
         return self._stages.losses
 
     @property

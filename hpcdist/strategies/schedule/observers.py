@@ -94,7 +94,7 @@ NO_RANGES: Final[ProfilerRanges] = no_ranges
 
 
 def in_range(ranges: ProfilerRanges, phase: str, handler: Handler) -> Handler:
-    """Return ``handler`` wrapped in a profiler range. ``ranges`` opens the range for operations of ``phase``."""
+    """Return ``handler`` wrapped in a profiler range, which ``ranges`` opens. ``phase``: phase of the operations."""
 
     def run(op: Operation) -> None:
         with ranges(phase, op.kind.name, op.microbatch, op.unit):
@@ -137,12 +137,12 @@ class NanFinder:
         return self._found
 
     def look(self, what: str, values: Scalar) -> None:
-        """Check ``values``, named ``what``, for NaN and infinity. Store the name of the first such values."""
+        """Check ``values`` for NaN and infinity. If they are the first in this search, store their name ``what``."""
         if self._awake and self._found is None and not _finite(values):
             self._found = what
 
     def look_at_gradients(self, store: FlatStore, part: Range) -> None:
-        """Check the gradients in ``part``, a range of ``store``. Store the name of the first that is not finite."""
+        """Check the gradients in ``part``, a range of ``store``. Store the first tensor that has NaN or infinity."""
         if self._awake and self._found is None:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))

@@ -36,7 +36,6 @@ class StagePlacement:
 
     @property
     def units(self) -> range:
-        """Indices of all units of the model."""
         return range(self.chunks[0].start, self.chunks[-1].stop)
 
     def of(self, rank: int) -> tuple[range, ...]:
@@ -44,7 +43,6 @@ class StagePlacement:
         return tuple(chunk for chunk, owner in zip(self.chunks, self.ranks, strict=True) if owner == rank)
 
     def rank_of(self, unit: int) -> int:
-        """Return the pipeline rank that computes model unit ``unit``."""
         return self._ranks[unit]
 
     def crosses(self, unit: int) -> bool:
@@ -69,13 +67,13 @@ class StagePlacement:
 
 
 def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement of the model ranges ``parts`` in which range i is on rank i modulo ``ranks``."""
+    """Return the placement in which chunk i of ``parts`` (ranges of model units) is on rank i modulo ``ranks``."""
     assert len(parts) % ranks == 0, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
 
 
 def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement of the model ranges ``parts`` in which rank i has ranges i and 2 * ``ranks`` - 1 - i."""
+    """Return the placement in which rank i has chunks i and 2 * ``ranks`` - 1 - i of ``parts`` (ranges of units)."""
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
 

@@ -51,7 +51,8 @@ class SkipExchange:
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
         """Keep ``y``, the output of the forward pass ``op``, for later model units that read it over skip connections.
 
-        The keyword ``dropped`` is True if the activations are freed after this pass. ``y`` is then copied if needed.
+        The keyword ``dropped`` is True if the activations are freed after this pass. ``y`` is then copied for later
+        units on this rank.
         """
         if dropped:
             self.end(op)
@@ -181,7 +182,7 @@ class Stages:
 
     @property
     def weight(self) -> float:
-        """Sum of the micro-batches' weights in the loss since `begin`, or 0 without weights. Waits for the GPU."""
+        """Sum of the weights of all targets since `begin`, or 0 if the loss has no weights. Waits for the GPU."""
         return sum(float(weight) for weight in self._weights)
 
     @cached_property
@@ -290,7 +291,7 @@ class Stages:
         )
 
     def _attend(self, op: Operation) -> None:
-        """Call the expert-parallel collectives of the pass ``op``, although this micro-batch is empty. Collective."""
+        """Take part in the expert-parallel collectives of the pass ``op`` with an empty micro-batch. Collective."""
         stage, operations = self._model.stages[op.unit], self._model.operations
         if operations.experts is None or not operations.experts.attends:
             return

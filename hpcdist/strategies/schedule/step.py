@@ -26,8 +26,9 @@ class RecomputeVerdict:
 class StepResult:
     """Result of a training step: mean loss over the global batch, stop requests, and this rank's seconds by phase.
 
-    ``correction``: factor for weighted targets. ``skipped``: True if the gradient overflowed at ``loss_scale``,
-    so nothing was updated. ``measured``: all observers' `counts`, concatenated and summed over the world.
+    ``correction``: factor of loss and gradient because targets have weights. ``skipped``: True if the gradient
+    overflowed at ``loss_scale``, so nothing was updated. ``measured``: `counts` of all observers, concatenated and
+    summed over the world.
     """
 
     loss: float = float("nan")

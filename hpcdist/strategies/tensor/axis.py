@@ -28,14 +28,15 @@ from hpcdist.strategies.schedule.observers import NanFinder
 
 
 def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
-    """Return the subranges of ``parts`` that hold unsharded tensors. ``parts`` are flat ranges of ``layout``. Local."""
+    """Return the subranges of ``parts`` (flat ranges of ``layout``) whose tensors the tensor axis does not shard."""
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return the ranges that this rank must add to a sum over the tensor axis ``comm``. Local.
+    """Return the subranges of ``parts`` that this rank counts, so that a sum over ``comm`` counts no tensor twice.
 
-    The result is within ``parts``, flat ranges of ``layout``. Only rank 0 adds tensors that are not sharded.
+    ``parts``: ranges of the flat parameter vector that ``layout`` describes. ``comm``: tensor axis. Only rank 0 counts
+    tensors that are not sharded. Local.
     """
     if comm.rank == 0:
         return list(parts)
@@ -71,10 +72,11 @@ ONE_NODE: Final = "node_shared"
 
 
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return the name of the allreduce algorithm for activations. Collective over ``comm``.
+    """Return the name of the algorithm for allreduces of activations over ``comm``. Collective.
 
-    The result is "node_shared" if the recipe sets no algorithm (the keyword ``settled`` is false), the keyword ``on``
-    is "cpu", and the ranks can share memory. Otherwise, it is the result of `suited` for ``chosen``.
+    ``chosen``: algorithm for gradients. The keyword ``settled``: True if the recipe names it. If not, ranks on CPUs
+    (the keyword ``on`` is "cpu") that can share memory use "node_shared". Otherwise, the result is ``suited(comm,
+    chosen)``.
     """
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
@@ -105,12 +107,12 @@ class TensorAxis:
         self._timed(buffer, buffer, buffer, lambda: collectives.allreduce(self.comm, buffer, self.algorithm, op))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Sum ``buffer`` in place; afterwards only this rank's range, ``shares[rank]``, is defined."""
+        """Sum ``buffer`` in place over the ranks. Afterwards, only this rank's range ``shares[rank]`` is valid."""
         share, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
         self._timed(buffer, buffer, share, lambda: halves.reduce_scatter(self.comm, buffer, shares))
 
     def all_gather(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Gather the ranges ``shares`` of ``buffer`` from all ranks, in place; rank r sends ``shares[r]``."""
+        """Gather ``buffer`` from all ranks, in place: rank r sends its range ``shares[r]`` to all others."""
         share, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
         self._timed(buffer, share, buffer, lambda: halves.all_gather(self.comm, buffer, shares))
 
@@ -138,7 +140,7 @@ class TensorAxis:
 
 
 class Borders:
-    """Collectives before and after a layer's tensor-parallel part. All ranks have its whole input and output."""
+    """Collectives before and after a tensor-parallel layer. All ranks have the whole input and output of the layer."""
 
     by_rows = False  # whether a rank has only some of the tokens
 
@@ -182,10 +184,9 @@ class Borders:
 class SequenceBorders(Borders):
     """Collectives of sequence parallelism: each rank has some of the tokens outside of tensor-parallel layers.
 
-    Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. The argument
-    ``context`` is the number of tokens per sample, at least one per rank. With context parallelism, the argument
-    ``whole`` is a sample's full length, and the argument ``pieces`` has the token ranges of these ranks. ``context``
-    then counts only these tokens.
+    Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. ``context``: tokens
+    per sample on this tensor axis, at least one per rank. With context parallelism, ``pieces`` lists the token ranges
+    of these tokens, and ``whole`` is the number of tokens of a whole sample.
     """
 
     by_rows = True

@@ -48,7 +48,7 @@ class ColumnLinear:
         self.weight_reads = ("whole",) if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return the layer output for all tokens, of shape (..., local outputs). ``x`` has only this rank's tokens."""
+        """Return this rank's columns of the layer output, for all tokens. ``x``: input for this rank's tokens."""
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
@@ -83,7 +83,7 @@ class RowLinear:
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return the output for this rank's tokens, of shape (..., outputs). ``x``: this rank's columns, all tokens."""
+        """Return the layer output for this rank's tokens. ``x``: this rank's columns of the input, for all tokens."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         saved.keep(f"{prefix}.x", x)
@@ -173,13 +173,11 @@ class HeadParallelAttention:
         self._axis, self._inner = axis, inner
 
     def forward(self, qkv: Array, head_size: int, saved: Saved, **options: Unpack[AttentionOptions]) -> Array:
-        """Return the attention output of this rank's heads, whose queries, keys and values are in ``qkv``."""
         heads = qkv.shape[-1] // head_size // (3 if options.get("kv") is None else 1)
         options["part"] = options.get("part") or (self._axis.rank * heads, self._axis.size * heads)
         return self._inner.forward(qkv, head_size, saved, **options)
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of `forward`'s argument ``qkv``, and of its keyword ``kv`` if this was given."""
         return self._inner.backward(dy, saved, keep=keep)
 
 
@@ -190,7 +188,6 @@ class RowDropout(LocalDropout):
         self._borders = borders
 
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Apply dropout with probability ``rate`` to ``x`` in place; return ``x``. ``site`` selects the random mask."""
         whole, columns = self._borders.whole, x.shape[-1]
         dropped = mask(saved, rate, site, rows_per_sample=whole, columns=columns)
         if dropped is None:
@@ -219,8 +216,8 @@ def cut_model(
 ) -> Model:
     """Return this rank's shard of the transformer ``model`` on the tensor axis ``comm``. Collective over ``comm``.
 
-    ``algorithm`` sums activations over the ranks. Initial values equal the values of the unsharded model. Raises
-    ConfigurationError for models other than transformers.
+    ``algorithm``: name of the allreduce algorithm for activations. Initial values equal the values of the unsharded
+    model. Raises ConfigurationError for models other than transformers.
     """
     if comm.size == 1:
         return model
@@ -281,11 +278,11 @@ class CutModel(Model):
 
 
 class CutStage(WrappedStage):
-    """Stage ``inner`` with only this rank's tensor shards.
+    """Wrapper of the stage ``inner`` that keeps only this rank's tensor shards.
 
-    ``classes``: in the last stage, the range of the vocabulary whose logits this rank computes; otherwise None. Passes
-    are collective over the tensor axis, and return outputs and gradients of this rank's tokens. If activations are
-    sharded by tokens, `sum_gradients` completes the gradients of unsharded tensors.
+    ``classes``: in the last stage, the range of the vocabulary whose logits this rank computes; otherwise None. Forward
+    and backward passes are collective over the tensor axis, and return results for this rank's tokens. If activations
+    are sharded by tokens, gradients of unsharded tensors are partial until `sum_gradients` sums them over the ranks.
     """
 
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
@@ -293,12 +290,11 @@ class CutStage(WrappedStage):
         self._borders, self._classes = borders, classes
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the shape of this rank's output for a batch of ``samples`` samples."""
         whole = self.inner.output_shape(samples)
         return self._borders.shape(whole) if self._classes is None else (*whole[:-1], self._classes.size)
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw each unsharded tensor with random generators ``rng_of``, but store only this rank's shard."""
+        """Draw all values of each tensor with the generator ``rng_of(spec)``, but store only this rank's shards."""
         boxes = {spec.name: _Box(parameters[spec.name], spec) for spec in self._specs}
         self.inner.initialise(cast(Parameters, boxes), rng_of)
 

@@ -55,8 +55,8 @@ class ZeroConfig:
     (zero3; needs ``communication.overlap``).
 
     With several micro-batches per step, sharded gradients are reduced after each micro-batch, and sharded parameters
-    are gathered for each use. ``keep_gradients`` accumulates whole gradients and reduces them once per step;
-    ``keep_parameters`` gathers once per step. Both need memory for the whole stage.
+    are gathered for each use. ``keep_gradients`` accumulates unsharded gradients and reduces them once per step;
+    ``keep_parameters`` gathers once per step. Both need memory for unsharded arrays of the whole pipeline stage.
 
     ``offload_optimizer`` keeps the optimizer state on the "host" of a GPU or in a "file". The host updates it block by
     block. ``offload_parameters`` also offloads the shards of parameters and gradients (zero3). Each rank has its own
@@ -80,7 +80,7 @@ class ZeroConfig:
         check_section(RULES, "zero", self)
 
     def degrees(self, stage: int, ranks: int) -> ShardingDegrees:
-        """Return the degrees of ZeRO ``stage`` on ``ranks`` data ranks. Raises ConfigurationError if invalid. Local."""
+        """Return ZeRO stage ``stage``'s sharding degrees on ``ranks`` data ranks. Raises ConfigurationError. Local."""
         settings = (self.parameters, self.gradients, self.optimizer)
         by_stage = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks)
         degrees = [setting or default for setting, default in zip(settings, by_stage, strict=True)]

@@ -47,9 +47,9 @@ Wait = Callable[[], object]
 
 
 class Offload:
-    """Factory of a rank's stores and optimizer, in memory, on the host or in a file. Local.
+    """Factory of a rank's parameter and gradient stores and its optimizer, in memory, on the host or in a file. Local.
 
-    Raises ConfigurationError for unsupported combinations. Stores raise StorageError if the disk has too little space.
+    Raises ConfigurationError for unsupported settings. Stores raise StorageError if the disk has too little space.
     """
 
     def __init__(self, context: RankContext, config: ZeroConfig) -> None:
@@ -66,11 +66,11 @@ class Offload:
         return self._config.offload_parameters == "none"
 
     def shards(self, category: str, parts: Sequence[Range]) -> FlatStore:
-        """Return the store of sharded parameters or gradients, for the ranges ``parts``."""
+        """Return the store of this rank's shards, the ranges ``parts``. ``category``: "parameters" or "gradients"."""
         return self._store(self._config.offload_parameters, category, parts)
 
     def optimizer(self, parts: Sequence[Range]) -> Optimizer:
-        """Return the optimizer of the ranges ``parts``, with zeroed state."""
+        """Return the optimizer of the parameter ranges ``parts``, with zeroed state."""
         context, place = self._context, self._config.offload_optimizer
         if place == "none":
             return context.build_optimizer(parts)
@@ -103,9 +103,9 @@ class Offload:
 
 
 class BlockedOptimizer(WrappedOptimizer):
-    """Optimizer that updates block by block, for state, weights or gradients that are not in host memory.
+    """Wrapper of the optimizer ``inner`` that updates block by block, for arrays that are not in host memory.
 
-    The result has the same bits as the optimizer ``inner`` on stores in memory. Slots in memory are not copied.
+    The result has the same bits as ``inner`` on stores in memory.
     """
 
     def __init__(self, inner: SegmentWise, *, on: str = "cpu", ledger: Ledger | None = None) -> None:
@@ -118,7 +118,7 @@ class BlockedOptimizer(WrappedOptimizer):
         self._scale = 1.0
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Turn the gradient on ``piece`` into the direction. If no norms are needed, `apply` does this instead."""
+        """Replace ``gradient`` on the range ``piece`` by the update direction; without norms, `apply` does this."""
         inner, self._scale = self._inner, scale
         if not inner.needs_norms:
             return
@@ -132,7 +132,6 @@ class BlockedOptimizer(WrappedOptimizer):
     def apply(
         self, piece: Range, master: FlatStore, direction: FlatStore, working: Copy = None, norms: Sums = None
     ) -> None:
-        """Write the new ``master`` weights on ``piece``. ``direction`` is undefined afterwards."""
         inner = self._inner
         moved = self.slots if inner.slots_in_apply or not inner.needs_norms else {}
 
@@ -150,7 +149,7 @@ class BlockedOptimizer(WrappedOptimizer):
         written: set[str],
         compute: Callable[[Range, Mapping[str, FlatStore]], None],
     ) -> None:
-        """Read each block of ``piece``, compute with it, and write back the stores in ``written``."""
+        """Read each block of the range ``piece``, call ``compute``, and write back the stores named in ``written``."""
         blocks = list(cut(piece, self._block))
         away = {name: store for name, store in stores.items() if not _is_on_host(store)}
         arrived: list[Wait] = []
@@ -186,12 +185,11 @@ class BlockedOptimizer(WrappedOptimizer):
                     wait()
 
     def _window(self, name: str, number: int, block: Range) -> FlatStore:
-        """Return the store of ``block``, whose memory is the buffer of the block."""
         buffer = self._buffer(name, number, block)
         return FlatStore(self._inner.layout, self._inner.dtype, block, allocate=lambda size, dtype: buffer)
 
     def _buffer(self, name: str, number: int, block: Range) -> np.ndarray:
-        """Return the buffer of ``block``, number ``number`` of the store ``name``, allocated at the first use."""
+        """Return memory for ``block``, the block number ``number`` of the store ``name``. Memory is reused in turn."""
         sets = self._buffers.setdefault(name, [])
         while len(sets) <= number % SETS:
             sets.append(self._take())

@@ -149,7 +149,7 @@ def _indices(file: Any, names: Sequence[str]) -> list[int]:
 
 
 def read(file: Any) -> Observations:
-    """Return the series of values and the event texts in the open metrics file ``file``, or none in older files."""
+    """Return the value series and event texts in the open metrics file ``file``. Files of old versions have none."""
     if GROUP not in file:
         return Observations()
     rows, notes = ROWS.read(file), NOTES.read(file)

@@ -138,7 +138,7 @@ class DerivedFigures:
         self.scores = np.empty(0)  # (W,) `straggler_scores` of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return a dict of finite figures for each step in ``rows``. The names in the dict are results of `key`.
+        """Return a dict of finite figures for each step in ``rows``. The function `key` makes the dict keys.
 
         Only the dict of the last step has figures of the straggler, the rank with the longest compute time.
         """

@@ -33,7 +33,6 @@ class SampledMetrics:
 
     @property
     def complete(self) -> bool:
-        """True if the sample contains all steps."""
         return len(self.chosen) == len(self.steps["step"])
 
 

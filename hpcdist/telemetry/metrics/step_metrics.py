@@ -187,7 +187,6 @@ class MetricsWriter:
         self._flush_when_due()
 
     def evaluation(self, step: int, val_loss: float) -> None:
-        """Add the validation loss after ``step``."""
         self._evaluations.append({"step": step, "val_loss": val_loss})
         self._flush_when_due()
 
@@ -196,7 +195,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write the buffered rows to the metrics file. Then pass each further argument to `include`."""
+        """Write the buffered rows to the metrics file, then call `include` for each positional argument."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -226,7 +225,6 @@ class MetricsWriter:
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
-        """Write all waiting rows to the file."""
         self.flush()
 
 
@@ -340,7 +338,7 @@ def mean_step_s(metrics: MetricsData) -> float | None:
 
 
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:
-    """Return the bytes that a rank moves per step, from the ``attributes`` of a metrics file, or None if unknown."""
+    """Return the bytes per rank and step by kind of transfer, from a metrics file's ``attributes``, or None."""
     noted = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}
     by_way = {way: float(nbytes) for way, nbytes in noted.items() if isinstance(nbytes, int | float)}
     return BytesMoved(**by_way) if len(by_way) == len(noted) and all(map(math.isfinite, by_way.values())) else None

@@ -66,9 +66,9 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the recorded operations of the step of median duration among the last `LAST_STEPS` steps.
+    """Return the recorded operations of one step: the step of median duration among the last `LAST_STEPS` steps.
 
-    Reads at most `MAX_RANKS` ranks, including the first, the last and ``slowest``. Damaged files are skipped. The
+    Reads at most `MAX_RANKS` ranks, including the first, the last and rank ``slowest``. Damaged files are skipped. The
     metrics file ``metrics_path`` has the clock readings of the nodes.
     """
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
@@ -94,7 +94,7 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = 
 
 
 def select_evenly(numbers: Sequence[int], slowest: int | None) -> list[int]:
-    """Return at most `MAX_RANKS` evenly spaced ``numbers``, including the first, the last and ``slowest``."""
+    """Return at most `MAX_RANKS` evenly spaced rank ``numbers``, including the first, the last and ``slowest``."""
     if len(numbers) <= MAX_RANKS:
         return list(numbers)
     selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, MAX_RANKS).round().astype(int)]
@@ -115,7 +115,7 @@ def _steps(rank: RankSpans) -> Mapping[int, Span]:
 
 
 def _typical(ranks: Sequence[RankSpans]) -> int | None:
-    """Return the number of the step with the median length among the last steps that all ranks recorded, or None."""
+    """Return the number of the step of median duration among the last steps that all ranks recorded, or None."""
     steps = [_steps(rank) for rank in ranks]
     # A step whose first operations were overwritten in the ring buffer would look idle.
     oldest = [min((span.begin_ns for span in rank.spans if span.phase != "step"), default=math.inf) for rank in ranks]
@@ -134,7 +134,7 @@ def _typical(ranks: Sequence[RankSpans]) -> int | None:
 
 
 def _offsets(ranks: Sequence[RankSpans], step: int, metrics_path: Path | None) -> tuple[dict[int, int], str]:
-    """Return {rank: ns to add to its clock at ``step``}, and a text about the accuracy of these corrections."""
+    """Return a dict from rank to the ns to add to its clock at ``step``, and a text about their accuracy."""
     boots = {rank.boot_id or rank.host for rank in ranks}
     if len(boots) == 1:  # one kernel, one clock
         return {rank.rank: 0 for rank in ranks}, ""
@@ -234,9 +234,10 @@ class RunEnergy:
 def read_energy(
     run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any], last_step: int = 0
 ) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``, from its energy record and its metrics file.
+    """Return the energy of the run in ``run_dir``, from its energy record `USAGE` and its metrics file.
 
-    If both differ, the energy record is used. ``attributes``: HDF5 attributes of the metrics file.
+    If their totals differ, the energy record is used. ``attributes``: HDF5 attributes of the metrics file.
+    ``last_step``: number of the run's last step.
     """
     usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
@@ -271,7 +272,7 @@ def _phases(rows: Any) -> list[PhaseEnergy]:
 
 
 def total_joules(by_kind: Mapping[str, float | None]) -> float:
-    """Return the joules of "node" in ``by_kind`` if known, else the sum of the known joules."""
+    """Return the joules of whole nodes, ``by_kind["node"]``, if known, else the sum of all known joules."""
     if by_kind.get("node") is not None:
         return float(by_kind["node"] or 0.0)
     return math.fsum(value for value in by_kind.values() if value is not None)
@@ -294,7 +295,7 @@ def _stored_curves(path: Path) -> tuple[dict[str, EnergyCurve], bool]:
 
 
 def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:
-    """Return one energy curve per type of counter. ``samples``, ``sources``: tables of the metrics file."""
+    """Return a dict from counter types to energy curves. ``samples``, ``sources``: energy tables of a metrics file."""
     keys = ("session", "node", "source")
     kinds = {
         tuple(int(sources[name][row]) for name in keys): sources["kind"][row].decode(errors="replace")
@@ -322,7 +323,7 @@ def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.nd
 def _joined_sessions(
     parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
 ) -> dict[str, EnergyCurve]:
-    """Return one energy curve per type of counter, over all sessions (starts of the run).
+    """Return a dict from counter types to energy curves over all sessions (starts of the run).
 
     ``parts[session][type]``: list of (times, millijoules, node). ``begins[session, node]``: begin time.
     """

@@ -95,7 +95,6 @@ class PageData:
 
     @property
     def name(self) -> str:
-        """The name of the run."""
         return self.run_dir.absolute().name
 
     @property
@@ -170,9 +169,9 @@ def last_step(run: sampling.SampledMetrics) -> int:
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
     """Return the figures of `step_metrics.summarise` for ``run``, and further figures for the page.
 
-    ``data_fraction`` is the fraction of time spent waiting for data since the run last started, or None if unknown.
-    ``other_fraction`` excludes waiting, computation, communication and update. ``skipped_steps`` and ``anomalies`` are
-    counts over the whole run.
+    ``data_fraction``: fraction of time spent waiting for data since the run last started, or None if unknown.
+    ``other_fraction``: fraction of time not spent on waiting for data, computation, communication or update.
+    ``skipped_steps`` and ``anomalies``: numbers over the whole run.
     """
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}

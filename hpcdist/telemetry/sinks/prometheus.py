@@ -73,7 +73,7 @@ class LatestFigures:
         self._values: Mapping[str, float] = dict(totals.shown)
 
     def update(self, events: Sequence[RunEvent]) -> None:
-        """Store the latest values from ``events``. A NaN removes a gauge."""
+        """Store the latest values from ``events``. A gauge whose value is NaN is no longer exported."""
         values = dict(self._values)
         for event in events:
             for key, value in event.values.items():
@@ -87,7 +87,7 @@ class LatestFigures:
         self._values = values  # one assignment, no lock: another thread reads the old mapping or the new one
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metric with the job's owner, then all metrics in the order of the catalogue."""
+        """Yield the metric with the job's owner, then all metrics in the order of `QUANTITIES`."""
         if self._owner:
             about = self._gauge(INFO, "Owner of the job, in the labels (1)", labels=[*self._labels, *self._owner])
             about.add_metric([*self._labels.values(), *self._owner.values()], 1.0)

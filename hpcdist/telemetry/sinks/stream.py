@@ -19,7 +19,7 @@ _PROBE: Final = b" " * 4096
 
 
 class AppendOnlyFile:
-    """File to which one thread appends whole records. The argument ``header`` begins a new file.
+    """File to which one thread appends whole records. ``header``: bytes to write at the start of an empty file.
 
     The constructor and `append` raise StorageError, with the advice ``cure``, if the file cannot be written. Records
     that could not be written are kept, up to `PENDING_BYTES`. The next `append` writes them.
@@ -114,14 +114,13 @@ class EventStream:
         self._failing: set[str] = set()
 
     def publish(self, events: Sequence[RunEvent]) -> None:
-        """Pass ``events`` to every sink. Never raises errors of sinks."""
+        """Pass ``events`` to every sink. Errors of sinks are passed to ``warn``, and never raised."""
         if not events:
             return
         for sink in self.sinks:
             self._try(sink, lambda sink=sink: sink.write(events))  # type: ignore[misc]
 
     def close(self, normal: bool) -> None:
-        """Close all sinks."""
         for sink in self.sinks:
             self._try(sink, lambda sink=sink: sink.close(normal))  # type: ignore[misc]
 

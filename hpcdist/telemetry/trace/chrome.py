@@ -54,7 +54,7 @@ class _Row:
 
 
 def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a display row for each (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
+    """Return the display row of each (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
     stacks: list[list[int]] = []
     numbers = []
     for begin, end in bars:

@@ -88,7 +88,7 @@ class HostClock:
         return knot.offset_ns + (own_ns - at) * rise // run
 
     def offset_at(self, reference_ns: int) -> int:
-        """Return by how many ns this clock was ahead of rank 0's clock when the latter showed ``reference_ns``."""
+        """Return by how many ns this clock was ahead of rank 0's clock when rank 0's clock showed ``reference_ns``."""
         if not self._knots:
             return 0
         nearest = min(self._knots, key=lambda knot: abs(knot.t_ns - reference_ns))
@@ -267,7 +267,7 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Result of `causal_order`: number of checked ``pairs`` of calls, and number of ``wrong`` pairs (wrong order).
+    """Result of `causal_order`: ``pairs`` of calls were checked, of which ``wrong`` pairs are in an impossible order.
 
     ``most_ns``: largest time difference of a wrong pair. ``beyond``: number of pairs whose difference exceeds the error
     bounds of both clocks, or None if a bound is unknown.
@@ -291,7 +291,7 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Check that no receive or collective ends before the calls that it waited for have begun. Local.
+    """Count the receives and collectives that end before the calls that they waited for have begun. Local.
 
     ``matches``: matching sends and receives, and collectives, with times on one clock. ``bounds_ns``: largest clock
     error of each rank, None if unknown.

@@ -34,9 +34,9 @@ class PathSegment:
 
 
 def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSegment]:
-    """Return the critical path of all ranks, up to the latest end time. Local.
+    """Return the critical path of all ranks, a list of segments in order of time. Local.
 
-    ``pieces`` maps each rank to its timeline pieces in order of time.
+    ``pieces`` maps each rank to its timeline, a list of time intervals with one activity each.
     """
     ends = {rank: [piece.end_ns for piece in row] for rank, row in pieces.items()}
     last = max(((row[-1].end_ns, rank) for rank, row in pieces.items() if row), default=None)
@@ -78,8 +78,8 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
 class CommunicationOverlap:
     """Communication time of one rank: ``hidden_ns`` overlaps with the rank's computation, ``exposed_ns`` does not.
 
-    ``waited_ns``: time in ``exposed_ns`` in which the rank waits for late ranks. ``hidden_ns`` is an upper bound: a
-    message counts as in flight until the rank tests for it.
+    ``waited_ns`` is the part of ``exposed_ns`` in which the rank waits for late ranks. ``hidden_ns`` is an upper
+    bound: a message counts as in flight until the rank notices that the message is complete.
     """
 
     hidden_ns: int
@@ -94,7 +94,7 @@ class CommunicationOverlap:
 
 
 def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str], Counter[str]]:
-    """Return the time on ``path`` in ns: by rank (-1: transfers between ranks), by phase, and by operation. Local."""
+    """Return three dicts with the time on ``path`` in ns: by rank (-1: in transfer), by phase, by operation. Local."""
     of_rank: Counter[int] = Counter()
     of_phase: Counter[str] = Counter()
     of_name: Counter[str] = Counter()
@@ -106,7 +106,7 @@ def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str]
 
 
 def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int, int], int]:
-    """Return a dict: (waiting rank, awaited rank) -> total wait in ns in ``pieces``, the ranks' timelines. Local."""
+    """Return the total wait in ns, keyed by (waiting rank, awaited rank), in the ranks' timelines ``pieces``. Local."""
     waited: Counter[tuple[int, int]] = Counter()
     for row in pieces.values():
         for piece in row:
@@ -118,9 +118,9 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
 def longest_waits(
     pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int]
 ) -> list[tuple[TimelinePiece, str]]:
-    """Return the five longest waits of ``ranks``, each with the awaited rank's main operation meanwhile. Local.
+    """Return the five longest waits of ``ranks``, and the awaited rank's longest operation during each wait. Local.
 
-    ``pieces``: each rank's operations in order of time.
+    ``pieces`` maps each rank to its timeline.
     """
     waiting = [piece for rank in ranks for piece in pieces.get(rank, ()) if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
@@ -138,9 +138,9 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 
 
 def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return one rank's communication times: overlapped by computation, exposed, and waited (a part of exposed).
+    """Return the communication time of one rank that overlaps with its computation, and the time that does not.
 
-    ``row`` is the rank's timeline. ``transfers`` are the (begin, end) times of its messages.
+    ``row`` is the rank's timeline. ``transfers`` are the (begin, end) times of the rank's messages and collectives.
     """
     computing = union([(piece.begin_ns, piece.end_ns) for piece in row if piece.phase in COMPUTES])
     exposed = sum(piece.end_ns - piece.begin_ns for piece in row if piece.phase == "communication")
@@ -149,7 +149,7 @@ def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tupl
 
 
 def union(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of ``intervals`` as disjoint intervals, ascending. Local."""
+    """Merge overlapping (begin, end) intervals. Return disjoint intervals, ascending. Local."""
     merged: list[list[int]] = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -162,7 +162,7 @@ def union(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def intersection_ns(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int:
-    """Return the length in ns of the intersection of ``a`` and ``b``, both results of `union`. Local."""
+    """Return the overlap in ns of ``a`` and ``b``, two lists of disjoint (begin, end) intervals, ascending. Local."""
     total = i = j = 0
     while i < len(a) and j < len(b):
         total += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

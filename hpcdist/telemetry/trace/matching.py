@@ -29,7 +29,7 @@ class MatchedMessage:
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """Calls of one collective operation, by rank. If ``root`` is None, every member waits for all other members."""
+    """Calls of the same collective on different ranks. If ``root`` is None, each rank waits for all other ranks."""
 
     calls: tuple[RecordedCall, ...]
     root: int | None = None
@@ -46,7 +46,7 @@ class MatchedCollective:
 
 @dataclass(frozen=True)
 class Matches:
-    """Matched messages and collectives, and the number of messages whose send or receive is not in the records."""
+    """Matched messages and collectives of a run, and the number of unmatched sends and receives."""
 
     messages: tuple[MatchedMessage, ...]
     meetings: tuple[MatchedCollective, ...]
@@ -54,7 +54,7 @@ class Matches:
 
 
 def match(logs: Mapping[int, RankLog], world: int) -> Matches:
-    """Return the matched messages and collectives in ``logs``, from a job of ``world`` ranks. Local."""
+    """Match sends with receives, and the calls of each collective. ``logs``: each rank's log of a job. Local."""
     members: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(logs):
         for comm in logs[rank].comms:
@@ -65,9 +65,9 @@ def match(logs: Mapping[int, RankLog], world: int) -> Matches:
 
 
 def _members(comm: str, seen: Sequence[int], recorded: Sequence[int], world: int) -> Sequence[int]:
-    """Return the job ranks of communicator ``comm``, in the order of their ranks in ``comm``.
+    """Return the world ranks of the members of communicator ``comm``, ordered by their rank in ``comm``.
 
-    ``recorded``: job ranks that have a log. ``seen``: job ranks whose log contains ``comm``.
+    ``recorded``: world ranks that have a log. ``seen``: world ranks whose log contains calls on ``comm``.
     """
     return range(world) if "/" not in comm or len(seen) == len(recorded) else seen
 
@@ -139,9 +139,10 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return the pairs (call, call of its peer) of matching sendrecv ``calls`` on one communicator with one tag.
+    """Return pairs of matching sendrecv calls: a rank's call, and the call of the rank to which it sends.
 
-    A rank's n-th call matches its peer's n-th call. ``ranks``: communicator -> job ranks of its members.
+    All ``calls`` have the same communicator and tag. A rank's n-th call matches the other rank's n-th call. ``ranks``
+    maps a communicator to the world ranks of its members.
     """
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):

@@ -37,7 +37,7 @@ _PATH: Final = "#222222"
 
 
 def draw(trace: Trace, file: Path) -> int:
-    """Draw the step whose critical path has the median length to ``file``; return its number. Raises UsageError."""
+    """Plot the step with the median critical path to ``file``. Return the step number. Raises UsageError."""
     matplotlib = plotting.check_plot(file)
     if not trace.paths:
         raise UsageError(f"{trace.run_dir} has no record of a complete step to draw; choose other steps")

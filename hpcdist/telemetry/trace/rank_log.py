@@ -46,10 +46,10 @@ class RecordedCall(CommunicatorCall):
 
 @dataclass(frozen=True)
 class RankLog:
-    """Log of one rank. Times are in ns of the monotonic clock of ``host``; with ``wall_ns`` added, wall-clock times.
+    """Log of one rank: its time spans, communication calls and steps, in ns of the monotonic clock of ``host``.
 
-    ``host``: the host's boot id, or its name. ``steps``: begin and end of each step. All calls from ``covered_ns`` on
-    are recorded. ``ended``: True if the rank finished without an error.
+    Monotonic time + ``wall_ns`` is wall-clock time. ``host``: boot id or name of the host. ``steps``: begin and end of
+    each step. Calls before ``covered_ns`` may be missing. ``ended``: True if the rank finished without an error.
     """
 
     rank: int
@@ -65,13 +65,13 @@ class RankLog:
 
     @property
     def comms(self) -> frozenset[str]:
-        """Communicators that are known to include this rank."""
+        """Names of the communicators that this rank used."""
         return frozenset(call.comm for call in self.calls)
 
 
 @dataclass(frozen=True)
 class RankLogs:
-    """Logs of a run by rank, and notes (sentences) about missing or skipped files."""
+    """Logs of a run by rank, and notes for the user about missing or skipped files."""
 
     world: int
     ranks: Mapping[int, RankLog]
@@ -134,7 +134,7 @@ def _missing(world: int, logs: Collection[int], spans: Collection[int], records:
 
 
 def rank_log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
-    """Return the log of a rank from its spans file, its flight record, or both. Local."""
+    """Build a rank's log from its time spans, its record of communication calls, or both. Local."""
     if spans is not None and record is not None and abs(record.started_ns - spans.wall_ns) > _TOGETHER_NS:
         # Both files of a start are created together: one is from an earlier start, and the newer one is used.
         spans, record = (None, record) if record.started_ns > spans.wall_ns else (spans, None)
@@ -200,9 +200,9 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 
 
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return step numbers that all ``logs`` have, and notes about missing steps. Raises UsageError.
+    """Return the numbers of the steps to show, and notes for the user about missing steps. Raises UsageError.
 
-    The result has the ``requested`` steps, or, if ``requested`` is None, the last ``last`` steps.
+    Only steps in all ``logs`` are used: the ``requested`` steps or, if ``requested`` is None, the last ``last`` steps.
     """
     stepping = [log for log in logs if log.steps]
     if not stepping:

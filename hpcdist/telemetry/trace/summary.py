@@ -53,7 +53,7 @@ class Trace:
 
     @property
     def waits(self) -> dict[tuple[int, int], int]:
-        """Total time in ns that each rank waited for each other rank, by (waiting rank, awaited rank)."""
+        """Total waiting time in ns, keyed by (waiting rank, awaited rank)."""
         return critical_path.waited_for(self.pieces)
 
 
@@ -62,8 +62,8 @@ def collect(
 ) -> Trace:
     """Return the trace of ``steps`` and ``ranks`` of the run in ``run_dir``.
 
-    ``steps`` None: the last `DEFAULT_STEPS` steps that all ranks recorded. ``ranks`` None: all ranks. ``most``: largest
-    number of spans and calls in total. Raises UsageError and StorageError.
+    ``steps`` None: the last `DEFAULT_STEPS` steps that all ranks recorded. ``ranks`` None: all ranks. If there are more
+    than ``most`` spans and calls, the trace has fewer steps or ranks. Raises UsageError and StorageError.
     """
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
@@ -196,7 +196,7 @@ def of_step(trace: Trace, step: int) -> Trace:
 
 
 def figures(trace: Trace) -> dict[str, Any]:
-    """Return the critical path, the ranks' waits and other results as JSON values, in seconds, or None if unknown."""
+    """Return the results of a trace as a dict of JSON values. Times are in seconds. Unknown values are None."""
     links = [link for path in trace.paths for link in path.links]
     of_rank, of_phase, of_name = critical_path.path_shares(links)
     whole = sum(of_rank.values())
@@ -272,7 +272,7 @@ def _message_paths(trace: Trace) -> list[dict[str, Any]]:
 
 
 def clock_figures(trace: Trace) -> list[dict[str, Any]]:
-    """Return the clock correction of each host, as JSON values."""
+    """Return a list with a dict of JSON values for each host: the correction of its clock."""
     rows = []
     for host, ranks in timeline.hosts(trace.timeline).items():
         clock = trace.corrections.clocks[host]
@@ -299,7 +299,7 @@ CLOCK_SOURCES: Final = {"measured": "round trips", "messages": "the ends of mess
 
 
 def format_text(values: Mapping[str, Any]) -> str:
-    """Return the values of `figures` as text."""
+    """Format the results of `figures` as text for the terminal."""
     steps = steps_text(values["steps"]) if values["steps"] else "no whole step"
     lines = [
         f"{values['run']}: {steps} of {counted(len(values['ranks']), 'rank')} (of {values['world']})",

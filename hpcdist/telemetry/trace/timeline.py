@@ -20,9 +20,9 @@ NO_SOURCE_LINE: Final = 1 << 62
 class TimelinePiece:
     """A time interval of a rank with one activity, ``name``.
 
-    The activity is an operation, such as "REDUCE", or a communication call in it, such as "REDUCE: send". ``by`` is the
-    rank for which a call waited, this rank if the call did not wait, or -1 in all other cases. ``since_ns`` is the time
-    at which the rank ``by`` began its call.
+    The activity is an operation, such as "REDUCE", or a communication call in it, such as "REDUCE: send". If the call
+    waited for another rank, ``by`` is this other rank, and ``since_ns`` is the time at which it began its call. If
+    the call did not wait, ``by`` is this rank. If the activity is not a call, or it is unmatched, ``by`` is -1.
     """
 
     rank: int
@@ -43,8 +43,8 @@ class TimelinePiece:
 class RunTimeline:
     """Timeline of all ranks in some steps, on one clock.
 
-    ``lines``: logs by rank. ``matches``: messages and collectives. ``bounds_ns``: error bound of each rank's times, or
-    None if it is unknown.
+    ``lines``: each rank's log. ``matches``: sends with their receives, and collectives. ``bounds_ns``: largest error
+    of each rank's times, or None if unknown.
     """
 
     lines: Mapping[int, RankLog]
@@ -55,7 +55,7 @@ class RunTimeline:
 
     @cached_property
     def begin_ns(self) -> int:
-        """Begin of the first step, span or call, in ns."""
+        """Earliest begin time of a step, span or call, in ns."""
         begins = []
         for line in self.lines.values():
             begins += [begin for begin, _ in line.steps.values()]
@@ -74,8 +74,8 @@ def build(
 ) -> RunTimeline:
     """Return the timeline of the steps ``steps`` from the ranks' ``logs``, with all times on one clock.
 
-    ``matches``: messages and collectives of several ranks. ``corrections``: clock corrections. The keyword ``tail``
-    includes all records after these steps.
+    ``matches``: matched messages and collectives. ``corrections``: clock corrections of the hosts. If the keyword
+    ``tail`` is True, activities after the last of ``steps`` are included.
     """
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
@@ -137,9 +137,9 @@ def _line(
 
 
 def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
-    """Return a dict: rank -> its timeline pieces in order of time, from its first to its last step.
+    """Return a dict from each rank to its timeline, a list of time intervals with one activity each.
 
-    Pieces are divided where an operation, or a communication call that blocks the rank, begins or ends.
+    An interval begins or ends where an operation, or a blocking communication call, begins or ends.
     """
     causes = _causes(timeline)
     by_rank = {}
@@ -152,7 +152,7 @@ def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
 
 
 def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
-    """Return a dict: id of a call -> (rank, begin time) of the other rank's call for which this call waited."""
+    """Return a dict from the `id` of a call to (rank, begin time) of the call that it waited for, or of itself."""
     causes: dict[int, tuple[int, int]] = {}
     for meeting in timeline.matches.meetings:
         last = meeting.released_by()
@@ -169,9 +169,9 @@ def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
 
 
 def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return the time of ``rank`` from ``begin_ns`` to ``end_ns`` as consecutive timeline pieces. Local.
+    """Divide the time of ``rank`` from ``begin_ns`` to ``end_ns`` into consecutive intervals. Local.
 
-    A piece has the name and phase of the innermost of the nested ``spans``, or the name `BETWEEN` outside of all spans.
+    An interval has the name and phase of the innermost of the nested ``spans``, or the name `BETWEEN` outside of spans.
     """
     flat: list[TimelinePiece] = []
     stack: list[Span] = []
@@ -201,7 +201,10 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Split ``leaves``, a rank's timeline, at its communication ``calls``. ``causes``: result of `_causes`."""
+    """Split ``leaves``, the timeline of a rank, where its communication ``calls`` begin and end.
+
+    ``causes`` is the result of `_causes`.
+    """
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]
     parts: list[TimelinePiece] = []
@@ -225,7 +228,7 @@ def _cut(
 
 
 def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
-    """Return the calls that are not inside of another call of the same thread. Local."""
+    """Return the calls that no other call of the same thread encloses in time. Local."""
     outer: list[RecordedCall] = []
     until = -NO_SOURCE_LINE
     for call in sorted(calls, key=lambda candidate: (candidate.begin_ns, -candidate.end_ns)):
@@ -238,7 +241,7 @@ def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 
 
 def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return a rank's timeline pieces between ``begin_ns`` and ``end_ns``, trimmed to these times. Local."""
+    """Return the part of a rank's timeline between ``begin_ns`` and ``end_ns``. Local."""
     starts = [piece.begin_ns for piece in pieces_of_rank]
     first = max(0, bisect_right(starts, begin_ns) - 1)
     inside = []
@@ -252,7 +255,7 @@ def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int)
 
 
 def hosts(timeline: RunTimeline) -> dict[str, list[int]]:
-    """Return a dict: host -> its ranks. Local."""
+    """Return a dict from each host to its list of ranks. Local."""
     ranks_by_host: dict[str, list[int]] = defaultdict(list)
     for rank, line in sorted(timeline.lines.items()):
         ranks_by_host[line.host].append(rank)

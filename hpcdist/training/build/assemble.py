@@ -77,7 +77,7 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
 
 
 def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Exchange:
-    """Return the gradient exchange of the recipe's strategy. ``compression``: a name other than "auto". Collective."""
+    """Build the recipe's gradient exchange with the compressor ``compression`` ("none": uncompressed). Collective."""
     shards = LogicalShards(context, recipe.run.logical_shards) if recipe.run.logical_shards else None
     if context.experts.size > 1 and not context.portion:
         replicas = expert_replicas(context.data, context.experts.size)
@@ -105,8 +105,8 @@ def assemble(
 ) -> Trainer:
     """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective.
 
-    ``script_model`` replaces the recipe's model; the script then provides the batches. Faults of the section ``chaos``
-    are injected only if ``directory`` is set, and recorded there.
+    ``script_model`` replaces the recipe's model; the script then provides the batches. ``directory``: run directory.
+    Without it, the faults in the recipe's section ``chaos`` are not injected.
     """
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel, precision = session.comm, recipe.parallel, recipe.precision
@@ -177,7 +177,7 @@ def _build_executor(
 
 
 def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:
-    """Return this rank's grid communicators, and False if it is only a server in ``roles``, else True. Collective."""
+    """Return this rank's grid communicators, and True if it computes (not only a parameter server). Collective."""
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     return GridCommunicators(grid if computes else ProcessGrid(data=members.size), members), computes
@@ -245,7 +245,7 @@ def _build_observers(
 
 
 def _initialised(trainer: Trainer) -> Trainer:
-    """Return ``trainer`` with initial parameters: drawn from the seed, sent by rank 0, or loaded. Collective."""
+    """Set initial parameters: drawn from the seed, received from rank 0, or read from a checkpoint. Collective."""
     local_units, units = trainer.context.ranges, trainer.model.layout.units
     for unit, stage in enumerate(trainer.model.stages):
         if unit not in local_units and trainer.model.seeded:

@@ -38,9 +38,9 @@ from hpcdist.training.recipe.recipe import Recipe
 
 
 def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText | None:
-    """Return the pipeline schedule of ``parallel.schedule_file``, or None for a schedule without a file. Collective.
+    """Read the schedule in ``parallel.schedule_file``, or return None if the recipe names no file. Collective.
 
-    All ranks raise ConfigurationError if the file is unreadable or not valid for this pipeline.
+    All ranks raise ConfigurationError if the file is unreadable or invalid for this pipeline.
     """
     if parallel.order != FILE:
         return None
@@ -103,11 +103,11 @@ def plan_partition(
     origin: StateSource | None,
     documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
-    """Return the partition of the model ``whole`` over pipeline ranks, or None if the model is not divided.
+    """Assign the layers of the model ``whole`` to pipeline stages. Return None if there is only one stage.
 
-    ``schedule``: schedule read from a file, or None. ``origin``: state to resume from. ``documents``: query-key pairs
-    per packed sample. All ranks return the same partition or raise ConfigurationError. For a measured partition, passes
-    of ``local_model`` are timed, and the call is collective over ``comm``.
+    ``schedule``: schedule read from a file, or None. ``origin``: state to resume from, or None. ``documents``: number
+    of query-key pairs per packed sample, or None. With ``parallel.partition`` = "measured", ``local_model`` is timed,
+    and the call is collective over ``comm``. All ranks return the same partition or raise ConfigurationError.
     """
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
@@ -129,9 +129,9 @@ def plan_partition(
 
 
 def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
-    """Return the partition of the recipe's model over pipeline stages, computed without MPI. Local.
+    """Assign the layers of the recipe's model to pipeline stages, without MPI. Local.
 
-    Times are measured in this process with unsharded tensors. Raises UsageError if the recipe has only one stage.
+    A measured partition times the unsharded layers in this process. Raises UsageError if there is only one stage.
     """
     parallel, comm = recipe.parallel, solo()
     source = data.open_source(recipe.data, recipe.model, comm, digests=False)
@@ -150,15 +150,15 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return a measured partition as {name: value} for checkpoints, or {} if the partition was not measured. Local."""
+    """Return a dict of scalars that store the partition ``plan`` in checkpoints, {} if it was not measured. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return a rank's memory for parameters, gradients and optimizer state, as a `StateBytes`. Local.
+    """Return the bytes of parameters, gradients and optimizer state on one rank, as a `StateBytes`. Local.
 
-    ``replicas``: number of data-parallel replicas. The keyword ``splits`` is True if separate passes compute input
-    gradients and weight gradients.
+    ``replicas``: number of data-parallel replicas. The keyword ``splits`` is True if the schedule computes input
+    gradients and weight gradients in separate passes.
     """
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working

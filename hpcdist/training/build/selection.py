@@ -34,8 +34,8 @@ DEADLINE_SHARE: Final = 0.25  # largest fraction of communication.deadline_s for
 class AlgorithmSelection:
     """Collective algorithm of a run, and the source of this choice.
 
-    ``source``: "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default". ``seconds``: duration
-    of the measurement. ``note``: remark for the log, or "".
+    ``source``: "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default". ``ranks_per_node``:
+    number of ranks on each node. ``seconds``: duration of the measurement. ``note``: remark for the log, or "".
     """
 
     algorithm: str

@@ -41,7 +41,7 @@ REQUIRED_SCALARS: Final = {"data": str, "optimizer": Mapping, "steps": int}
 
 
 def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
-    """Return the scalars to store in a checkpoint of ``trainer`` after ``steps`` steps. Local."""
+    """Return a dict of the scalars, such as the seed, to store in a checkpoint after ``steps`` steps. Local."""
     numbers: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
     if trainer.noise is not None:
         numbers["noise_scale"] = trainer.noise.smoothed.state()
@@ -65,14 +65,14 @@ def scalars(trainer: Trainer, steps: int) -> dict[str, Any]:
 
 
 def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, Any]) -> SavePlan:
-    """Return the description of a checkpoint to save after ``steps`` steps. ``more``: additional scalars. Local."""
+    """Return a `SavePlan` to save a checkpoint after ``steps`` steps. ``more``: dict of additional scalars. Local."""
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(more)
     keep = Retention(config.keep, config.keep_every, config.keep_best)
     return SavePlan(directory, steps, trainer.comm.size, numbers, checkpoint_metadata(trainer), keep)
 
 
 def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return the description of the run for a checkpoint: ranks, recipe, versions. Local; {} on ranks other than 0."""
+    """Return the run's parallel degrees, recipe and software versions for a checkpoint. Local; {} except on rank 0."""
     if trainer.comm.rank:
         return {}
     axes = ("data", "pipeline", "tensor", "context", "expert")
@@ -92,10 +92,10 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Restore the training state in ``origin``, a checkpoint or the memory of ranks. Return ``trainer``. Collective.
+    """Restore the training state from ``origin``. Return ``trainer`` with the step at which to resume. Collective.
 
-    Any number of ranks may have written the state. Arrays are filled in place. Raises DataError if the training data
-    changed, and ConfigurationError if the recipe lacks an option that the state needs.
+    The state may have been saved by another number of ranks. Raises DataError if the training data changed, and
+    ConfigurationError if the state needs an option that the recipe does not set.
     """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
@@ -105,7 +105,7 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     if not lacking and "count" not in resumed["optimizer"]:
         lacking = ["number of optimizer updates"]
     if lacking:
-        raise StorageError(f"{origin} has no {', '.join(lacking)}, so hpcdist did not write it; choose another one")
+        raise StorageError(f"{origin} has no {', '.join(lacking)}, so hpcdist did not write it; use another checkpoint")
     if not trainer.source.made(resumed):
         raise DataError(
             f"{origin} was written by a run on other data than {trainer.source.description}; "
@@ -194,7 +194,7 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
 
 
 def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return a dict: name of an expert tensor -> name of the stored dense tensor to copy to each expert."""
+    """Return a dict: expert tensor -> stored dense tensor to copy to each expert. ``shapes``: of stored tensors."""
     sources = {}
     for segment in layout.segments:
         spec, dense = segment.spec, segment.key.replace(".experts.", ".")
@@ -249,7 +249,7 @@ def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[s
 
 
 def _restore_rounded(comm: Communicator, path: Path, stored_dtypes: list[tuple[Piece, str]]) -> None:
-    """Fill arrays from the checkpoint ``path`` and convert from the dtypes in ``stored_dtypes``. Collective."""
+    """Read parts of tensors in their stored dtypes from checkpoint ``path``, and convert them. Collective."""
     read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in stored_dtypes]
     restore_together(comm, path, read)
     for (piece, _), stored in zip(stored_dtypes, read, strict=True):

@@ -49,7 +49,7 @@ class _NoiseScale(msgspec.Struct):
 
 
 class _Scalars(msgspec.Struct):
-    """Names and types of the scalars in a checkpoint. Absent scalars get these default values."""
+    """Schema for the scalars in a checkpoint: names, types and valid ranges."""
 
     steps: Count = 0
     data: str = ""
@@ -77,9 +77,9 @@ class StateSource(Protocol):
         ...
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill the arrays of ``pieces`` from the state. Collective. Raises StorageError, also for missing pieces.
+        """Fill the arrays of ``pieces``, parts of tensors, from the state. Collective. Raises StorageError.
 
-        ``optional`` are kinds of pieces, such as "optimizer.m", that stay unchanged if the state lacks them.
+        A missing piece is an error, unless ``optional`` contains its kind, such as "optimizer.m".
         """
         ...
 
@@ -93,7 +93,7 @@ class CheckpointSource:
 
     @classmethod
     def together(cls, comm: Communicator, path: Path) -> "CheckpointSource":
-        """Return the checkpoint at ``path``. Rank 0 reads its scalars for all ranks, or all raise StorageError."""
+        """Open the checkpoint at ``path``. Rank 0 reads the scalars. Collective: all ranks raise the same error."""
         return cls(path, on_first_rank(comm, lambda: scalars_of(path)))
 
     @cached_property
@@ -126,7 +126,7 @@ def from_intact_source(
 ) -> tuple[Result, StateSource | None]:
     """Call ``take(origin)``. If checkpoint ``origin`` is damaged, call ``take`` with earlier checkpoints. Collective.
 
-    Return the first result of ``take`` without damage, and its argument. Raises StorageError if all checkpoints in
+    Return the result of ``take``, and the state source that it used. Raises StorageError if all checkpoints in
     ``run_dir`` are damaged.
     """
     if not isinstance(origin, CheckpointSource):

@@ -34,7 +34,7 @@ from hpcdist.training.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trainer of a run on this rank. The run has already completed ``first_step`` steps."""
+    """Trainer of a run on one rank. ``first_step`` is the number of steps completed before a resume."""
 
     comm: Communicator
     recipe: Recipe
@@ -62,7 +62,7 @@ class Trainer:
 
     @property
     def model(self) -> Model:
-        """The whole model. This rank computes only the stages in ``context.units``."""
+        """Model with all its stages, of which this rank computes only some."""
         return self.context.model
 
     @property
@@ -86,10 +86,9 @@ class Trainer:
         return self.context.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
-        """Return an iterator that prefetches this replica's batches for all steps up to step number ``steps``. Local.
+        """Return an iterator over this replica's batches of the remaining steps; the last step is ``steps``. Local.
 
-        The iterator is also a context manager. Ranks without the first or last pipeline stage get placeholders, unless
-        samples are packed.
+        A thread reads ahead until the iterator's ``with`` body ends. Ranks that need no data get placeholders.
         """
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)
@@ -108,16 +107,16 @@ class Trainer:
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
-        """Run step ``number``, from 1, on this rank's ``batches``, and sum all ranks' ``stop_requests``. Collective."""
+        """Make step ``number`` (from 1) on these micro-batches, and sum all ranks' ``stop_requests``. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
         targets = self.targets(number) if self.recipe.data.packed else None
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
-        """Return the mean loss in nats over the targets of all replicas, or NaN without targets. Collective.
+        """Return the mean loss per target over all replicas, or NaN without targets. Collective.
 
-        Call `flush` first. ``rounds``: lists of at most ``parts`` batches of this rank, on the model's device.
-        All ranks must pass equally many lists.
+        Call `flush` first. ``rounds`` yields lists of up to ``parts`` micro-batches on the model's device. All ranks
+        must pass the same number of lists.
         """
         counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0
@@ -145,7 +144,7 @@ class Trainer:
         return data.SampleOrder(self.recipe.run.seed, self.source.training.count, self.sample_order)
 
     def targets(self, step: int) -> int:
-        """Return the number of loss terms in step number ``step``, summed over the replicas. Local."""
+        """Return the number of targets (terms of the loss) of all replicas in step number ``step``, from 1. Local."""
         samples = self.samples(step)
         if not self.recipe.data.packed:
             return round(samples * self.model.tokens_per_sample)
@@ -185,5 +184,5 @@ class Trainer:
 
 
 def microbatches_of(recipe: Recipe, grid: ProcessGrid) -> int:
-    """Return the number of micro-batches per rank and step; some may be empty. Local."""
+    """Return the number of micro-batches of each rank in a step. Local."""
     return -(-recipe.run.logical_shards // grid.data) or recipe.parallel.microbatches

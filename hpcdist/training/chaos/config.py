@@ -30,7 +30,7 @@ _ENTRY_FORMS: Final = {
 class ChaosFault:
     """Fault of type ``kind`` to inject on ``rank`` in step number ``step``, from 1.
 
-    ``how`` is the phase of a kill, the corrupted array, or the type of a disk error; "" for other faults.
+    ``how``: phase of a kill, name of the array to corrupt, or kind of disk error; "" for other faults.
     """
 
     kind: str
@@ -153,7 +153,7 @@ class ChaosConfig:
         return sorted(faults, key=lambda fault: fault.step)
 
     def within(self, world: int) -> "ChaosConfig":
-        """Return this section without the entries for ranks >= ``world``, the number of ranks."""
+        """Return a copy without the entries for ranks that do not exist in a job of ``world`` ranks."""
         among: dict[str, Any] = {
             kind: tuple(entry for entry in getattr(self, kind) if parse_faults(kind, [entry])[0].rank < world)
             for kind in FAULT_KINDS
@@ -173,8 +173,8 @@ class ChaosConfig:
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
         """Raise ConfigurationError if a setting names a rank on which its fault or slowdown cannot occur.
 
-        ``world``: number of ranks. Only the first ``computing`` ranks compute; the others are parameter servers. The
-        keyword ``lock_step`` is True if servers make steps together with the workers.
+        Only the first ``computing`` of ``world`` ranks compute; the others are parameter servers. The keyword
+        ``lock_step`` is True if servers take part in every step.
         """
         for rank in self.slow_ranks:
             self._check_rank("slow_ranks", rank, world)

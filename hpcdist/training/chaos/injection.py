@@ -39,9 +39,9 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 
 
 class SlowdownTimer:
-    """Calculator of the sleeps after each of a step's ``count`` operations, to simulate a straggler.
+    """Calculator of the sleep after each of the ``count`` compute operations of a step, to simulate a straggler.
 
-    With the sleeps, the step takes ``factor`` times its compute time, but at least ``factor * least_s`` seconds.
+    Compute and sleep together take ``factor`` times the compute time, but at least ``factor * least_s`` seconds.
     """
 
     def __init__(self, count: int, least_s: float, factor: float) -> None:
@@ -49,21 +49,21 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Record the compute time of an operation. Return the seconds to sleep after it, to slow down this rank."""
+        """Return the seconds to sleep after an operation that took ``computed_s`` seconds."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
         return max(0.0, due_s - self._taken_s - computed_s)
 
     def took(self, seconds: float) -> None:
-        """Add ``seconds``, the time of the last operation plus the injected sleep after it, to the total."""
+        """Record that the last operation and the sleep after it took ``seconds`` together."""
         self._taken_s += seconds
 
 
 class Slowdown(StepObserver):
-    """Observer that lets ``rank`` sleep after forward and backward passes, as ``config`` requires.
+    """Step observer that slows down ``rank`` by sleeps after its forward and backward passes, as set in ``config``.
 
-    The minimum step time in ``config`` is for ``even_samples`` samples. It is proportional to the number of samples.
+    ``even_samples`` is the mean number of samples of a replica. With more samples, ``config.step_s`` is scaled up.
     """
 
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
@@ -103,10 +103,10 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 
 
 class FailingFile(Overlay):
-    """New file at ``path`` whose writing fails. ``how`` is the kind of failure: "fail", "full", "fsync" or "kill".
+    """New file at ``path`` with an injected write failure ``how``: "fail", "full", "fsync" or "kill".
 
-    When a failure is due, the file calls ``strikes()``. If this returns True, the file raises OSError. For "kill", the
-    call ends the process. Except for "fail", the first half of the data is written before the failure.
+    If ``strikes()`` returns True, a write (for "fsync": the fsync) raises OSError. For "kill", ``strikes()`` ends the
+    process. "full" and "kill" happen after the first half of the data is written.
     """
 
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
@@ -114,7 +114,7 @@ class FailingFile(Overlay):
         self._how, self._strikes = how, strikes
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` at ``offset``, but fail at the middle of the file."""
+        """Write ``data`` at ``offset``, but inject the failure if the write passes the middle of the file."""
         middle = os.fstat(self._fd).st_size // 2
         if self._how != "fsync" and offset + data.nbytes > middle:
             if self._how != "fail":
@@ -144,7 +144,7 @@ def kill_process() -> None:
 
 
 class FaultPlan:
-    """The faults to inject on ``rank`` in the run in ``directory``. Local."""
+    """Faults of section ``config`` to inject on ``rank``. ``directory``: run directory. Local."""
 
     def __init__(self, config: ChaosConfig, rank: int, directory: Path) -> None:
         self._own = [fault for fault in config.faults if fault.rank == rank]
@@ -155,7 +155,7 @@ class FaultPlan:
         return [fault for fault in self._own if fault.step == step and not fault.in_save]
 
     def strikes(self, fault: ChaosFault) -> bool:
-        """Return True if ``fault`` has not happened in this run directory yet, and record that it happens now."""
+        """Return True at the first call for ``fault`` in this run directory, and False at later calls."""
         # O_EXCL makes the marker decide, also for a start that repeats the step after a kill.
         try:
             self._directory.mkdir(exist_ok=True)
@@ -168,7 +168,7 @@ class FaultPlan:
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return a function that creates this rank's file in the checkpoint of ``step``. It injects due faults."""
+        """Return a function that creates a checkpoint file after ``step``, with a write failure if one is due."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -183,7 +183,7 @@ class FaultPlan:
 
 
 class FaultInjector(StepObserver):
-    """Observer that injects a rank's ``faults`` into its steps. The recomputation of a step repeats no faults."""
+    """Step observer that injects a rank's ``faults``. If a step is computed again, its faults are not repeated."""
 
     def __init__(self, faults: FaultPlan, exchange: Exchange) -> None:
         self._faults, self._exchange = faults, exchange
@@ -271,8 +271,8 @@ def make_infinite(values: Array) -> None:
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
     """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
 
-    ``writers`` is the value of ``checkpoint.writers``: a rank that writes no file cannot have a fault in a save. A rank
-    on which ``exchange`` keeps no parameters cannot have a fault in parameters.
+    Examples: a disk error on a rank that writes no file (key ``checkpoint.writers`` is ``writers``), or corrupt
+    parameters on a rank that keeps no parameters.
     """
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)

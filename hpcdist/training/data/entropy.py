@@ -65,10 +65,10 @@ def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts
 
 @jit
 def _count(positions: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
-    """Add the occurrences of each n-gram of ``order`` tokens (1 to 3) in a text to the array ``counts``.
+    """Count the n-grams of ``order`` tokens (1 to 3) in a text: add the numbers of occurrences to ``counts``.
 
-    Token i of the text has the id ``numbers[positions[i]]``, below ``kinds``. The ids of an n-gram are the digits, in
-    base ``kinds``, of its index in ``counts``.
+    ``kinds`` is the number of distinct tokens. Token i of the text has the id ``numbers[positions[i]]``. The n-gram of
+    ids a, b, c has the index (a * kinds + b) * kinds + c in ``counts``.
     """
     third, second = kinds * kinds if order == 3 else 0, kinds if order >= 2 else 0
     two_before, before = 0, 0
@@ -84,9 +84,9 @@ _count.sample(lambda: (np.zeros(1, np.int64), np.zeros(1, np.int64), 1, 1, np.ze
 
 
 def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
-    """Return the entropy in nats of the last token of n-grams: the sum of -p ln(p / p(context)).
+    """Return the entropy in nats of a token, given the tokens before it: the sum over n-grams of -p ln(p / q).
 
-    p is the relative frequency of an n-gram, p(context) of the tokens before its last token.
+    p is the relative frequency of an n-gram (from ``counts``), q of the n-gram without its last token (``contexts``).
     """
     total = int(counts.sum())
     return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0

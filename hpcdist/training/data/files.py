@@ -33,7 +33,7 @@ MOST_TOKEN: Final = 2**32 - 1  # the largest value of the largest unsigned type
 
 
 class Hdf5Dataset:
-    """HDF5 dataset that numpy cannot read directly: chunked, filtered, in external files, or not of a native dtype."""
+    """HDF5 dataset that is not contiguous in one file, such as a compressed dataset. Slices are read when used."""
 
     def __init__(self, path: Path, dataset: Any) -> None:
         from hpcdist.hdf5 import files
@@ -57,7 +57,6 @@ class Hdf5Dataset:
         return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return ``length`` elements from each offset in ``starts`` on, in an array of shape (starts, length, ...)."""
         rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
         for row, start in enumerate(starts.tolist()):
             rows[row] = self._read(slice(start, start + length))
@@ -104,7 +103,7 @@ def missing_filters(path: Path) -> list[str]:
 
 
 def npy_tokens(path: Path) -> Sliceable:
-    """Return the tokens of a .npy file as an array. Indexing this array reads from the file. Raises DataError."""
+    """Return the tokens in a .npy file as a lazy array: slices are read when they are used. Raises DataError."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
         if not isinstance(array, np.memmap):
@@ -121,7 +120,7 @@ def npy_tokens(path: Path) -> Sliceable:
 
 
 def hdf5_tokens(path: Path) -> Sliceable:
-    """Return the dataset ``tokens`` of an HDF5 file. Indexing the result reads from the file. Raises DataError."""
+    """Return the dataset ``tokens`` of an HDF5 file as a lazy array, read when it is used. Raises DataError."""
     tokens = _datasets(path, ("tokens",))[0]
     _check_tokens(tokens, f"data.path = {path}, dataset tokens")
     _check_range(tokens, f"data.path = {path}, dataset tokens")
@@ -140,7 +139,7 @@ def holds_tokens(path: Path) -> bool:
 
 
 def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
-    """Return datasets ``x``, of shape (rows, ...), ``y``, of shape (rows,), and the class count. Raises DataError."""
+    """Return the datasets ``x`` and ``y`` (classes) of an HDF5 file, and the number of classes. Raises DataError."""
     x, y = _datasets(path, ("x", "y"))
     if not (np.issubdtype(x.dtype, np.number) and not np.issubdtype(x.dtype, np.complexfloating) and len(x.shape) >= 2):
         raise DataError(
@@ -217,7 +216,7 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
 def _check_tokens(tokens: Sliceable, what: str) -> None:
     if tokens.dtype.newbyteorder("=") not in TOKEN_TYPES or len(tokens.shape) != 1:
         names = ", ".join(str(dtype) for dtype in TOKEN_TYPES)
-        raise DataError(f"{what} is {tokens.dtype} of shape {tokens.shape}; expected one dimension of {names}")
+        raise DataError(f"{what} is {tokens.dtype} of shape {tokens.shape}; expected a 1-D array of {names}")
     if not len(tokens):
         raise DataError(f"{what} is empty; expected at least one token")
 
@@ -298,7 +297,7 @@ def kind_of(path: Path) -> str:
 
 
 def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
-    """Return (bytes of all visible text files below ``path``, end offset of each file, description of the text)."""
+    """Return the text of all text files below ``path``, the end offset of each file, and a name for messages."""
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
     if not files:
         raise DataError(f"data.path = {path}: the directory holds no files; name a text file or a directory of them")
@@ -308,7 +307,7 @@ def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
 
 
 def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
-    """Return (bytes, end offset of each file, description) of the source code of Python's standard library."""
+    """Return the source text of Python's standard library, the end offset of each file, and a name for messages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [name for name in _walk(root, SKIPPED_DIRECTORIES) if name.endswith(".py")]
     if not files:
@@ -317,7 +316,7 @@ def text_of_standard_library() -> tuple[FileArray, np.ndarray, str]:
 
 
 def bytes_of_file(path: Path) -> FileArray:
-    """Return a file's bytes as an array that is read in slices on use. Raises DataError if empty or unreadable."""
+    """Return the bytes of a file as a lazy array. Raises DataError if the file is empty or unreadable."""
     try:
         size = path.stat().st_size
         if size == 0:
@@ -347,7 +346,7 @@ def _walk(root: Path, excluded: set[str]) -> list[str]:
 
 
 def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
-    """Concatenate ``files`` in a cache file of the node. Return its content, and the end offset of each file in it."""
+    """Concatenate ``files`` of ``root`` in a cache file. Return its bytes (lazy), and the end offset of each file."""
     state = hashlib.blake2b(os.fsencode(root) + b"\0" + _RULES, digest_size=16)
     for name in files:
         status = (root / name).stat()
@@ -410,7 +409,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Return the cache directory of concatenated text: HPCDIST_CACHE, or one in the local temporary directory.
+    """Return the cache directory for concatenated text files: HPCDIST_CACHE, or a subdirectory of the node's /tmp.
 
     Raises StorageError if the directory cannot be created, or other users can write to it.
     """

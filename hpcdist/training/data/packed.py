@@ -22,9 +22,9 @@ SCANNED_TOKENS = 1 << 22  # tokens read at a time in the search for document end
 
 
 def document_ends(tokens: Sliceable, files: np.ndarray | None, config: DataConfig, what: str) -> np.ndarray:
-    """Return the end offset of each document in ``tokens``, ascending int64. Raises DataError.
+    """Return the sorted end offsets of the documents in ``tokens``, an int64 array. Raises DataError.
 
-    ``files``: end offset of each file of a data directory, or None. ``what``: name of the data for messages.
+    ``files``: end offset of each file in a data directory, or None. ``what``: name of the data for messages.
     """
     parts = [np.array([len(tokens)], np.int64)] if files is None else [files.astype(np.int64)]
     token = config.document_end
@@ -86,9 +86,9 @@ _best_fit.sample(lambda: (np.ones(1, np.int64), np.zeros(1, np.int64), 1, np.zer
 
 
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
-    """Pack documents of ``sizes`` tokens into samples of ``context`` tokens.
+    """Assign documents of ``sizes`` tokens to samples of ``context`` tokens. No document may be longer than a sample.
 
-    Return the sample index of each document, and the number of samples. No document may exceed ``context`` tokens.
+    Return an array with the sample index of each document, and the number of samples.
     """
     sample_of = np.empty(sizes.size, np.int64)
     return sample_of, int(_best_fit(sizes, np.argsort(-sizes, kind="stable"), context, sample_of))
@@ -97,9 +97,9 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
 class PackedSamples:
     """Samples of ``context`` tokens, each packed with whole documents and then padding.
 
-    ``start``: index of the first document's first token. ``ends``: end index of each document. If the keyword
-    ``predicting`` is True, targets are the next tokens, and a document of n tokens takes n - 1 positions. Documents
-    longer than a sample are split if the keyword ``cut`` is True; otherwise they raise DataError.
+    The first document begins at offset ``start`` of ``tokens``. ``ends``: end offset of each document. If the keyword
+    ``predicting`` is True, targets are the next tokens, and a document of n tokens takes n - 1 positions. If the
+    keyword ``cut`` is True, documents longer than a sample are split. Otherwise they raise DataError.
     """
 
     shifts = 1
@@ -130,7 +130,7 @@ class PackedSamples:
 
     @property
     def documents(self) -> int:
-        """Number of documents after too long documents are split."""
+        """Number of documents. A document that was split counts as several documents."""
         return len(self._sizes)
 
     @property
@@ -139,7 +139,7 @@ class PackedSamples:
         return 1 - float(self._filled.sum()) / (self.count * self._context)
 
     def pairs(self, *, causal: bool, window: int) -> DocumentPairs:
-        """Return the mean number of query-key pairs of attention per sample. The padding counts as a document."""
+        """Return the mean number of query-key pairs per sample, for an attention ``window`` (0: unlimited)."""
         lengths, counts = np.unique(np.append(self._sizes, self._context - self._filled), return_counts=True)
         every = seen = 0
         for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
@@ -155,10 +155,6 @@ class PackedSamples:
         return int(self.filled(indices).sum())
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs (`PackedTokens`) and targets, of shape (n, context), of the n samples ``indices``.
-
-        Targets are `IGNORED` in padding. ``shift`` is ignored, because packed samples have fixed boundaries.
-        """
         shape = len(indices), self._context
         tokens, targets = np.zeros(shape, self._tokens.dtype), np.full(shape, IGNORED, np.int64)
         positions = np.empty(shape, np.int64)
@@ -179,10 +175,10 @@ class PackedSamples:
 
 @dataclass(frozen=True)
 class PackedSplit:
-    """Packed training samples from the tokens before offset ``stop``, and packed validation samples (or None).
+    """Packed samples for training, made of the tokens before offset ``stop``, and for validation (or None).
 
-    ``padding`` is the fraction of training positions that are padding. ``pairs`` is the mean number of query-key pairs
-    of attention per training sample.
+    ``padding``: fraction of the training tokens that are padding. ``pairs``: mean number of query-key pairs of
+    attention in a training sample.
     """
 
     training: FilledSamples

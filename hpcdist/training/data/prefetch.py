@@ -89,7 +89,7 @@ class ReadAhead(Generic[T]):
 
 
 def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: SampleShares | None = None) -> Range:
-    """Return this replica's sample range in global batch ``batch`` (from 0). ``shares``: samples per replica. Local."""
+    """Return this replica's range of samples in global batch number ``batch``. ``shares`` None: equal parts. Local."""
     if shares is not None:
         return shares.own(batch, data_axis.rank)
     size = recipe.run.batches.size(batch)
@@ -99,10 +99,10 @@ def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: S
 
 
 class Prefetcher(ReadAhead[Batch]):
-    """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1`` (from 0), read ahead by a thread.
+    """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1`` (from 0). A thread reads ahead.
 
-    If ``reads`` is False, batches are placeholders of the right length. ``shares``: number of samples of each replica,
-    or None to divide evenly. ``rule``: random order, see `SampleOrder`.
+    If the keyword ``reads`` is False, batches are placeholders without data. The keyword ``shares`` has the number of
+    samples of each replica (None: equal). The keyword ``rule`` is passed to `SampleOrder`.
     """
 
     def __init__(

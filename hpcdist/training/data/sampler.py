@@ -23,7 +23,7 @@ ROUNDS = 8
 
 
 def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Return the numbers at the positions ``indices`` of a random permutation of 0 to ``size - 1``.
+    """Return the elements ``indices`` of a random permutation of the integers 0 to ``size - 1``.
 
     ``indices`` is an int64 array of shape (n,). ``key``, a uint64 array of shape (ROUNDS,), selects the permutation.
     """
@@ -38,7 +38,7 @@ def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray
 
 
 def _feistel(values: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """Permute integers of ``bits`` bits by ``key``."""
+    """Apply the Feistel permutation of the integers below 2 ** ``bits`` that ``key`` selects."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -85,7 +85,7 @@ def shards(batch: Batch, size: int, count: int) -> list[Batch]:
 
 
 class SampleOrder:
-    """Random order of the samples in each epoch, determined by ``seed`` and ``rule`` (one of `RULES`)."""
+    """Random order of ``samples`` samples in each epoch. ``rule``: version of the algorithm (one of `RULES`)."""
 
     def __init__(self, seed: int, samples: int, rule: int = UNIFORM) -> None:
         assert rule in RULES
@@ -93,9 +93,9 @@ class SampleOrder:
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch`` on, and a random integer of the epoch.
+        """Return ``count`` sample indices of ``epoch``, from position ``start`` of its order on, and a random integer.
 
-        This integer selects how far sample boundaries are shifted in the epoch.
+        The integer is constant in an epoch. It selects the shift of sample boundaries.
         """
         # Raw words of the generator do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
@@ -123,7 +123,7 @@ class SampleOrder:
 class Sampler:
     """Reader of batches from endless epochs, each of which has every sample once, in a new order.
 
-    Each epoch also has a new shift, which moves the boundaries of samples in the text. Masked samples have new masks.
+    Each epoch also shifts the boundaries of samples in the text, and masks other tokens of masked samples.
     """
 
     def __init__(self, samples: Samples, seed: int, rule: int = UNIFORM) -> None:
@@ -147,13 +147,13 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices from position ``start`` of ``epoch``, and the sample shift of the epoch."""
+        """Return ``count`` sample indices of ``epoch``, from position ``start`` of its order on, and its shift."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Concatenate arrays, or `ArrayGroup` objects, along their first axis, the samples."""
+    """Concatenate arrays, or `ArrayGroup` objects, along the first axis (samples)."""
     if isinstance(parts[0], ArrayGroup):
         arrays = zip(*(part.arrays for part in parts), strict=True)
         return replace(parts[0], arrays=tuple(np.concatenate(members) for members in arrays))
@@ -161,10 +161,10 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Yield the evaluation batches of rank ``part`` of ``parts`` ranks. A batch has at most ``longest`` samples.
+    """Yield the evaluation batches of replica ``part`` of ``parts`` replicas, of at most ``longest`` samples each.
 
-    If ``limit`` is 0, the ranks divide all ``samples``, else ``limit`` evenly spaced samples. Every rank gets the same
-    number of batches. The last batches may be empty.
+    The replicas divide all ``samples`` or, if ``limit`` is not 0, ``limit`` evenly spaced samples. Every replica gets
+    the same number of batches; the last may be empty.
     """
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))
@@ -204,7 +204,7 @@ def balanced_shares(samples: int, sample_s: Sequence[float]) -> ShareSizes:
 
 
 class SampleShares:
-    """Samples per replica in each global batch, from batch 0 on. Local; all ranks have the same numbers."""
+    """Number of samples of each replica, which may change from a global batch to the next. Equal on all ranks."""
 
     def __init__(self, samples: int, replicas: int) -> None:
         self._sizes = [(0, even_shares(samples, replicas))]  # (first batch, sizes), ascending
@@ -221,7 +221,7 @@ class SampleShares:
 
     @property
     def newest(self) -> ShareSizes:
-        """Number of samples per batch of each replica, as set by the last call of `change`: a tuple."""
+        """Tuple with each replica's number of samples per batch, as set by the last call of `change`."""
         return self._sizes[-1][1]
 
     def change(self, first: int, sizes: ShareSizes) -> None:
@@ -230,17 +230,17 @@ class SampleShares:
         self._sizes.append((first, sizes))
 
     def forget(self, batch: int) -> None:
-        """Forget the numbers of samples per replica in all batches before ``batch``."""
+        """Delete the numbers for batches before ``batch``."""
         while len(self._sizes) > 1 and self._sizes[1][0] <= batch:
             del self._sizes[0]
 
     def state(self, batch: int) -> list[list[Any]]:
-        """Return the numbers of samples per replica from ``batch`` on, as pairs [first batch, numbers]."""
+        """Return the state from ``batch`` on, for a checkpoint: pairs [first batch, samples of each replica]."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
         return [[batch, list(self.of(batch))], *later]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> bool:
-        """Restore the sample numbers ``state``. Return False if the number of replicas or the batch size differs."""
+        """Restore a result of `state`. Return False if its number of replicas or its batch size differs."""
         restored = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
         now = self._sizes[0][1]
         fits = bool(restored) and all(len(sizes) == len(now) and sum(sizes) == sum(now) for _, sizes in restored)
@@ -261,10 +261,9 @@ class LoadBalancer:
         self._sample_s: list[float] = []
 
     def after(self, step: int, compute_s: float) -> bool:
-        """Record the compute time of ``step``. Return True if the numbers of samples per replica have changed.
+        """Record the compute time of ``step``. Return True if ``shares`` was changed for later batches.
 
-        New numbers apply only to batches that no rank has read. Collective over the communicators ``data`` and
-        ``pipeline``; most calls send no messages.
+        Collective over the communicators ``data`` and ``pipeline``, but most calls send no messages.
         """
         samples = self._shares.of(step - 1)[self._data.rank]
         self._sample_s.append(compute_s / samples)

@@ -51,7 +51,7 @@ pread = Primitive(_pread, "pread of the C library")
 
 @jit
 def _read_blocks(descriptor: Any, offsets: Any, blocks: Any) -> Any:
-    """Read row i of ``blocks``, of shape (n, bytes), at file offset ``offsets[i]``. Return the number of rows read."""
+    """Read row i of ``blocks`` at file offset ``offsets[i]``. Return the number of rows before the first failure."""
     address, size = blocks.ctypes.data, blocks.shape[1]
     for i in range(len(offsets)):
         done = 0
@@ -67,7 +67,7 @@ _read_blocks.sample(lambda: (0, np.empty(0, np.int64), np.empty((0, 1), np.uint8
 
 
 def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray:
-    """Allocate an array for data of the file ``path``. Raises StorageError if it does not fit into memory."""
+    """Allocate an array for data of the file ``path``. Raises StorageError if the array does not fit into memory."""
     try:
         return np.empty(shape, dtype)
     except (ValueError, MemoryError) as error:
@@ -103,14 +103,9 @@ class FileArray:
         return self.gather(np.array([start]), max(0, stop - start))[0, ::step]
 
     def files(self) -> list[tuple[Path, os.stat_result]]:
-        """Return the list [(path, `os.fstat` result)] with one entry: the file that holds the array."""
         return [(self._path.resolve(), os.fstat(self._descriptor))]
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return ``length`` elements from each offset in ``starts`` on, as an array of shape (starts, length, ...).
-
-        Raises StorageError if the file is too short.
-        """
         rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
         if rows.size:
             assert starts.min() >= 0 and starts.max() + length <= len(self)
@@ -173,7 +168,7 @@ def slice_of(whole: Sliceable, start: int, stop: int) -> Sliceable:
 
 
 def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
-    """Read ``length`` elements of ``whole`` from each offset in ``starts`` on. Result shape: (starts, length, ...)."""
+    """Return an array whose row i has ``length`` elements of ``whole``, from offset ``starts[i]`` on."""
     if isinstance(whole, np.ndarray):
         rows: np.ndarray = whole[starts[:, None] + np.arange(length)]
     else:
@@ -184,15 +179,15 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 class Samples(Protocol):
     """Interface of a sequence of ``count`` training samples.
 
-    All samples can be moved in their text by 0 to ``shifts - 1`` tokens. If the attribute ``shifts`` is 1, the samples
-    cannot be moved.
+    A shift of 0 to ``shifts - 1`` tokens moves the boundaries of all samples in the text. If the attribute ``shifts``
+    is 1, there is no shift.
     """
 
     count: int
     shifts: int
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return new arrays: inputs and targets of samples ``indices``, all moved by ``shift`` tokens in the text."""
+        """Return arrays with the inputs and targets of samples ``indices``, shifted by ``shift`` tokens in the text."""
         ...
 
 
@@ -211,7 +206,7 @@ class FilledSamples(Samples, Protocol):
 class TokenWindows:
     """Samples that are adjacent windows of ``context`` tokens. The target of each token is the next token.
 
-    If ``shifting``, all windows can be moved by up to ``context - 1`` tokens, to vary their boundaries between epochs.
+    If ``shifting`` is True, a shift of up to ``context - 1`` tokens can vary the window boundaries between epochs.
     """
 
     def __init__(self, tokens: Sliceable, context: int, shifting: bool) -> None:
@@ -223,7 +218,6 @@ class TokenWindows:
         self.shifts = min(context, len(tokens) - self.count * context) if shifting else 1
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets, of shape (n, context), of windows ``indices``, all moved by ``shift`` tokens."""
         block = gather(self._tokens, indices * self._context + shift, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
 
@@ -239,7 +233,6 @@ class NextTokenSamples:
         self.count = len(tokens) - context
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return n inputs of ``context`` tokens, and the next token of each, as n targets. ``shift`` is ignored."""
         block = gather(self._tokens, indices, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, -1])
 
@@ -247,7 +240,7 @@ class NextTokenSamples:
 class TableRows:
     """Samples that are rows ``start`` to ``stop - 1`` of the table ``x``, with classes ``y``.
 
-    Rows with several dimensions are flattened, unless the keyword ``shaped`` is true.
+    If the keyword ``shaped`` is True, rows keep their dimensions. Otherwise they are flattened.
     """
 
     shifts = 1
@@ -259,10 +252,6 @@ class TableRows:
         self.count = stop - start
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs and targets of the n table rows ``indices``. The argument ``shift`` has no effect.
-
-        Flattened inputs have the shape (n, features), other inputs (n, ...). Targets have the shape (n,).
-        """
         rows = self._start + indices
         x, y = gather(self._x, rows, 1)[:, 0], gather(self._y, rows, 1)[:, 0]
         return x if self._shaped else x.reshape(len(rows), math.prod(x.shape[1:])), y
@@ -296,10 +285,6 @@ class MaskedSamples:
         return MaskedSamples(self._windows, self._mask, self._vocabulary, seed, epoch)
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return masked inputs and int64 targets of the windows ``indices``, both of shape (n, context).
-
-        All windows are moved by ``shift`` tokens in the text.
-        """
         unmasked, targets = self._windows.take(indices, shift)
         if not isinstance(unmasked, PackedTokens):
             return self._hidden(unmasked, indices)

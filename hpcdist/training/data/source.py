@@ -56,10 +56,10 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 
 
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
-    """Return a hash of all data in this rank's ``columns``, of equal shapes on all ranks. Collective over ``comm``.
+    """Return a hash of all elements of the datasets ``columns``. Collective: ranks with the same files share the work.
 
-    ``what`` names the data in messages. With the keyword ``kept_only``, returns "" if no cached hash exists. If a rank
-    cannot read the data, all ranks raise StorageError.
+    ``what``: name of the data for messages. If the keyword ``kept_only`` is True, return only a cached hash, or ""
+    without a cached hash. If a rank cannot read the data, all ranks raise StorageError.
     """
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
@@ -202,14 +202,14 @@ class Source:
     documents: DocumentPairs | None = None  # packed training samples: pairs of attention
 
     def made(self, scalars: Mapping[str, Any]) -> bool:
-        """Return True if the data hashes in the ``scalars`` of a checkpoint match this data."""
+        """Return True if this data is the training data of a checkpoint. ``scalars``: the checkpoint's scalars."""
         stored = scalars.get("data_digest")
         return scalars["data"] == self.fingerprint and (not stored or not self.digest or stored == self.digest)
 
     def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
-        """Divide the validation samples into ``parts`` ranges; yield micro-batches of range number ``part``. Local.
+        """Yield the validation micro-batches of replica ``part`` (None: empty batches) of ``parts`` replicas. Local.
 
-        All ranges have equally many micro-batches. Some may be empty. If ``part`` is None, all are empty.
+        Every replica gets the same number of micro-batches; the last may be empty.
         """
         if self.validation is None:
             return
@@ -218,9 +218,9 @@ class Source:
             yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
     def targets_in(self, targets: Array, per_sample: float) -> float:
-        """Return the number of targets over which a loss on ``targets`` is averaged.
+        """Return the number of targets over which the loss of a batch with ``targets`` is averaged.
 
-        Each sample counts as ``per_sample`` targets. In packed samples, all targets except `IGNORED` are counted.
+        This is ``per_sample`` for each sample. In packed samples, it is the number of targets that are not `IGNORED`.
         """
         if self.padding is None:
             return len(targets) * per_sample
@@ -244,7 +244,7 @@ class Source:
 
 
 def usable_inputs(inputs: object) -> dict[str, int]:
-    """Return ``inputs``, which was read from a file, if it contains valid model inputs; else {}. Local."""
+    """Return ``inputs`` if it is a dict from names of model sizes to positive integers, else {}. Local."""
     if not isinstance(inputs, dict) or not set(inputs) <= MODEL_INPUTS:
         return {}
     return inputs if all(type(size) is int and 0 < size < LARGEST_INPUT for size in inputs.values()) else {}
@@ -411,7 +411,6 @@ class ScriptSamples:
     count, shifts = 1, 1
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Raise AssertionError, because a script provides the batches."""
         raise AssertionError("the batches of this run come from its script, not from a data source")
 
 

@@ -41,7 +41,7 @@ from hpcdist.training.run_directory import refuse_restart_over_checkpoints
 
 
 def refit(recipe: Recipe, ranks: int) -> tuple[Recipe, int] | None:
-    """Return ``recipe`` changed to use at most ``ranks`` ranks, and the number it uses; None if this is impossible."""
+    """Adapt ``recipe`` to at most ``ranks`` ranks. Return it and the number of ranks used, or None if impossible."""
     if _is_runnable(recipe, ranks):
         return recipe, ranks
     parallel = recipe.parallel
@@ -114,8 +114,8 @@ class Incarnation:
 class ElasticJob:
     """One process of a job that survives rank failures.
 
-    After each change of the training ranks, the process creates a new session and training loop. ``number``: earlier
-    changes in this job.
+    After each change of the training ranks, the process creates a new session and training loop. The arguments
+    ``number`` and ``change`` are the number of earlier changes and the last change (None: start of the job).
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class ElasticJob:
         gc.collect()  # free the old incarnation's state now: the new state must fit in addition to what is kept
 
     def _meet(self) -> None:
-        """Agree with the living ranks which of them train and which are spares. Collective over the living ranks."""
+        """Choose the training ranks and spares among the living ranks after a failure. Collective over these ranks."""
         team = self._team
         trained = team.place is not None
         change = team.meet()

@@ -46,11 +46,11 @@ def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 class Membership:
-    """Roles of the processes of a job, which are training ranks and spares. Each process has such an object.
+    """Roles of the processes of a job: training ranks and spares. Each process has one such object.
 
-    The attribute ``everyone`` is the communicator of all living processes. Methods are local, or collective over it.
-    The attribute ``place`` is this process's training rank, or None for a spare. The attributes ``size`` and ``wanted``
-    are the numbers of training ranks now and after the next `fill`.
+    Attributes: ``everyone`` is the communicator of all living processes, and of the collective methods. ``place`` is
+    this process's training rank, or None for a spare. ``size`` and ``wanted`` are the numbers of training ranks now,
+    and after the next `fill`.
     """
 
     def __init__(self, everyone: Communicator, mode: str, place: int | None, target_size: int) -> None:
@@ -87,7 +87,7 @@ class Membership:
                 self.everyone.send(np.array([float(code)]), rank)
 
     def keep(self, used: int) -> None:
-        """Let only the first ``used`` training ranks train; the others become spares. Local; all ranks must call it."""
+        """Make all training ranks except the first ``used`` spares. Local, but all ranks must call this."""
         self.size = used
         if self.place is not None and self.place >= used:
             self.place = None
@@ -124,8 +124,8 @@ class Membership:
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
         """Start a process for each training rank whose process died. Collective over the living ranks.
 
-        Return a copy of ``change`` whose attribute ``added`` includes the started processes. In new processes, `join`
-        returns this copy and ``description``, any picklable object.
+        Return ``change`` with the number of started processes added. ``description`` is a picklable object that the
+        new processes receive from `join`.
         """
         vacant = self._vacant(self._places())
         if vacant:
@@ -166,10 +166,9 @@ class Membership:
 
 
 def join(everyone: Communicator) -> tuple[Membership, MembershipChange, Any]:
-    """In a process that `Membership.fill` started, return (membership, change, description). Collective.
+    """Join a job in a process that `Membership.fill` started. Collective over ``everyone``, all processes of the job.
 
-    ``everyone`` has the older and the new processes. The change added this process. The description was passed to
-    `Membership.fill`.
+    Return the membership, the change that added this process, and the description that was passed to `fill`.
     """
     vacant, target_size, mode, change, description = everyone.broadcast_object(None)
     mine: int = vacant[everyone.rank - (everyone.size - len(vacant))]

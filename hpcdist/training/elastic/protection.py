@@ -26,9 +26,10 @@ LOCAL_UPDATE_KINDS = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY)  # operations of a
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """State of a run after ``step`` steps, in the memory of the surviving ranks.
+    """State of a run after ``step`` steps, distributed over the memory of the surviving ranks.
 
-    This rank holds the pieces ``held``. The ranks of communicator ``holders`` together hold all pieces of the state.
+    ``held``: parts of tensors in this rank's memory. ``holders``: communicator of the ranks that together hold all
+    tensors (None: the communicator passed to `fill`).
     """
 
     step: int
@@ -37,11 +38,6 @@ class SurvivorState:
     holders: Communicator | None = None
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
-        """Fill the arrays of ``pieces`` from the memory of this rank or of other ranks.
-
-        ``optional`` has names such as "optimizer.m" of data that may be missing on all ranks, and then stays unchanged.
-        Collective over ``comm``, or over the attribute ``holders`` if it is set.
-        """
         reshard(self.holders or comm, self.held, pieces, optional)
 
     def __str__(self) -> str:
@@ -52,8 +48,8 @@ class SurvivorState:
 class RankMemory:
     """State of a run in the memory of this process, for a recovery from a rank failure.
 
-    ``copies``: states of several ranks, or None. ``live``: this rank's training arrays, used without copies. ``life``:
-    number of earlier recoveries. ``place``: this process's training rank.
+    ``place``: this process's training rank. ``life``: number of recoveries of the job before this state. ``copies``:
+    copies of this rank's and a partner's state, or None. ``live``: this rank's arrays themselves, or None.
     """
 
     life: int
@@ -65,8 +61,8 @@ class RankMemory:
 class StateProtection:
     """Protection of the state of a trainer against rank failures. All ranks must construct it together.
 
-    The argument ``life`` is the job's number of recoveries. The argument ``earlier`` has this rank's states from before
-    the last recovery. They are dropped after the first completed step.
+    The argument ``life`` is the job's number of recoveries. The argument ``earlier`` has states from before the last
+    recovery in this rank's memory. They are freed after the first completed step.
     """
 
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[RankMemory]) -> None:
@@ -82,10 +78,9 @@ class StateProtection:
         )
 
     def keep(self, step: int, now: bool) -> None:
-        """Record that ``step`` is complete, and renew the copies of the state at partner ranks if due. Collective.
+        """Record that ``step`` is complete. Every ``survival.every_steps`` steps, copy the state to a partner rank.
 
-        They are due every ``survival.every_steps`` steps, or if ``now`` is true. There are no copies if every rank has
-        the whole state.
+        If ``now`` is True, copy at once. No copies are made if every rank has the whole state. Collective.
         """
         self._done = step
         if step > self._trainer.first_step:
@@ -105,7 +100,7 @@ class StateProtection:
         self._buddies.keep(step, trainer.exchange.pieces(), state.scalars(trainer, step))
 
     def memory(self) -> RankMemory:
-        """Return this rank's memory for a recovery: its own arrays, or copies of several ranks' states. Local."""
+        """Return the state in this rank's memory from which the job can recover after a rank failure. Local."""
         trainer, place = self._trainer, self._trainer.comm.rank
         if self._buddies is not None:
             return RankMemory(self._life, place, copies=self._buddies.copies)
@@ -128,9 +123,9 @@ def holds_whole_state(trainer: Trainer) -> bool:
 
 
 def recover_newest(comm: Communicator, memories: Sequence[RankMemory]) -> SurvivorState | None:
-    """Return the newest state of which the ranks of ``comm`` have all pieces, or None. Collective over ``comm``.
+    """Return the newest state that the ranks of ``comm`` can restore completely, or None. Collective over ``comm``.
 
-    ``memories`` are the states in this rank's memory. They may be from before earlier rank failures.
+    ``memories`` are the states in this rank's memory, which may be from different steps.
     """
     lives: set[int] = set().union(*comm.allgather_object({memory.life for memory in memories}))
     for life in sorted(lives, reverse=True):

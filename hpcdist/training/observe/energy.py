@@ -50,11 +50,10 @@ def energy_figures(
     activities: Mapping[str, Any] | None = None,
     config: EnergyConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the energy figures of ``report`` over ``steps`` steps. Unknown figures are None.
+    """Return a dict of a run's energy figures: total, per phase, per step, cost, emissions. Unknown figures are None.
 
-    ``report`` is from `EnergyMonitor.report`. The keyword ``activities``: joules and seconds of computation,
-    communication etc., from `phase_shares.job_activities`. The keyword ``config``: electricity price and carbon
-    intensity.
+    ``report`` is the result of `EnergyMonitor.report` for ``steps`` steps. The keyword ``activities`` is the result of
+    `phase_shares.job_activities`. The keyword ``config`` has the electricity price and carbon intensity.
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
@@ -195,7 +194,7 @@ class EnergyRecorder:
             self._before_j = _training_j(record["joules"])
 
     def _attend(self, host: str, bus_id: str | None) -> None:
-        """Split ranks by node name ``host``, and list each GPU's users. ``bus_id``: this rank's GPU. Collective."""
+        """Create a communicator of each node's ranks, and list the ranks that use each GPU. Collective."""
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
@@ -216,7 +215,7 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return this node's sensor that measures the least time, or None if all measure continuously. Local."""
+        """Return this node's power sensor that measures least of the time, or None if all are continuous. Local."""
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
@@ -272,7 +271,7 @@ class EnergyRecorder:
         )
 
     def note(self) -> dict[str, Any]:
-        """Store the run's energy so far in the run directory; return it. Collective. Rank 0 raises StorageError."""
+        """Store the result of `state` in the run directory, and return it. Collective. Rank 0 raises StorageError."""
         state = self.state()
         self._write(state)
         return state

@@ -33,7 +33,7 @@ from hpcdist.training.build.trainer import Trainer
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
     """Open the event sinks that ``config`` names (JSON lines, TensorBoard, Prometheus). For rank 0 only.
 
-    ``say`` prints the location of each sink's output. If a sink cannot be opened, closes all and raises the error.
+    ``say`` is a function that prints where each sink writes. If a sink cannot be opened, all are closed.
     """
     sinks: list[StreamSink] = []
     try:
@@ -63,9 +63,9 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
 def energy_events(
     monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of the events "energy" and "utilisation" as {event kind: {name: value}}. Local.
+    """Return the figures of the events "energy" and "utilisation", keyed by event kind and figure name. Local.
 
-    ``state`` is from `EnergyRecorder.state`. ``tokens`` is the number of tokens trained with this energy.
+    ``state`` is the result of `EnergyRecorder.state`. ``tokens`` is the number of tokens trained with this energy.
     """
     joules = state["joules"] or {}
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
@@ -181,16 +181,16 @@ class EventPublisher:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Record the background collectives of a step, and its layer prefetches as ``hits`` and ``misses``.
+        """Record a step's background collectives, and how many prefetched layers were ready (``hits``) or not.
 
-        ``total_s``: time of the collectives. ``exposed_s``: time of the collectives in which no computation runs.
+        ``total_s``: duration of the collectives. ``exposed_s``: part of it during which no computation ran.
         """
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)
 
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
-        """Add the metrics row of ``step``. ``ranks`` maps a metric's name to the values of all ranks. Rank 0 only."""
+        """Add the metrics of ``step``. ``ranks`` maps a metric to an array with one value per rank. Rank 0 only."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
         self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
@@ -212,7 +212,7 @@ class EventPublisher:
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
-        """Add events on rank 0: all ranks' times, bytes and memory, and the ``energy`` of the run. Collective."""
+        """Gather all ranks' times, bytes and memory, and add events on rank 0. ``energy``: energy state. Collective."""
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
         waited = self._waited_s, self._made, self._all_waited_s, self._all_made

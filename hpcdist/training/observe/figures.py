@@ -144,7 +144,8 @@ def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: floa
     """Return the model FLOPs utilization (MFU) of a training and the figures it is computed from. Collective.
 
     The figures are model FLOPs per sample, model FLOPs per second, and the measured peak FLOPs per second of all ranks.
-    Unknown figures are None, and ``mfu_reason`` is the explanation. If ``tokens_per_s`` is NaN, it is ``reason``.
+    If a figure is unknown, it is None, and the key "mfu_reason" explains the cause. ``reason`` explains a
+    ``tokens_per_s`` of NaN.
     """
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
@@ -212,9 +213,9 @@ def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures about stragglers for the summary. Local.
 
-    ``workers`` has the measurements of each rank except parameter servers. The figure ``samples_by_replica`` is from
-    the last step, or None if samples are always divided evenly. With parameter servers, the result includes dropped
-    gradients or staleness.
+    ``workers``: one dict of measurements for each rank that computes. "samples_by_replica" is from the last step, or
+    None if samples are always divided evenly. With parameter servers, the number of dropped gradients, or their
+    staleness, is included.
     """
     exchange = trainer.exchange
     stragglers: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}

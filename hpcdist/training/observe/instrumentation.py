@@ -65,7 +65,7 @@ class NvtxRanges:
 
 
 def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
-    """Return the text of a profiler range, e.g. "FORWARD microbatch 0 unit 3" (model unit 3). -1 omits a number."""
+    """Return the text of a profiler range, e.g. "FORWARD microbatch 0 unit 3". ``unit``: layer group. -1: omit."""
     numbers = (("microbatch", microbatch), ("unit", unit))
     return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
 
@@ -73,8 +73,8 @@ def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
 class ConsoleProgress:
     """Console output of a training: progress bar or log lines on rank 0. Other ranks print nothing.
 
-    ``first``: number of steps before this start of the run. ``every_s``: interval of log lines. Speed and ETA exclude
-    this process's first step.
+    ``steps``: number of the last step. ``first``: number of steps before this start. ``every_s``: seconds between log
+    lines. ``shown``: True on rank 0. Speed and time to the end are measured without this process's first step.
     """
 
     def __init__(self, steps: int, first: int, every_s: float, shown: bool, unit: str = "tokens") -> None:
@@ -89,7 +89,7 @@ class ConsoleProgress:
             self._bar = tqdm(total=steps, initial=first, unit="step", file=sys.stderr, ncols=columns or None)
 
     def say(self, text: str) -> None:
-        """Print ``text`` as a line above the progress bar, if there is one."""
+        """Print ``text`` as a line, above the progress bar if a bar is shown."""
         if not self._shown:
             return
         if self._bar is not None:
@@ -180,9 +180,9 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the load balancer's number of samples of each replica, after ``done`` steps, to the metrics.
+        """Write the number of samples of each replica in the steps after step ``done`` to the metrics.
 
-        ``first`` 0 writes the numbers of the next step and all planned changes. -1 writes only the last change.
+        ``first`` 0: numbers of the next step, and all planned changes of them. ``first`` -1: only the last change.
         """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:

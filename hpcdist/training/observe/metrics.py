@@ -54,7 +54,7 @@ class RunMetrics:
     def add(
         self, step: int, loss: float, learning_rate: float, tokens: int, seconds: Mapping[str, float], sent_bytes: float
     ) -> None:
-        """Add the row of ``step``. ``seconds`` (phase -> seconds) and ``sent_bytes`` are of this rank. Local."""
+        """Add this rank's metrics row of ``step``. ``seconds`` maps a phase of the step to seconds. Local."""
         self._common.append((step, loss, learning_rate, tokens))
         figures = {**seconds, "sent_bytes": sent_bytes}
         self._own.append([figures[name] for name in PER_RANK])
@@ -163,9 +163,9 @@ MOST_LEAD_STEPS: Final = 1 << 16  # largest lead over the slowest worker whose r
 class AsyncRunMetrics(RunMetrics):
     """Metrics of a run whose ranks are at different steps. Construction and `flush` are collective, the rest local.
 
-    `serve` sends rows to rank 0, which writes the row of a step after all workers have made this step. Its loss is the
-    mean over the workers, each with different batches and parameters. Only `flush` writes energy samples. Rank 0 drops
-    rows more than `MOST_LEAD_STEPS` steps ahead of the slowest worker.
+    `serve` sends rows to rank 0, which writes the row of a step after all workers have made this step. The loss in the
+    row is the mean over the workers. Only `flush` writes energy samples. Rank 0 drops rows that are more than
+    `MOST_LEAD_STEPS` steps ahead of the slowest worker.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set the number of steps that each training rank made before a resume: ``clocks`` is {rank: steps}. Local."""
+        """Set the number of steps of each worker before a resume. ``clocks`` maps a rank to a step count. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:

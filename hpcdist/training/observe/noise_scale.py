@@ -45,7 +45,7 @@ def _mixed_microbatches(operations: Sequence[Operation]) -> str:
 
 
 class NoiseMeter(StepObserver):
-    """Observer that measures the gradient noise scale in every step that is a multiple of ``every_steps``."""
+    """Step observer that measures the gradient noise scale every ``every_steps`` steps."""
 
     def __init__(self, context: RankContext, exchange: Exchange, every_steps: int) -> None:
         self._context, self._exchange, self._every_steps = context, exchange, every_steps
@@ -56,9 +56,9 @@ class NoiseMeter(StepObserver):
         self._rows: list[tuple[float, ...]] = []
 
     def check(self, operations: Sequence[Operation]) -> None:
-        """Raise ConfigurationError on all ranks if steps of this schedule cannot measure the noise scale.
+        """Raise ConfigurationError on all ranks if the pipeline schedule does not allow to measure the noise scale.
 
-        ``operations`` are this rank's operations of a step. Collective over the world.
+        ``operations`` is the list of this rank's operations in a step. Collective over the world.
         """
         refusals = self._context.world.allgather_object(_mixed_microbatches(operations) if self.looks_at_first else "")
         if any(refusals):
@@ -83,9 +83,9 @@ class NoiseMeter(StepObserver):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return this rank's two summands for the gradient noise scale, of |g_b|^2 and of 1/b. Call this once per step.
+        """Return this rank's terms of two sums over the ranks, |g|^2 and 1/b. Call this once per step.
 
-        g_b is the mean gradient of the small batch, which has b samples.
+        g is the mean gradient of the small batch, and b is the number of samples in this batch.
         """
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
@@ -125,7 +125,7 @@ class NoiseMeter(StepObserver):
 
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
-    """Return noise scale and critical batch size for global batch size ``batch``, or {} if ``meter`` is None. Local."""
+    """Return a dict with the gradient noise scale and the critical batch size, or {} if ``meter`` is None. Local."""
     if meter is None:
         return {}
     scale = meter.smoothed.mean.noise_scale

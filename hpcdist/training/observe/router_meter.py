@@ -21,9 +21,8 @@ class RouterFigures(NamedTuple):
     """Figures about the expert routers in one step, averaged over the layers.
 
     ``imbalance``: load of the busiest expert divided by the mean load. ``worst``: largest imbalance of a layer.
-    ``entropy``: entropy of a token's router scores in nats. ``dropped``: dropped fraction of the tokens' expert
-    choices.
-    ``balance_loss`` and ``z_loss``: auxiliary losses without their coefficients.
+    ``entropy``: entropy of a token's router scores in nats. ``dropped``: fraction of the tokens' expert choices that
+    were dropped. ``balance_loss`` and ``z_loss``: auxiliary losses without their coefficients.
     """
 
     imbalance: float
@@ -35,7 +34,7 @@ class RouterFigures(NamedTuple):
 
 
 class RouterMeter(StepObserver):
-    """Observer that sums the routers' token counts over all ranks, and updates the router biases."""
+    """Step observer that sums the routers' token counts over all ranks, and updates the router biases."""
 
     def __init__(self, context: RankContext, state: RouterState) -> None:
         self._state = state

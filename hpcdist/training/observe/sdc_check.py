@@ -32,18 +32,18 @@ LEAST_STEPS: Final = 10  # number of steps before a step can be suspicious
 
 @dataclass(frozen=True)
 class ComputationDigest:
-    """Digests of a step: ``own`` for this rank's losses and gradients, ``summed`` for their sums over all ranks."""
+    """Hashes of one computation of a step: of this rank's losses and gradients, and of their sums over all ranks."""
 
     own: bytes
     summed: bytes
 
 
 class SdcCheck(StepObserver):
-    """Observer that computes steps a second time, to find silent data corruption. Every rank of ``comm`` has one.
+    """Step observer that computes some steps a second time, to find silent data corruption.
 
     A step is suspicious if its loss or gradient norm exceeds ``factor`` times the median of recent steps (0: never).
-    ``every_steps``: interval of the steps that are always computed twice (0: none). ``skips_overflow``: non-finite
-    gradients are not suspicious.
+    ``every_steps``: interval of steps that are always computed twice (0: none). If ``skips_overflow`` is True,
+    non-finite gradients are not suspicious. Construction is local.
     """
 
     def __init__(

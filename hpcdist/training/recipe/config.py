@@ -91,7 +91,7 @@ class DataConfig:
         check_section(DATA_RULES, "data", self)
 
     def check_exists(self) -> None:
-        """Raise DataError if the file or directory of the data does not exist. Local."""
+        """Raise DataError if the training data (a file or directory) does not exist. Local."""
         path = self.staged or self.path
         if self.path and not os.path.exists(path):
             key = "data.staged" if self.staged else "data.path"
@@ -202,7 +202,7 @@ class RunConfig:
 
     @property
     def recomputes(self) -> bool:
-        """True if some steps may be computed twice, to find silent faults."""
+        """True if some steps may be computed twice, to find silent data corruption."""
         return self.suspicious_factor > 0 or self.recompute_every_steps > 0
 
 

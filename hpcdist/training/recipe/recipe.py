@@ -60,9 +60,9 @@ class Recipe:
         self.chaos.check_steps(self.run.steps)
 
     def check_world(self, data_ranks: int, **options: object) -> None:
-        """Raise ConfigurationError if the recipe contradicts itself, the number of replicas or command-line options.
+        """Raise ConfigurationError if recipe keys contradict each other or the number of replicas.
 
-        ``data_ranks`` is the number of replicas, or 0 if unknown. The keyword arguments are command-line options.
+        ``data_ranks`` is this number, or 0 if unknown. Further keywords are command-line options to check as well.
         """
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
@@ -77,7 +77,7 @@ class ResolvedRecipe:
 
 @cache
 def defaults() -> Mapping[str, Any]:
-    """Return the default value of every recipe key, by ``section.name``."""
+    """Return the default values of all recipe keys, keyed by ``section.name``."""
     return flat(Recipe())
 
 

@@ -65,10 +65,11 @@ _PHRASES: Final = (
 
 @dataclass(frozen=True)
 class Need:
-    """Requirement of a recipe key: the key needs the setting ``what``, a text such as "parallel.pipeline > 1".
+    """Requirement of a recipe key, as texts for the documentation.
 
-    If ``excludes`` is true, the key must not be combined with this setting. ``of``: values of the key to which this
-    applies ("": all). ``where``: condition of the requirement ("": always).
+    The key needs the setting ``what``, e.g. "parallel.pipeline > 1". If ``excludes`` is True, the key must not be used
+    with this setting. ``of``: values of the key that have this requirement ("": all values). ``where``: setting under
+    which the requirement holds ("": always).
     """
 
     what: str
@@ -138,7 +139,7 @@ def lookup(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return ``name`` if it is a recipe key, else a recipe key that has ``name`` as a possible value."""
+    """Return ``name`` if it is a recipe key, else the first recipe key with ``name`` as a possible value."""
     return next(key for key in recipe.defaults() if key == name or name in _choices(key))
 
 
@@ -192,7 +193,7 @@ def _values(key: str) -> str:
 
 
 def _bounded(kind: str, cure: str) -> str:
-    """Return the type name ``kind`` with the bounds in the advice ``cure``.
+    """Return the type name ``kind`` with the bounds that the error text ``cure`` states.
 
     For example, "float" and "it must be between 0 and 1" give "float from 0 to 1".
     """
@@ -207,10 +208,7 @@ def _bounded(kind: str, cure: str) -> str:
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
-    """Yield the requirement of the recipe key ``key`` that follows from the rule ``each``, or nothing.
-
-    A rule forbids a combination of settings.
-    """
+    """Yield the requirement of the recipe key ``key`` that follows from ``each``, a rule that forbids some settings."""
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}
     if key not in conditions or not other or each.relation is not None or conditions[key].matches(_default(key)):

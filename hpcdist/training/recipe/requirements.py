@@ -47,10 +47,10 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 
 
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
-    """Return the process grid of ``recipe`` on ``world`` ranks, and the server and worker roles, or None. Local.
+    """Return the process grid of ``recipe`` on ``world`` ranks, and which ranks are servers and workers. Local.
 
-    The roles are None without parameter servers, or if every rank computes and serves. Raises ConfigurationError if the
-    recipe does not fit ``world``. If the keyword ``chaos`` is True, ranks in section ``[chaos]`` are checked, too.
+    The second value is None without parameter servers, or if every rank computes and serves. Raises ConfigurationError
+    if the recipe does not fit ``world``. If the keyword ``chaos`` is True, ranks in section [chaos] are checked, too.
     """
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles
@@ -115,7 +115,10 @@ def missing_packages(recipe: "Recipe") -> list[str]:
 
 
 def missing_for_gpu_tensors(program: Sequence[str]) -> list[str]:
-    """Return [message] if a script in the command line ``program`` uses hpcdist.torch without cupy, else []. Local."""
+    """Return a list with a message if cupy is missing and a script in ``program`` needs it, else []. Local.
+
+    ``program`` is a command line. Scripts that import hpcdist.torch need cupy.
+    """
     for word in program:
         if word.endswith(".py") and _imports_torch_backend(Path(word)) and not _is_importable(_CUPY.module):
             return [f"{word}: tensors on GPUs need the module cupy, which {sys.executable} does not have: {_CUPY.cure}"]

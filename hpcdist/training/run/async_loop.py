@@ -34,8 +34,8 @@ class AsyncTrainingLoop(TrainingLoop):
     """Training loop of one rank in asynchronous training, or with backup workers. `run` is collective over the world.
 
     All ranks synchronize at a stop request or non-finite loss, every ``checkpoint.every_steps`` steps of the slowest
-    worker, and at the end. The run's step count is the slowest worker's. With backup workers, gradients that arrive
-    too late are dropped.
+    worker, and at the end. The step count of the run is the step count of the slowest worker. With backup workers,
+    gradients that arrive too late are dropped.
     """
 
     kind_of_metrics = AsyncRunMetrics
@@ -75,7 +75,7 @@ class AsyncTrainingLoop(TrainingLoop):
         return bool(self.stop_requests.current().any())
 
     def _tighten(self) -> None:
-        """On a server, shorten the watchdog's deadline after the first step of all workers. Local."""
+        """On a parameter server, use the watchdog's shorter deadline once all workers have made a step. Local."""
         if self.exchange.shard is None or self.exchange.works or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
@@ -94,7 +94,7 @@ class AsyncTrainingLoop(TrainingLoop):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Context manager: bytes of messages in its body do not count as bytes sent by training steps. Local."""
+        """Exclude messages in the ``with`` body from the bytes that training steps send. Local."""
         sent, shared = self.traffic.sent_bytes, self.traffic.moved().shared
         yield
         self._counted += self.traffic.sent_bytes - sent
@@ -237,7 +237,7 @@ class AsyncTrainingLoop(TrainingLoop):
         self.exchange.plan_rendezvous((self._saved_at // every + 1) * every if every else 0)
 
     def _count_what_was_served(self) -> None:
-        """On a server, store its sent bytes divided by the mean number of worker steps. Collective."""
+        """On a parameter server, compute the bytes that it sent per step of a worker, for the summary. Collective."""
         outcome, exchange = self.outcome, self.exchange
         made = self.trainer.comm.allgather_object(outcome.steps.count)
         steps = [count for count in made if count]

@@ -31,8 +31,9 @@ def train(
 ) -> None:
     """Train ``recipe`` on all ranks of the launcher, then exit with the same exit code on all ranks. Collective.
 
-    The run saves and stops before ``limit_s`` seconds or the time of the Slurm job are over. In a job of `hpcdist run
-    --survive`, it survives rank failures.
+    ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``as_json``: True to print the summary
+    as JSON. The run saves and stops before ``limit_s`` seconds, or the time of the Slurm job, are over. In a job of
+    `hpcdist run --survive`, the run survives rank failures.
     """
     standard_streams.tolerate()
     lock = RunLock()

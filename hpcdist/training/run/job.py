@@ -70,7 +70,7 @@ class TrainingJob:
     ) -> tuple[Trainer, StateSource | None]:
         """Return the trainer, and the `StateSource` from which its state was restored. Collective.
 
-        This is ``origin``, or an earlier checkpoint if ``origin`` is a damaged checkpoint.
+        If ``origin`` is a damaged checkpoint, the state is restored from an earlier checkpoint.
         """
         trainer, used = from_intact_source(
             session.comm,
@@ -91,9 +91,9 @@ class TrainingJob:
         return description | {"holder": self.holder, "lives": self.lives, "life": life}
 
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
-        """Let rank ``leader`` of ``everyone`` hold the lock of the run directory. Collective.
+        """Let rank ``leader`` hold the lock of the run directory. Collective over ``everyone``, all living processes.
 
-        ``everyone``: all living processes of the job. If the keyword ``takes`` is True, this process takes the lock.
+        The keyword ``takes`` must be True on rank ``leader`` and False on other ranks.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)
@@ -125,7 +125,7 @@ class TrainingJob:
     ) -> TrainingLoop:
         """Open metrics and sensors, and return the training loop. Collective.
 
-        After each step, the loop calls ``protect``, which keeps the state safe from rank failures.
+        After each step, the loop calls the function ``protect``, which copies the state to survive rank failures.
         """
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
@@ -135,7 +135,7 @@ class TrainingJob:
         )
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
-        """Make the remaining steps. Return their outcome, and the validation loss (NaN: not computed). Collective."""
+        """Make the remaining steps, then validate. Return the outcome, and the validation loss or NaN. Collective."""
         garbage.collect_as_usual()  # user modules may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:

@@ -38,29 +38,29 @@ class CheckpointSaver:
         return save_planned(self.plan(step, more), trainer.exchange.pieces(), trainer.comm, writers, self._kept)
 
     def plan(self, step: int, more: Mapping[str, Any]) -> SavePlan:
-        """Return the plan to save a checkpoint after ``step`` steps; ``more`` are additional scalars. Local."""
+        """Return a `SavePlan` for a checkpoint after ``step`` steps. ``more``: dict of additional scalars. Local."""
         plan = state.save_plan(self.trainer, self.directory, step, more)
         faults = self.trainer.faults
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return two flags, 0 or 1: this rank is still writing a checkpoint, and its last write failed. Local.
+        """Return an array of two flags, 0 or 1: this rank still writes a checkpoint; its last write failed. Local.
 
         The array is empty if checkpoints are not written in the background.
         """
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if all ranks have written or a rank has failed, so that `settle` must be called. Local.
+        """Return True if `settle` must be called, because all ranks have written or a rank has failed. Local.
 
-        ``sums``: sum of the arrays from `numbers` over all ranks.
+        ``sums``: result of `numbers`, summed over all ranks.
         """
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Continue to commit a checkpoint that all ranks have written. Return its path after the commit, else None.
+        """Continue to commit the checkpoint in flight. Return its path when it is complete, else None.
 
-        ``sums`` is the sum of `numbers` over all ranks. Raises StorageError on all ranks if a rank failed to write.
+        ``sums``: see `goes_on`. Raises StorageError on all ranks if a rank failed to write.
         """
         return None
 
@@ -102,8 +102,8 @@ def stripe_checkpoints(
 ) -> None:
     """Set the file-system striping of the checkpoint ``directory``, created if missing. Collective over ``comm``.
 
-    ``state_bytes``: size of this rank's checkpoint data. Rank 0 reports its command and any failure by ``say``. A
-    failure does not end the run.
+    ``state_bytes``: size of this rank's checkpoint data. Rank 0 passes a message, also about a failure, to the function
+    ``say``. A failure does not end the run.
     """
     stripes = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
     if not comm.broadcast_object(stripes):

@@ -32,8 +32,9 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 class CheckpointTimer:
     """Timer that decides when to save checkpoints, and whether the job's time is up. Local.
 
-    One rank decides for all. ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since
-    1970. ``starts``: record of starts and failures of the run.
+    Only one rank needs a timer. ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since
+    1970. ``say``: function that prints a message. ``clock``: function that returns the time. ``starts``: record of the
+    starts and failures of the run.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, str]) -> float:
-    """Return the end of the job in seconds since 1970: ``started`` + ``limit_s``, or Slurm's limit if that is earlier.
+    """Return the end of the job in seconds since 1970: the earlier of ``started`` + ``limit_s`` and Slurm's limit.
 
     Raises ConfigurationError if Slurm's limit in ``environment`` is not a time.
     """
@@ -152,8 +153,8 @@ EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.I
 class StopRequests:
     """Stop requests of this rank: from signals, from the stop file, and because the job's time is up.
 
-    A signal requests a stop at the end of a step. Before the first step, it can end the process at once. ``ends``: end
-    of the job, in seconds since 1970.
+    A signal requests a stop at the end of a step. Before the first step, a signal can end the process at once.
+    ``stop_file``: a file that requests a stop. ``ends``: end of the job, in seconds since 1970.
     """
 
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:

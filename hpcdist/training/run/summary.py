@@ -48,9 +48,9 @@ def lock_step_throughput(
 ) -> StepThroughput:
     """Return the speed of a run whose ranks make each step together. Local.
 
-    ``workers`` are the items of ``ranks`` except parameter servers. ``targets`` is the mean number of targets per step.
-    A step takes the time of its slowest worker. Its sent bytes are from the rank that sends most. The result has the
-    median of these bytes, or their mean if the bool keyword ``alike`` (all steps are alike) is False.
+    ``ranks``: one dict of measurements per rank. ``workers``: the same, without parameter servers. ``targets``: mean
+    number of targets per step. A step takes the time of the slowest worker. The sent bytes of a step are from the rank
+    that sends most; the result has their median or, if the keyword ``alike`` is False, their mean over the steps.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -73,9 +73,8 @@ def lock_step_throughput(
 def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
     """Return the speed of a run whose workers do not wait for each other. Local.
 
-    ``workers`` are the items of ``ranks`` except parameter servers. The first step of each worker does not count.
-    The token rate is measured from the end of the first step of any worker. The step time is the median of the workers'
-    median step times.
+    ``ranks``: one dict of measurements per rank. ``workers``: the same, without parameter servers. The token rate is
+    measured from the end of the first step of any worker. The step time is the median of the workers' median times.
     """
     made = [rank for rank in workers if rank["count"]]
     if not made:
@@ -102,7 +101,7 @@ def _most(counts: Sequence[float]) -> float:
 
 
 def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
-    """Return (seconds, bytes sent, communication seconds) of sampled steps. The first step is used only if alone."""
+    """Return (seconds, bytes sent, communication seconds) of some steps. The first step is left out if possible."""
     first = rank["first"]
     if not rank["count"] or rank["sample"]:
         return rank["sample"]
@@ -125,7 +124,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return the summary of the run in ``directory`` as a dict. Unknown figures are None. Collective.
 
-    ``outcome``: steps made. ``entropies``: n-gram entropies of the training text, on rank 0 only.
+    ``outcome``: result of the training loop. ``entropies``: n-gram entropies of the training text, used on rank 0.
     """
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers, pss = [rank for rank in ranks if rank["computes"]], [rank["pss"] for rank in ranks]
@@ -178,9 +177,9 @@ def summarise(
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return mean and median of the step time, and of the fraction spent in communication. Local.
+    """Return mean and median of the step time, and of the fraction of it spent in communication. Local.
 
-    Times are from ``pace``. Fractions are means over ``workers``, the computing ranks. Figures are None without steps.
+    ``workers``: measurements of each computing rank, over which fractions are averaged. Unknown figures are None.
     """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
@@ -253,7 +252,7 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return hits, misses and wait seconds of layer prefetches, as means per step and worker, None if unknown."""
+    """Return prefetched layers in time (hits) or late (misses), and wait seconds, per step and worker, or None."""
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
     return {name: json_number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
@@ -265,9 +264,10 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return the bytes moved per step, keyed by the fields of `BytesMoved`, or None if no rank made a step.
+    """Return the bytes that a rank moves in a step, by transport (a field of `BytesMoved`), or None without steps.
 
-    Each value is the largest mean over steps of any rank. For the key "messages", it is ``sent`` unless NaN.
+    Each value is a mean over the steps, of the rank with the largest mean. The value for "messages" is ``sent``, unless
+    ``sent`` is NaN.
     """
     made = [rank for rank in ranks if rank["count"]]
     if not made:
@@ -280,7 +280,7 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the largest mean of bytes that a rank reads from shared memory in a step, or None if it is 0."""
+    """Return the bytes that a rank reads from shared memory in a step (the largest of all ranks), or None if 0."""
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 

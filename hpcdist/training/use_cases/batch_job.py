@@ -142,7 +142,7 @@ def size_of(job: BatchJob) -> str:
 
 
 def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
-    """Return ``job`` with messages for the user, after a check against the profile of its cluster ``site``.
+    """Check ``job`` against the profile of its cluster ``site``. Return the job with messages for the user.
 
     ``shape``: text about the job's size. ``notes``: further messages. ``data``: paths of the job's data files, for
     warnings if compute nodes cannot see them. Raises ConfigurationError.
@@ -245,7 +245,7 @@ def _with_stripe(
 def _with_checkpoints(
     resolved: "ResolvedRecipe", options: Mapping[str, Any], site: SiteProfile
 ) -> tuple["Recipe", list[str]]:
-    """Return the recipe with a computed checkpoint interval, and notes for the user. A user's interval is kept."""
+    """Return the recipe with a checkpoint interval, computed if the user set none, and notes for the user."""
     recipe = resolved.recipe
     if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
         return recipe, []

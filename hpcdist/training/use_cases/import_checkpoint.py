@@ -23,9 +23,9 @@ def prepare_imported_run(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Create ``run_dir`` for imported ``tensors``, with the recipe file ``path`` and ``overrides`` of its keys. Local.
 
-    Return the model inputs, such as the vocabulary size, and a dict from tensor names in the file to names in the
-    run. ``inputs``: model inputs stored in the file. Without them, the training data is read, which may raise
-    DataError. Raises ConfigurationError if ``tensors`` do not match the model, or if the directory has a recipe.
+    Return the model sizes that the data determines, such as the number of classes, and a dict from tensor names in the
+    file to names in the run. ``inputs``: these sizes, if stored in the file. Otherwise the training data is read, which
+    may raise DataError. Raises ConfigurationError if the model has other tensors, or the directory has a recipe.
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
@@ -49,8 +49,8 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
     """Return a dict from tensor names in the imported file to names in the model of ``recipe``. Local.
 
-    Names of a user model's state dict are also recognised. ``inputs`` are the model inputs from the data. Raises
-    ConfigurationError if ``tensors`` are not the model's parameters.
+    Names of a user model's state dict are also recognised. ``inputs`` are the model sizes that the data determines.
+    Raises ConfigurationError if ``tensors`` are not the model's parameters.
     """
     model = models.build(recipe.model, recipe.precision.computes, **inputs)
     names = _tensor_names(model, [tensor.name for tensor in tensors])

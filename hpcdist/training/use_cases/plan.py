@@ -76,10 +76,10 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return the plan ``make(simulate)``, and notes for the user.
+    """Return the plan that the function ``make`` computes, and notes for the user.
 
-    ``make`` computes a plan. The keyword ``simulate``: True to simulate the pipeline. If the simulator cannot be
-    loaded, return ``make(False)`` and a note with the reason.
+    The keyword ``simulate`` is passed to ``make``: True to simulate the pipeline. If the simulator cannot be loaded,
+    the pipeline is not simulated, and a note has the reason.
     """
     try:
         return make(simulate), ()

@@ -45,9 +45,10 @@ def flag(name: str) -> str:
 
 
 def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> ParallelLayout:
-    """Return the layout ``base`` changed by the options. --devices determines the number of replicas.
+    """Return the layout ``base`` with the changes in ``options``, which are options of `hpcdist plan` by name.
 
-    Raises UsageError for contradictory options, or if the product of the degrees is not the number of devices.
+    The option "devices" determines the number of replicas. Raises UsageError for contradictory options, or if the
+    product of the degrees is not the number of devices.
     """
     plain = {name: field for name, field in LAYOUT_FIELDS.items() if name not in _OWN_RULES}
     values = {field: options[name] for name, field in plain.items() if options.get(name) is not None}
@@ -65,7 +66,7 @@ def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> Par
 def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> dict[str, Any]:
     """Return the layout fields "strategy" and "servers", or {} if no option sets them. Raises UsageError.
 
-    If the options repeat the strategy of the layout ``base`` without --servers, ``base.servers`` is kept.
+    If the options set the same strategy as the layout ``base``, the default number of servers is ``base.servers``.
     """
     stage, strategy, servers = options.get("zero"), options.get("strategy"), options.get("servers")
     if stage is not None:
@@ -150,10 +151,10 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject`` with Megatron's kernel speed and memory, if cluster ``on`` has no measurements of hpcdist.
+    """Return ``subject`` with Megatron's kernel speed and memory, if hpcdist was not measured on cluster ``on``.
 
     Only transformers on GPUs are changed, and only if the user chose no kernels. Layouts that Megatron does not support
-    are unchanged, unless the keyword ``always`` is true.
+    are changed only if the keyword ``always`` is True.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:
@@ -170,10 +171,10 @@ def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = 
 
 
 def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:
-    """Return the model, layout and batch to plan, from a recipe, or from a model in the options.
+    """Return the model, layout and batch to plan, from the recipe ``path``, or from a model in ``options``.
 
-    Without both, the default recipe is used. Raises UsageError for contradictory or missing options, ConfigurationError
-    for a recipe or model that cannot be planned, and StorageError for a missing recipe file.
+    Without recipe and model, the default recipe is used. Raises UsageError for contradictory or missing options,
+    ConfigurationError for a recipe or model that cannot be planned, and StorageError for a missing recipe file.
     """
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)

@@ -164,7 +164,7 @@ def _layout(recipe: "Recipe", notes: list[str]) -> ParallelLayout:
 
 
 def _servers(recipe: "Recipe", notes: list[str]) -> int:
-    """Return the number of ranks that are only parameter servers."""
+    """Return the number of ranks that are only parameter servers. Add ignored settings to ``notes``."""
     servers = recipe.parameter_server
     if recipe.parallel.strategy != "parameter_server":
         return 0

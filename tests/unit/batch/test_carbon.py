@@ -130,7 +130,7 @@ def test_saving_is_unknown_if_forecast_does_not_cover_now():
 @cases(
     "now, hours, deadline, error, words",
     (NOON, 3, NOON + 2 * HOUR, UsageError, "too soon"),
-    (NOON, 3, NOON + 9 * HOUR, ConfigurationError, "covers .* to .*, which has no"),
+    (NOON, 3, NOON + 9 * HOUR, ConfigurationError, "has no such time: it covers .* to "),
     (NOON + 5 * HOUR, 1, NOON + 9 * HOUR, ConfigurationError, "newer or longer forecast"),
     (NOON - 9 * HOUR, 1, NOON - HOUR, ConfigurationError, "covers"),
     (NOON, 0, NOON + HOUR, UsageError, "must be above 0 s"),

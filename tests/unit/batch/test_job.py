@@ -76,7 +76,7 @@ def test_ranks_are_nodes_times_ranks_per_node():
     ("--time=5", "use --time"),
     ("--signal=B:TERM@9", "use --signal-seconds"),
     ("--sig=TERM", "conflicts with --signal"),  # an abbreviation that sbatch accepts
-    ("--requeue", "the script controls requeueing; it is requeued until all steps are done"),
+    ("--requeue", "the script controls requeueing; the job is requeued until all steps are done"),
     ("--no-requeue", "the script controls requeueing; use --chain"),
     ("--chdir=/tmp", "submit from that directory"),
 )

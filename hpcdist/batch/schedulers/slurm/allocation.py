@@ -43,7 +43,7 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 class SlurmAllocation:
     """Nodes of the current Slurm job, and the number of nodes that a restart needs.
 
-    The argument ``needed`` is this number, or None for any number. The keyword ``whole`` requires all nodes of the job.
+    ``needed`` is this number; None allows any number. The keyword ``whole`` requires all nodes of the job instead.
     """
 
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
@@ -71,7 +71,10 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait, up to SlurmdTimeout, until enough nodes answer for a restart. Return a signal of ``pause``, or None."""
+        """Wait, up to SlurmdTimeout, until enough nodes answer for a restart. Return the signal that ended it, or None.
+
+        ``pause(seconds)`` waits, and returns a stop signal or None. ``say(text)`` prints a message.
+        """
         limit_s = 0.0
         began = time.monotonic()
         while self.shortage() and len(_allocated_nodes(self._environment)) >= (self._needed or 0):

@@ -45,7 +45,7 @@ class AccountedStep(NamedTuple):
     of_nodes: Mapping[str, float] = MappingProxyType({})
 
     def shares(self) -> dict[str, float]:
-        """Return the energy of each node in J. Nodes without a measurement share the rest of the total equally."""
+        """Return a dict from node name to energy in J. Unmeasured nodes get equal shares of the remaining energy."""
         measured = {node: self.of_nodes[node] for node in self.nodes if node in self.of_nodes}
         rest = max(0.0, (self.joules or 0.0) - sum(measured.values()))
         others = [node for node in self.nodes if node not in measured]
@@ -53,7 +53,7 @@ class AccountedStep(NamedTuple):
 
 
 class AccountedEnergy(NamedTuple):
-    """Energy of a job: ``known`` in J or None, and ``lacking``, the reason if it is unknown or incomplete, else ""."""
+    """Energy of a job: ``known``, in J or None if unknown, and ``lacking``, the reason why energy is missing, or ""."""
 
     known: float | None
     lacking: str = ""
@@ -69,9 +69,9 @@ def joules(text: str) -> float | None:
 
 
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
-    """Return the energy of one finished start of a job, summed over its steps. A requeued job has several starts.
+    """Return the energy of one finished execution of a job, summed over the job steps.
 
-    ``job`` and ``steps`` are the accounting records of this start. Without steps, the energy in ``job`` is used.
+    ``job`` and ``steps`` are the accounting records of this execution. Without steps, the energy in ``job`` is used.
     """
     if not steps:
         return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)
@@ -97,7 +97,7 @@ def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEne
 
 
 def of_rows(rows: Sequence[JobState]) -> AccountedEnergy:
-    """Return the total energy in the sacct records ``rows``. A requeued job has a record for each start."""
+    """Return the total energy in the sacct records ``rows``. A requeued job has one record per execution."""
     ran = [row for row in rows if row.elapsed_s or row.begun_utc or row.energy_j]
     if not ran:
         return AccountedEnergy(None, "no start of the job has run" if rows else "no accounts of these jobs")

@@ -23,11 +23,11 @@ from hpcdist.strategies.schedule.operations import Operation
 
 
 class Quorum:
-    """Decisions of the first server about pushed gradients. A step ignores the ``spare`` slowest of ``workers``.
+    """Decides, on the first server, which pushed gradients all servers apply and which they drop. Local.
 
-    All servers follow a decision, a `ControlFields` object. Its field ``workers`` lists workers. If its field
-    ``dropped`` is true, the servers ignore these workers' gradients. Otherwise, they apply the sum of these gradients
-    times the field ``scale``. Workers continue after the step in the field ``clock``.
+    A step does not wait for the ``spare`` slowest of ``workers``. Their late gradients are dropped. A decision is a
+    `ControlFields` object. ``decision.workers`` lists the workers whose gradients are applied, or are dropped if
+    ``decision.dropped`` is True. The applied sum is multiplied by ``decision.scale``.
     """
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
@@ -39,10 +39,10 @@ class Quorum:
         self.dropped = 0  # number of dropped gradients
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
-        """Record the gradient of ``worker`` for step ``clock``. Return the decisions to apply or drop gradients, or [].
+        """Record the gradient of ``worker`` for step number ``clock``. Return the list of new decisions.
 
-        ``samples``: number of samples in this gradient, which the worker has divided by ``divisor``, the number of
-        samples of all workers.
+        ``samples``: number of this worker's samples. ``divisor``: number of samples of all workers. The worker has
+        divided its gradient by ``divisor``.
         """
         if clock <= self.clock:
             return [self._drop(worker)]
@@ -57,15 +57,15 @@ class Quorum:
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` has stopped pushing. Return the decisions to drop gradients, or [].
+        """Record that ``worker`` has stopped pushing. Return the list of new decisions.
 
-        If the other workers are too few for an update, all gradients that wait for the update are dropped.
+        If too few workers remain for an update, all gradients that wait for the update are dropped.
         """
         self._away.add(worker)
         return self._release()
 
     def convene(self, clock: int) -> None:
-        """Let all workers push gradients again after a training pause. All workers continue after step ``clock``."""
+        """End a pause of training: all workers push again, starting with the gradient of step ``clock`` + 1."""
         self._away.clear()
         self.clock = clock
 
@@ -99,7 +99,7 @@ class BackupExchange(AsynchronousServerExchange):
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return ``batch``, the divisor of the gradient. This worker has ``samples`` samples, all workers ``batch``."""
+        """Return ``batch``, all workers' number of samples, as divisor of the gradient. ``samples``: this worker's."""
         self._weight = samples, batch
         return batch
 
@@ -153,7 +153,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Apply the gradients of the workers in ``turn``. Return False if gradient norms of servers are missing."""
+        """Apply the gradients of ``turn.workers``. Return False if other servers' gradient norms are still missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -204,8 +204,9 @@ class BackupExchange(AsynchronousServerExchange):
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
         """Set the step counts of all workers to ``updates``, the number of server updates. Collective over the world.
 
-        Call it while training is paused. ``clocks``: step count of each worker. If one is below ``updates``, all
-        workers receive the newest parameters. ``calls``: number of pause requests of all ranks in this run.
+        Call it while training is paused. ``clocks``: step count of each worker so far. If any count is below
+        ``updates``, all workers receive the newest parameters. ``calls``: number of pause requests that all ranks have
+        sent in this run.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:
@@ -224,7 +225,7 @@ class BackupExchange(AsynchronousServerExchange):
         return {"count": min(self.clocks)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the step count from ``state``; all workers continue at this count."""
+        """Set the step counts of all workers to ``state["count"]``, from a checkpoint."""
         count = int(state["count"])
         self.clock = self.updates = count
         self.clocks = [count] * len(self.roles.workers)

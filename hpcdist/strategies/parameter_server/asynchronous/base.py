@@ -38,9 +38,9 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 def per_push_context(context: RankContext, workers: int) -> RankContext:
-    """Return ``context`` with a learning-rate schedule of ``workers`` times as many steps, warm-up included.
+    """Return a copy of ``context`` with ``workers`` times as many total steps and warm-up steps.
 
-    Used by servers that make one update per gradient of a worker.
+    Used by servers that make a separate update for the gradient of each of ``workers`` workers.
     """
     optimizer = replace(context.optimizer, warmup_steps=context.optimizer.warmup_steps * workers)
     return replace(context, optimizer=optimizer, total_steps=context.total_steps * workers)
@@ -49,8 +49,8 @@ def per_push_context(context: RankContext, workers: int) -> RankContext:
 class ServerShard:
     """The parameters that a server owns, with their optimizer. Local.
 
-    The attribute ``parts`` has the server's ranges of the flat parameter vector. They contain whole tensors. The
-    attribute ``inbox`` is the memory for received gradients.
+    ``parts``: the server's ranges of the flat parameter vector, which contain whole tensors. The attribute ``inbox``
+    is the memory for received gradients.
     """
 
     def __init__(self, context: RankContext, parts: Sequence[Range]) -> None:
@@ -65,7 +65,7 @@ class ServerShard:
         return self.optimizer.count
 
     def step(self, gradients: FlatStore, scale: float, factor: float = 1.0) -> None:
-        """Update the parameters with ``scale * gradients``, at ``factor`` x the learning rate. Overwrites gradients."""
+        """Update parameters with ``scale * gradients`` and learning rate x ``factor``. Overwrites ``gradients``."""
         start_s = time.perf_counter()
         self.optimizer.begin_step(factor)
         for part in self.parts:
@@ -84,8 +84,9 @@ class ServerShard:
 class AsynchronousServerExchange(Exchange):
     """Base class of parameter-server strategies whose workers make steps independently.
 
-    In a rendezvous, such as for a checkpoint, all workers stop between steps. The attribute ``together`` is then true.
-    The attribute ``clocks`` holds each worker's step count at the last rendezvous. Subclasses define `_on_push`.
+    In a rendezvous, such as for a checkpoint, all workers stop between steps. The attribute ``together`` is then True.
+    The attribute ``clocks`` holds each worker's step count at the last rendezvous. Subclasses define `_on_push`, which
+    handles a worker's message that its gradient is complete.
     """
 
     drops_late = False
@@ -94,10 +95,9 @@ class AsynchronousServerExchange(Exchange):
     staleness = 0  # staleness of that gradient
 
     def __init__(self, context: RankContext, roles: Roles, serving: RankContext) -> None:
-        """Create the exchange of this rank for the servers and workers in ``roles``. Collective.
+        """Create the exchange of this rank. ``roles``: ranks of servers and workers. Collective over the world.
 
-        The context ``serving`` is for the parameters that a server owns. Its learning-rate schedule may differ from
-        ``context``.
+        ``serving``: context of a server's optimizer. Its learning-rate schedule may differ from ``context``.
         """
         self.context, self.roles = context, roles
         self.rank, self._first = context.world.rank, roles.servers[0]
@@ -146,7 +146,7 @@ class AsynchronousServerExchange(Exchange):
         return self._stores[1]
 
     def plan(self) -> list[Operation]:
-        """Return the operations of a worker's step, or [] on a dedicated server."""
+        """Return the operations that exchange gradients and parameters in a step, or [] on a dedicated server."""
         if not self.works:
             return []
         pushes = [Operation(Kind.PUSH, range=part) for part, _ in self._messages]
@@ -160,7 +160,7 @@ class AsynchronousServerExchange(Exchange):
         return [step for op in operations for step in [op, *(look if op.kind in (Kind.FORWARD, Kind.BACKWARD) else [])]]
 
     def push(self, op: Operation) -> None:
-        """Start sending the gradients of the range in ``op`` to the server that owns it. Local."""
+        """Start sending the gradients of the parameter range ``op.range`` to the server of this range. Local."""
         server = self._owner_of[op.part]
         if server != self.rank and self._pushes:
             self._pushed.append(self._values.isend(self.gradients.range(op.part), server, GRADIENT))
@@ -170,7 +170,7 @@ class AsynchronousServerExchange(Exchange):
         self._channel.serve()
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return the divisor that makes this worker's gradient a mean: its number of samples, ``samples``. Local."""
+        """Return ``samples``, this worker's number of samples, as divisor of its gradient. ``batch``: all workers'."""
         return samples
 
     def pull(self, op: Operation) -> None:
@@ -196,9 +196,9 @@ class AsynchronousServerExchange(Exchange):
 
     @contextmanager
     def unpushed(self) -> Iterator[None]:
-        """Return a context manager in which a failed step is computed again without sending gradients. Local.
+        """Return a context manager that stops pushes while a failed step is computed again. Local.
 
-        First, the servers are told to drop the gradients of the failed step.
+        At entry, it tells the servers to drop the failed step's gradients that were already sent.
         """
         for server in self.roles.servers:
             if server != self.rank:
@@ -254,7 +254,7 @@ class AsynchronousServerExchange(Exchange):
             self._told(what)
 
     def _told(self, what: ControlFields) -> None:
-        """Handle ``what``, the reply of the first server to this worker. Does nothing by default."""
+        """Handle ``what``, the first server's reply to this worker. The base class does nothing."""
 
     def meet(self) -> None:
         """Pause training: wait until all workers have stopped between steps. Collective over the world."""
@@ -262,16 +262,16 @@ class AsynchronousServerExchange(Exchange):
         self.together = True
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Record the state of training at a pause, and complete outstanding control messages. Local.
+        """Record the progress of training at a pause, and complete outstanding control messages. Local.
 
         ``clocks``: step count of each worker. ``updates``: number of updates on the first server. ``calls``: number of
-        pause requests of all ranks in this run.
+        pause requests that all ranks have sent in this run.
         """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)
 
     def plan_rendezvous(self, clock: int) -> None:
-        """Pause training when the slowest worker has made ``clock`` steps; 0 plans no pause. Local."""
+        """Plan a pause of training when the slowest worker has completed ``clock`` steps; 0 plans no pause. Local."""
         self.meet_at = clock
 
     def part(self) -> None:
@@ -303,7 +303,7 @@ class AsynchronousServerExchange(Exchange):
         return norms.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Return ``values``. During a pause of training, first sum them over the world, which is collective."""
+        """Return the array ``values``. If training is paused, first sum it over the world in place (collective)."""
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
@@ -314,11 +314,9 @@ class AsynchronousServerExchange(Exchange):
             self.shard.parameters.copy_from(initial)
 
     def pieces(self) -> Sequence[Piece]:
-        """Return the checkpoint pieces of this server: its parameters and optimizer state; [] on other ranks."""
         return [] if self.shard is None else pieces_of(self.shard.stores(), self.shard.parts)
 
     def wanted(self) -> Sequence[Piece]:
-        """Return the checkpoint data to restore: all parameters for a worker, and a server's parameters and state."""
         parameters = pieces_of({"parameters": self.parameters}, self.parameters.parts) if self.works else []
         return [*parameters, *self.pieces()]
 

@@ -46,12 +46,13 @@ class VersionVector:
         return min((clock for worker, clock in self.vector.items() if worker not in self._away), default=math.inf)
 
     def push(self, worker: int, clock: int) -> bool:
-        """Record push number ``clock`` of ``worker``; return False for a repeated push. Raises ValueError for a gap."""
+        """Record push number ``clock`` of ``worker``. Return False if repeated. Raises ValueError if one is missing."""
         if clock <= self.vector[worker]:
             return False
         if clock != self.vector[worker] + 1:
             raise ValueError(
-                f"push {clock} of worker {worker} came after push {self.vector[worker]}; send all pushes in order"
+                f"push {clock} of worker {worker} came after push {self.vector[worker]}, expected push "
+                f"{self.vector[worker] + 1}; send all pushes in order"
             )
         self.vector[worker] = clock
         return True
@@ -76,7 +77,7 @@ class VersionVector:
         self._away.add(worker)
 
     def rejoin(self, worker: int) -> int:
-        """Let ``worker`` push again. Return its step count, which is at least the slowest running worker's count."""
+        """Let ``worker`` push again. Return its step count, raised to the slowest running worker's count if smaller."""
         slowest = self.slowest
         if worker in self._away and slowest < math.inf:
             self.vector[worker] = max(self.vector[worker], int(slowest))
@@ -106,7 +107,7 @@ class AsynchronousExchange(AsynchronousServerExchange):
 
     @property
     def seen(self) -> Mapping[int, int]:
-        """Number of pushes of each worker that this server has applied, by worker rank."""
+        """Mapping from each worker's rank to the number of its pushes that this server has applied."""
         return self._vector.vector
 
     def begin_update(self, scale: float) -> None:
@@ -182,11 +183,11 @@ class AsynchronousExchange(AsynchronousServerExchange):
         return rate * self._factor(self.staleness)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: each worker's step count, their minimum, and the number of updates."""
+        """Return a dict for the checkpoint: each worker's step count, the smallest one, and the number of updates."""
         return {"count": min(self.clocks), "clocks": self.clocks, "updates": self.updates}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the step counts; if the number of workers has changed, all workers continue at the smallest count."""
+        """Restore the step counts from ``state``. If the number of workers has changed, all get the smallest count."""
         count, workers = int(state["count"]), len(self.roles.workers)
         if len(state.get("clocks", ())) == workers:
             self.clocks, self.updates = [int(clock) for clock in state["clocks"]], int(state["updates"])

@@ -139,8 +139,8 @@ LOOK_S: Final = 0.5  # interval at which a waiting rank checks whether to call t
 class Rendezvous:
     """Pause of all workers between steps, so that the world can run collectives. Each rank has one such object.
 
-    The attribute ``called`` is true on a worker that must pause and call `meet`. The attribute ``due`` is true on the
-    first server while it asks workers to pause. Servers do not pause; they call ``left(worker)`` for paused workers.
+    The attribute ``called`` is True on a worker that must pause and call `meet`. The attribute ``due`` is True on the
+    first server while it asks workers to pause. A server calls the function ``left(worker)`` when ``worker`` pauses.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Rendezvous:
     def settle(self, calls: int) -> None:
         """Wait until this rank's control messages have been received. Local; call it while all workers are paused.
 
-        The first server also waits for all pause requests. ``calls``: their number since the start of the run.
+        ``calls``: number of pause requests that all ranks have sent in this run. The first server waits for them too.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

@@ -220,11 +220,12 @@ def insert_exchange(
 ) -> list[Operation]:
     """Insert the operations ``exchange``, which sum gradients and update parameters, into the operations ``steps``.
 
-    ``units``: each model unit's range of the flat parameter vector. Operations of the types `EXCHANGED` follow as
-    soon as the gradients of their range are complete: after the last micro-batch or, if the keyword
-    ``every_microbatch`` is True, after each micro-batch. A MIX_START comes first, other operations come at the end.
+    ``units``: each model unit's range of the flat parameter vector. Operations of the types `EXCHANGED`, such as
+    REDUCE, follow as soon as the gradients of their range are complete. This is after the last micro-batch or, if the
+    keyword ``every_microbatch`` is True, after each micro-batch. Other operations come at the end of the list, except
+    that a MIX_START comes at the start.
 
-    If a range has an ADD operation, this rank sums its gradients over the micro-batches, and reduces only the sum.
+    If ``exchange`` has an ADD of a range, the range is added up over the micro-batches, and reduced only once.
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> index at which its gradients are complete
     for index, op in enumerate(steps):

@@ -36,7 +36,7 @@ LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I
 
 @dataclass(frozen=True)
 class Peak:
-    """Largest number of micro-batches that are in progress at once on a rank, counted once for each chunk.
+    """Largest number of micro-batches in progress at once on a rank, summed over its pipeline chunks.
 
     - ``live``: after the forward pass, before the backward pass (or its input-gradient half), with all activations.
     - ``held``: between the input-gradient and the weight-gradient half of a split backward pass.
@@ -54,7 +54,7 @@ def spell(step: Pass) -> str:
 
 
 def sequential(rank: int, ranks: int, microbatches: int) -> Passes:
-    """Return the passes of gradient accumulation: each micro-batch runs forward and back before the next one starts."""
+    """Return the passes of gradient accumulation: forward and backward of one micro-batch, then of the next."""
     _check(rank, ranks, microbatches)
     return [(kind, microbatch, 0) for microbatch in range(microbatches) for kind in (Kind.FORWARD, Kind.BACKWARD)]
 
@@ -128,10 +128,10 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the number of micro-batches per group: the smallest for which no group has fewer than ``ranks``.
+    """Return the smallest number of micro-batches per group for which every group has at least ``ranks``.
 
     In interleaved 1F1B, a rank runs a whole group of micro-batches through one chunk before its next chunk. The last
-    group has the remaining micro-batches.
+    group has the remaining micro-batches, so it may be smaller.
     """
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
     return next(size for size in range(ranks, microbatches + 1) if not 0 < microbatches % size < ranks)

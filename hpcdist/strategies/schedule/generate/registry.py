@@ -80,7 +80,7 @@ FILE: Final = "file"  # a schedule read from a file
 class Schedule:
     """Description of one pipeline schedule, an item of `SCHEDULES`.
 
-    - ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks) for passes and live micro-batches.
+    - ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks) that return the passes and the `Peak`.
     - ``least``, ``most``: minimum and maximum number of chunks per rank (None: no maximum).
     - ``folded``: a rank's two chunks are placed in a V shape, not round-robin.
     - ``splits``: input and weight gradients are separate passes.
@@ -149,7 +149,8 @@ NAMES: Final = (*SCHEDULES, FILE)
 def chunks_of(name: str, chunks: int = 1) -> int:
     """Return the number of model chunks per rank with the schedule ``name``. ``chunks``: the number in the recipe.
 
-    If it is 1, the result is the schedule's maximum, if any. Raises ConfigurationError for an unsupported number.
+    The default ``chunks`` = 1 selects the schedule's maximum, if it has one. Raises ConfigurationError for a number
+    that the schedule does not support.
     """
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):

@@ -41,7 +41,7 @@ def compact(passes: Passes) -> np.ndarray:
 def program(
     passes: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> Program:
-    """Return the simulator input for all ranks. ``passes`` has one array per rank, made by `compact`. Local."""
+    """Return the `Program` to simulate. ``passes``: one array per rank, made by `compact`. Local."""
     rows = [_Row(passes[rank], placement, rank, recompute) for rank in range(placement.stages)]
     count = 1 + max((int(row.microbatch.max(initial=0)) for row in rows), default=0)
     code, chunk, way = (np.concatenate([getattr(row, name) for row in rows]) for name in ("code", "chunk", "way"))
@@ -58,7 +58,7 @@ def program(
         entry = int(np.flatnonzero((code == RECV) & (target < 0))[0])
         raise ScheduleError(
             f"model chunk {chunk[entry]} waits for micro-batch {microbatch[entry]}, which no rank sends; find the "
-            "error by hpcdist.strategies.schedule.verify"
+            "error with hpcdist.strategies.schedule.verify"
         )
     work = np.where(code == WORK, way, programs.OTHER).astype(np.int8)
     return Program(

@@ -68,7 +68,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """Seconds per model unit, for FORWARD, BACKWARD, INPUT, WEIGHT and recomputed forward passes, in this order."""
+        """One row each for FORWARD, BACKWARD, INPUT, WEIGHT and recomputed FORWARD: seconds of each model unit."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
@@ -94,7 +94,6 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in the program."""
         return len(self.starts) - 1
 
     def row(self, rank: int) -> slice:
@@ -135,7 +134,7 @@ def run(program: Program) -> Times:
         raise ScheduleError(
             f"rank {rank} waits for ever in its operation number {at[rank] - program.starts[rank]}; of all {len(at)} "
             f"ranks, ranks {stuck.tolist()} wait for ever. A message is never sent, or ranks wait for each other; find "
-            "the error by hpcdist.strategies.schedule.verify"
+            "the error with hpcdist.strategies.schedule.verify"
         )
     return Times(begin_s, end_s, cause, before, arrival_s)
 
@@ -146,7 +145,8 @@ def _run(
 ) -> None:
     """Simulate until each rank has ended or waits for a message. Update ``at`` and ``times`` in place.
 
-    ``at``: index of each rank's next operation. ``travel_s``: (seconds that a message occupies its link, latency).
+    ``rows``, ``links``: arrays of the `Program`. ``at``: index of each rank's next operation. ``travel_s``: seconds
+    that a message occupies its link, and its latency.
     """
     starts, code, target, seconds = rows
     begin_s, end_s, cause, before, arrival_s = times

@@ -84,7 +84,7 @@ class StepTimeline:
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
 
     def critical_path(self) -> "list[CriticalSegment]":
-        """Return the gapless chain of program entries and messages that determines the simulated step time. Local."""
+        """Return the critical path: a gapless list of operations and messages that determines the step time. Local."""
         program, times = self.program, self.times
         segments: list[CriticalSegment] = []
         entry = int(times.end_s.argmax()) if len(times.end_s) else -1
@@ -107,7 +107,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Segment of the critical path on ``rank``: operation number ``entry`` of a `Program`, or a message to it."""
+    """Segment of the critical path: operation ``entry`` of a `Program`, or the message that it receives."""
 
     rank: int
     entry: int

@@ -46,7 +46,6 @@ class PeerRanks:
         self._groups = {group: tuple(members) for group, members in groups.items()}
 
     def stage(self, rank: int) -> int:
-        """Return the pipeline stage of a worker rank."""
         return self._places[rank]["pipeline"]
 
     def together(self, rank: int) -> tuple[int, ...]:
@@ -74,8 +73,8 @@ class PeerRanks:
 class DryRun:
     """Simulation of the operations of all ranks in one step, to find deadlocks.
 
-    The attributes ``messages`` and ``meetings`` count messages and collectives. ``neighbours``: each rank's peers on
-    the grid axes. ``places``: pipeline stages of each rank's pipeline.
+    ``neighbours``: peers of each rank on the grid axes. ``places``: for each rank, the assignment of model units to its
+    pipeline's ranks. The attributes ``messages`` and ``meetings`` count messages and collectives.
     """
 
     def __init__(

@@ -27,10 +27,11 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Check the ``passes`` of all ranks. Return each rank's largest number of micro-batches in progress.
+    """Check the ``passes`` of all ranks. Return each rank's `Peak`: the largest numbers of micro-batches in progress.
 
     Raises ScheduleError if ranks wait for each other in a cycle, or if one of ``microbatches`` micro-batches does not
-    pass once forward and once back through every model chunk. ``placement``: ranks of the chunks. ``names``: of ranks.
+    pass once forward and once back through every model chunk. ``placement``: ranks of the chunks. ``names``: names of
+    the ranks for error messages.
     """
     names = names or [f"rank {rank}" for rank in range(len(passes))]
     assert len(passes) == placement.stages, f"passes of {len(passes)} ranks for {placement.stages}"
@@ -164,7 +165,7 @@ class RankProgram:
     alone: bool
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (index, operation) of each operation whose type is one of the arguments, in order of execution."""
+        """Return (index, operation) of each operation of the types passed as arguments, in order of execution."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -222,7 +223,7 @@ def gathered_peak(share: RankProgram) -> int:
 def activation_peak(share: RankProgram) -> tuple[Peak, int]:
     """Return the largest numbers of micro-batches in progress at once in one rank's program ``share``.
 
-    The first result, a `Peak`, counts all micro-batches. The second result excludes micro-batches whose activations
+    The first result, a `Peak`, counts all micro-batches. The second, an int, excludes micro-batches whose activations
     were freed and are not recomputed yet.
     """
     chunks = share.place[0].of(share.place[1]) if share.place is not None else ()

@@ -255,8 +255,8 @@ def _check_settled(share: RankProgram) -> None:
     deferred, settled = ([op for _, op in share.where(kind)] for kind in (Kind.DEFER, Kind.SETTLE))
     # A SETTLE runs in the step after its DEFER.
     for operations, others, why in (
-        (deferred, settled, "is not settled exactly once"),
-        (settled, deferred, "does not settle exactly one DEFER"),
+        (deferred, settled, "needs exactly one SETTLE of the same range in the list"),
+        (settled, deferred, "needs exactly one DEFER of the same range in the list"),
     ):
         for op in operations:
             if sum(other.range == op.range for other in others) != 1:

@@ -92,7 +92,7 @@ def observed_by_label(data: PageData, name: str) -> dict[str, ObservedSeries]:
 
 
 def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
-    """Draw the series ``parts`` as areas stacked on each other. Between two observations, the earlier value is used."""
+    """Draw ``parts``, a dict from labels to series, as stacked areas. A value holds until the next observation."""
     at = np.unique(np.concatenate([series.step for series in parts.values()]))
     at = decimate(at, at.astype(float))[0]
     areas = {}
@@ -104,7 +104,7 @@ def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
 
 
 def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """Draw ``parts``, a dict: name -> y values at the x values ``at``, as stacked areas. NaN counts as 0."""
+    """Draw ``parts``, a dict from names to y values at the x values ``at``, as stacked areas. NaN counts as 0."""
     shown = {name: np.nan_to_num(part) for name, part in parts.items() if np.nansum(part) > 0}
     if len(at) == 1:  # one point has no area
         at, shown = np.array([at[0] - 0.5, at[0] + 0.5]), {name: np.repeat(part, 2) for name, part in shown.items()}
@@ -147,5 +147,5 @@ def rows_note(run: SampledMetrics) -> str:
 
 
 def format_value(value: float | None, form: str = "{:.4f}") -> str:
-    """Return ``value`` formatted with ``form``, or "not measured" for None."""
+    """Return ``value`` formatted with the format string ``form``, or "not measured" for None."""
     return "not measured" if value is None else form.format(value)

@@ -106,7 +106,7 @@ def chart_style() -> Iterator[None]:
 
 
 def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = NARROW) -> str:
-    """Return the drawing made by ``draw(axes)`` as an SVG element, whose ids begin with ``key``."""
+    """Return the drawing by ``draw(axes)`` as an SVG element of ``size`` inches. Its element ids begin with ``key``."""
     from matplotlib.figure import Figure
 
     text = io.StringIO()
@@ -120,7 +120,7 @@ def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = 
 
 
 def embed_svg(text: str, key: str) -> str:
-    """Return a matplotlib SVG as an HTML element in the page style, without fixed size. Its ids begin with ``key``."""
+    """Return the matplotlib SVG file ``text`` as an HTML element without fixed size. Its ids begin with ``key``."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
@@ -147,7 +147,7 @@ def format_thousands(axis: Any) -> None:
 
 
 def legend(axes: Any, columns: int = 4) -> None:
-    """Draw the legend above the axes."""
+    """Draw a legend of at most ``columns`` columns above ``axes``, unless nothing is labelled."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         rows = -(-len(handles) // columns)
@@ -155,7 +155,7 @@ def legend(axes: Any, columns: int = 4) -> None:
 
 
 def robust_upper_limit(values: Any, share: float = 98.0) -> float | None:
-    """Return an upper axis limit above ``share`` percent of ``values``. None if there is no positive limit."""
+    """Return an axis limit 15 % above the percentile ``share`` of ``values``, or None if it is not positive."""
     import numpy as np
 
     finite = values[np.isfinite(values)]

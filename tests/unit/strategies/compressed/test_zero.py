@@ -301,7 +301,7 @@ def test_levels_across_mixed_nodes_or_whole_parameters_are_rejected(comm):
     for zero, keys in ((ZeroConfig(), {}), (ZeroConfig(gradients=4), {"parameters": "int8"})):
         with pytest.raises(ConfigurationError, match=r"neither all on one node.*zero.parameters or zero.gradients"):
             DrivenExchange(comm, 3, zero, across_nodes=True, **keys)
-    with pytest.raises(ConfigurationError, match=r"each of the 4 data ranks keeps whole"):
+    with pytest.raises(ConfigurationError, match=r"each of the 4 data ranks keeps all parameters"):
         DrivenExchange(comm, 3, ZeroConfig(parameters=1), parameters="int8")
 
 

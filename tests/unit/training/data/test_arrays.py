@@ -238,7 +238,7 @@ def test_arrays_that_are_no_tokens_are_rejected(tmp_path, array):
     np.save(tmp_path / "a.npy", array)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["tokens"] = array
-    expected = "expected one dimension of uint8, uint16, uint32" if array.size else "is empty"
+    expected = "expected a 1-D array of uint8, uint16, uint32" if array.size else "is empty"
     for read, name in ((data_files.npy_tokens, "a.npy"), (data_files.hdf5_tokens, "a.h5")):
         with pytest.raises(DataError, match=expected):
             read(tmp_path / name)
@@ -255,7 +255,7 @@ def test_broken_files_are_rejected(tmp_path, tokens):
     with pytest.raises(DataError, match="cannot be read"):
         data_files.npy_tokens(tmp_path / "object.npy")
     np.save(tmp_path / "single.npy", np.uint8(3))
-    with pytest.raises(DataError, match=r"uint8 of shape \(\); expected one dimension"):
+    with pytest.raises(DataError, match=r"uint8 of shape \(\); expected a 1-D array"):
         data_files.npy_tokens(tmp_path / "single.npy")
     np.savez(tmp_path / "archive.npy", tokens)
     (tmp_path / "archive.npy.npz").rename(tmp_path / "archive.npy")
