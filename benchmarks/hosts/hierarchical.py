@@ -40,9 +40,10 @@ from benchmarks.harness import Results
 from benchmarks.hosts.cluster import Hosts, tuned
 from hpcdist import collectives
 from hpcdist.comm import start
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.start import Session
+from hpcdist.comm.transport import Request
 from hpcdist.reporting.units import parse_bytes
 
 SCHEMA, COMMITTED = "hpcdist-benchmark-hosts", "hosts/2026-11-21-hosts-2x2-openmpi.h5"

@@ -11,7 +11,8 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, namespace
 from hpcdist.arrays.dtypes import fault_in, is_16bit_float, name_of
-from hpcdist.comm.communicator import REDUCTIONS, Communicator
+from hpcdist.comm.checks import REDUCTIONS
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
 
 # Errors that an algorithm raises on all ranks before it sends anything, so that the ranks stay in step.

@@ -15,7 +15,8 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
 from hpcdist.errors import UsageError
 
 AHEAD: Final = 2  # receives posted at any time: the one to wait for, and the next

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from threading import get_ident
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -22,10 +22,11 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm import events
-from hpcdist.comm.communicator import REDUCTIONS, Communicator, Request
+from hpcdist.comm.transport import Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
 
+REDUCTIONS: Final = ("sum", "max", "min")
 _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS["float64"]))
 
 
@@ -64,6 +65,19 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL: Final = (*(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm")), contextlib.__file__)
 
 
+class ComparableCommunicator(Protocol):
+    """Part of a communicator that the comparison of calls uses."""
+
+    name: str
+    rank: int
+    size: int
+    checked: bool
+    is_comparing: bool
+
+    def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None: ...
+    def iallreduce(self, buffer: Array, op: str = "sum") -> Request: ...
+
+
 Move: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is in flight
 
 
@@ -99,7 +113,9 @@ def describe_call(
     return CollectiveCall(operation, algorithm, name, str(count), reduction, extra)
 
 
-def compare_native(comm: Communicator, operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
+def compare_native(
+    comm: ComparableCommunicator, operation: str, buffer: Array, reduction: str = "", extra: str = ""
+) -> None:
     """Check that all ranks pass equal arguments to a collective that MPI executes. Collective over ``comm``.
 
     Raises CommunicationError on every rank if they differ. For the arguments see `describe_call`.
@@ -108,7 +124,7 @@ def compare_native(comm: Communicator, operation: str, buffer: Array, reduction:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
 
-def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = None) -> None:
+def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, move: Move | None = None) -> None:
     """Raise CommunicationError on every rank unless all ranks of ``comm`` pass an equal ``call``. Collective.
 
     ``call`` describes the next collective. ``move(request)`` is called repeatedly until the comparison message
@@ -119,7 +135,9 @@ def compare_calls(comm: Communicator, call: CollectiveCall, move: Move | None = 
         raise CommunicationError(_difference(comm.name, everybody))
 
 
-def announce_refusal(comm: Communicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None) -> None:
+def announce_refusal(
+    comm: ComparableCommunicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None
+) -> None:
     """Inform all other ranks of ``comm`` that this rank raises ``error`` instead of making ``call``.
 
     The other ranks must be in `compare_calls`, which then raises CommunicationError. This function does nothing if
@@ -137,7 +155,7 @@ def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[.
     ``algorithm`` is the name of the algorithm in error messages.
     """
 
-    def compare_then_run(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
+    def compare_then_run(comm: ComparableCommunicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"
         compare_calls(comm, describe_call("allreduce", algorithm, buffer, op, times))
         if scale == 1.0:
@@ -160,7 +178,7 @@ def call_site() -> str:
 
 
 def _exchange_calls(
-    comm: Communicator, call: CollectiveCall, move: Move | None = None
+    comm: ComparableCommunicator, call: CollectiveCall, move: Move | None = None
 ) -> list[tuple[CollectiveCall, str]]:
     fields = [" ".join(field.split())[:_FIELD_CHARACTERS] for field in astuple(call)]
     text = "\t".join(fields).encode("ascii", "replace") + b"\n"

@@ -1,79 +1,39 @@
-"""Communicator protocol: the operations that every transport offers to the algorithms above.
+"""Communicator: a group of ranks with its own message context, and the operations of every transport.
 
-Buffers are 1-D, C-contiguous numpy or cupy arrays. A call is collective over the communicator (every member must make
-it, in the same order) unless its docstring says "local" or names a peer. Implementations:
-`mpi.communicator.MpiCommunicator`, and `threads.communicator` for N ranks in one process and for a single rank.
+Buffers are 1-D, C-contiguous numpy or cupy arrays. A call is collective over the communicator (every rank must make it,
+in the same order) unless its docstring says "Local" or names another rank. Subclasses add a transport, in methods with
+a leading underscore: `mpi.communicator.MpiCommunicator`, and `threads.communicator` for ranks that are threads and for
+a single rank. The transport only gets buffers that it can read or write directly.
 """
 
-from collections.abc import Sequence
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
-
-import numpy as np
+from typing import Any, Final
 
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.events import EventSink
-from hpcdist.comm.window import Window
+from hpcdist.comm import checks
+from hpcdist.comm.checks import REDUCTIONS, check_reduction, check_tiling, is_plain
+from hpcdist.comm.events import UNKNOWN_BYTES
+from hpcdist.comm.failure.family import CommunicatorFamily
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.transport import Message, PendingRequest, Request, SharedBlock
+from hpcdist.comm.window import DeferredWindow, ObservedWindow, Window
+from hpcdist.errors import UsageError
 
-ANY: Final = -1  # any source or any tag, in `probe`
-REDUCTIONS: Final = ("sum", "max", "min")
-
-
-class Request(Protocol):
-    """A message under way. Its buffer must not be touched before `wait` has returned or `test` was true."""
-
-    def wait(self) -> None:
-        """Return when the message is complete (local)."""
-
-    def test(self) -> bool:
-        """Whether the message is complete (local)."""
-
-
-class Message(Protocol):
-    """A message that a matched probe took out of the matching: only `recv` here can receive it."""
-
-    source: int
-    tag: int
-    nbytes: int
-
-    def recv(self, buffer: Array) -> None:
-        """Receive it into ``buffer``, which must have ``nbytes`` bytes (local)."""
-
-
-class SharedBlock(Protocol):
-    """Memory of a node that all members can read and write, or private memory where none can be shared.
-
-    ``views`` are the bytes of each member; where ``is_shared`` is false, only those of this rank are there.
-    """
-
-    views: list[np.ndarray]
-    is_shared: bool
-
-    def progress(self) -> None:
-        """Let messages progress, receiving none (local): call it while waiting in the memory.
-
-        Call `check_alive` now and then, too: only that promises to report a rank failure.
-        """
-
-    def check_alive(self, since: float) -> None:
-        """Let messages progress, and raise RankDiedError when a member has died (local).
-
-        ``since`` is the reading of `time.monotonic` at which the wait in the memory began.
-        """
-
-    def close(self) -> None:
-        """Free the memory; the views must not be used again. Collective, or local after `Communicator.revoke`."""
+ANY: Final = -1  # any source or any tag, in `probe` and `poll`
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """A communicator split by node.
+    """A communicator split by node. This rank's node has number ``index``, and there are ``count`` nodes.
 
-    ``intra`` joins the ranks of this node, ``peers`` the ranks of equal index in their nodes, ``leaders`` the first
-    rank of each node (None on the others). ``uniform``: every node has the same number of ranks; only then do the
-    ``peers`` communicators reach every node. This is node ``index`` of ``count``; ``members`` are the ranks of
-    each node, ascending.
+    ``intra``: the ranks of this node. ``peers``: the ranks with this rank's position in their nodes. ``leaders``: the
+    first rank of each node, or None on other ranks. ``uniform``: True if all nodes have the same number of ranks; only
+    then does each ``peers`` communicator reach every node. ``members``: the ranks of each node, ascending.
     """
 
     intra: "Communicator"
@@ -85,130 +45,287 @@ class Nodes:
     members: tuple[tuple[int, ...], ...]
 
 
-class Communicator(Protocol):
-    """A group of ranks and a message context of its own: messages never match those of another communicator."""
+class Communicator(CommunicatorFamily):
+    """A group of ranks with its own message context: its messages never match messages of another communicator.
 
-    name: str
-    rank: int
-    size: int
-    events: EventSink
-    checked: bool  # the ranks compare their calls before each collective; the same on every rank
-    is_comparing: bool  # during that comparison: see `hpcdist.comm.checks`
-    settled: dict[Any, Any]  # a cache of callers for this communicator; setting `checked` empties it
+    ``declared_node`` replaces the node number that the transport would detect; None: detect it.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, handover: Handover, declared_node: int | None) -> None:
+        super().__init__()
+        self.name, self.rank, self.size = name, rank, size
+        self.handover = handover
+        self.declared_node = declared_node
+        self._children = 0
+        self._nodes: Nodes | None = None
+
+    def _begin(self, op: str, buffer: Array, sent_bytes: int, peer: int = -1, tag: int = 0) -> int:
+        return self.events.begin(self.name, op, name_of(buffer.dtype), buffer.size, sent_bytes, peer, tag)
+
+    def _in_place(
+        self, op: str, buffer: Array, transport: Callable[..., None], *arguments: Any, peer: int = -1
+    ) -> None:
+        """Call ``transport`` on ``buffer`` and the ``arguments``, as the operation ``op``."""
+        # The operators of extremes that propagate NaN run on the host, and get no address of a GPU.
+        needs_host = buffer.dtype.kind == "f" and arguments[-1:] in (("max",), ("min",))
+        message, finish = self.handover.both(buffer, "" if needs_host else op)
+        token = self._begin(op, buffer, UNKNOWN_BYTES, peer)
+        transport(message, *arguments)
+        if finish is not None:
+            finish()
+        self.events.end(token)
 
     def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
-        """Send ``buffer`` to ``peer``; it may be changed when the call returns."""
+        """Send ``buffer`` to rank ``peer``. The buffer may be changed after the return."""
+        message = self.handover.outgoing(buffer)
+        token = self._begin("send", buffer, buffer.nbytes, peer, tag)
+        self._send(message, peer, tag)
+        self.events.end(token)
 
     def recv(self, buffer: Array, peer: int, tag: int = 0) -> None:
-        """Receive from ``peer`` into ``buffer``, whose size must be that of the message."""
+        """Receive a message from rank ``peer`` into ``buffer``, which must have the size of the message."""
+        message, finish = self.handover.incoming(buffer)
+        token = self._begin("recv", buffer, 0, peer, tag)
+        self._recv(message, peer, tag)
+        if finish is not None:
+            finish()
+        self.events.end(token)
 
     def sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int = 0) -> None:
-        """Send to one rank and receive from another at the same time."""
+        """Send to rank ``to`` and receive from rank ``source`` at the same time. The event counts the sent elements."""
+        outgoing = self.handover.outgoing(send)
+        incoming, finish = self.handover.incoming(receive)
+        token = self._begin("sendrecv", send, send.nbytes, to, tag)
+        self._sendrecv(outgoing, to, incoming, source, tag)
+        if finish is not None:
+            finish()
+        self.events.end(token)
 
     def isend(self, buffer: Array, peer: int, tag: int = 0) -> Request:
-        """Begin to send to ``peer``."""
+        """Start to send ``buffer`` to rank ``peer``."""
+        message = self.handover.outgoing(buffer)
+        token = self._begin("isend", buffer, buffer.nbytes, peer, tag)
+        return PendingRequest(self.events, token, self._isend(message, peer, tag), None)
 
     def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
-        """Begin to receive from ``peer``."""
+        """Start to receive from rank ``peer`` into ``buffer``."""
+        message, finish = self.handover.incoming(buffer)
+        token = self._begin("irecv", buffer, 0, peer, tag)
+        return PendingRequest(self.events, token, self._irecv(message, peer, tag), finish)
 
     def wait_any(self, requests: Sequence[Request]) -> int:
-        """Return the index of a request that is complete, waiting for the first (local)."""
+        """Wait until one of ``requests`` is complete, and return its index. Local."""
+        if not requests:
+            raise UsageError("wait_any needs at least one request")
+        since = time.monotonic()
+        while True:
+            for index, request in enumerate(requests):
+                if request.test():
+                    return index
+            self._idle(since)
 
     def probe(self, peer: int = ANY, tag: int = ANY) -> Message:
-        """Wait for a message and take it out of the matching, not yet receiving it (local)."""
+        """Wait for a message and reserve it for the returned object, which can receive it. Local."""
+        token = self.events.begin(self.name, "probe", "uint8", 0, 0, peer, tag)
+        message = self._probe(peer, tag)
+        self.events.end(token)
+        return message
 
     def poll(self, peer: int = ANY, tag: int = ANY) -> Message | None:
-        """Return a message as `probe` does when one has come, None otherwise: nothing is waited for (local)."""
+        """Return a message like `probe` if one has arrived, or None without waiting. Local."""
+        message = self._poll(peer, tag)
+        if message is not None:
+            self.events.end(self.events.begin(self.name, "probe", "uint8", 0, 0, message.source, message.tag))
+        return message
 
     def barrier(self) -> None:
-        """Return when every member has called."""
+        """Wait until every rank has called this method."""
+        if self._checked:
+            checks.compare_native(self, "barrier", checks.NO_BUFFER)
+        token = self.events.begin(self.name, "barrier", "uint8", 0, 0, -1, 0)
+        self._barrier()
+        self.events.end(token)
 
     def broadcast(self, buffer: Array, root: int = 0) -> None:
-        """Overwrite ``buffer`` with the root's."""
+        """Overwrite ``buffer`` with the buffer of rank ``root``."""
+        if self._checked:
+            checks.compare_native(self, "broadcast", buffer, extra=f"from rank {root}")
+        self._in_place("broadcast", buffer, self._broadcast, root, peer=root)
 
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
-        """Reduce over the members by the native algorithm, in place. Not for 16-bit floats."""
+        """Reduce ``buffer`` over the ranks in place, with the transport's own algorithm. Not for 16-bit floats."""
+        if self._checked:
+            checks.compare_native(self, "allreduce", buffer, op)
+        if op not in REDUCTIONS or not is_plain(buffer):  # for a few bytes the hand-over costs as much as the reduction
+            check_reduction(buffer, op)
+            self._in_place("allreduce", buffer, self._allreduce, op)
+            return
+        events = self._sink_cell[0]  # not through `_begin`: for 8 bytes each extra call is measurable
+        token = events.begin(self.name, "allreduce", name_of(buffer.dtype), buffer.size, UNKNOWN_BYTES, -1, 0)
+        self._allreduce(buffer, op)
+        events.end(token)
 
     def iallreduce(self, buffer: Array, op: str = "sum") -> Request:
-        """Begin to reduce natively, in place: ``buffer`` belongs to the request until that is complete.
+        """Start `allreduce`. ``buffer`` must not be used before the request is complete. Not for 16-bit floats.
 
-        Not for 16-bit floats. The MPI library decides whether data moves before the request is waited for; its sum may
-        differ from that of `allreduce` in the last bits.
+        The MPI library decides whether data moves before `Request.wait`. The sum may differ from the sum of `allreduce`
+        in the last bits.
         """
+        check_reduction(buffer, op)
+        message, finish = self.handover.both(buffer)
+        token = self._begin("iallreduce", buffer, UNKNOWN_BYTES)
+        return PendingRequest(self.events, token, self._iallreduce(message, op), finish)
 
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-        """Reduce natively; afterwards only ``buffer[ranges[rank]]`` is defined.
+        """Reduce ``buffer`` with the transport's own algorithm. Only ``buffer[ranges[rank]]`` gets the result.
 
-        ``ranges`` tile the buffer in rank order.
+        ``ranges``: one range per rank, in rank order, without gaps. The rest of ``buffer`` becomes undefined.
         """
+        if self._checked:
+            checks.compare_native(self, "reduce_scatter", buffer, op, checks.ranges_fingerprint(ranges))
+        check_reduction(buffer, op)
+        check_tiling(buffer, ranges, self.size)
+        self._in_place("reduce_scatter", buffer, self._reduce_scatter, ranges, op)
 
     def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
-        """Give ``buffer[ranges[rank]]`` to all and fill the other ranges, in place."""
+        """Send ``buffer[ranges[rank]]`` to all ranks, and fill the other ranks' ranges in place."""
+        if self._checked:
+            checks.compare_native(self, "all_gather", buffer, extra=checks.ranges_fingerprint(ranges))
+        check_tiling(buffer, ranges, self.size)
+        self._in_place("all_gather", buffer, self._all_gather, ranges)
 
     def all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
-        """Send ``send[send_ranges[q]]`` to each rank q and receive its part into ``receive[receive_ranges[q]]``."""
+        """Send ``send[send_ranges[q]]`` to each rank q, and receive its part into ``receive[receive_ranges[q]]``.
+
+        The event counts the bytes for other ranks.
+        """
+        if self._checked:
+            checks.compare_native(self, "all_to_all", send[:0])  # parts differ from rank to rank
+        outgoing = self.handover.outgoing(send, "all_to_all")
+        incoming, finish = self.handover.incoming(receive, "all_to_all")
+        sent = sum(part.size for peer, part in enumerate(send_ranges) if peer != self.rank) * send.itemsize
+        token = self._begin("all_to_all", send, sent)
+        self._all_to_all(outgoing, incoming, send_ranges, receive_ranges)
+        if finish is not None:
+            finish()
+        self.events.end(token)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the small picklable values of all members in rank order. For set-up, never in a step."""
+        """Return the small picklable values of all ranks, in rank order. For the set-up, never in a step."""
+        return self._recorded("allgather_object", self._allgather_object, value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the root's small picklable value. For set-up, never in a step."""
+        """Return the small picklable value of rank ``root``. For the set-up, never in a step."""
+        return self._recorded("broadcast_object", self._broadcast_object, value, root, peer=root)
 
     def split(self, color: int | None, key: int = 0, label: str = "split") -> "Communicator | None":
-        """Return the communicator of the members of equal ``color``, ordered by ``(key, rank)``; None for None."""
+        """Return a communicator of the ranks with this ``color``, ordered by (``key``, rank); None for color None."""
+        self._children += 1
+        suffix = "" if color is None else f"/{label}{self._children}.{color}"
+        child = self._recorded("split", self._split, color, key, self.name + suffix)
+        if child is not None:
+            self._adopt(self._passed_on(child))
+        return child
 
     def dup(self, label: str = "dup") -> "Communicator":
-        """Return a communicator of the same members whose messages never meet those of this one."""
+        """Return a communicator of the same ranks with its own message context."""
+        child = self.split(0, self.rank, label)
+        assert child is not None
+        return child
 
     def nodes(self) -> Nodes:
-        """Return this communicator split by node; made at the first call and kept."""
+        """Return this communicator split by node. The first call is collective; later calls return the same object."""
+        if self._nodes is None:
+            node, count, locals_ = self._place()
+            mine = locals_[node]
+            local = mine.index(self.rank)
+            intra = self.split(node, self.rank, "node")
+            peers = self.split(local, self.rank, "peers")
+            leaders = self.split(0 if local == 0 else None, self.rank, "leaders")
+            assert intra is not None and peers is not None
+            uniform = all(len(ranks) == len(mine) for ranks in locals_)
+            self._nodes = Nodes(intra, peers, leaders, uniform, node, count, tuple(map(tuple, locals_)))
+        return self._nodes
+
+    def _place(self) -> tuple[int, int, list[list[int]]]:
+        """Return this rank's node number, the number of nodes, and the ranks of each node.
+
+        Nodes are ordered by their first rank.
+        """
+        if self.declared_node is not None:
+            declared = self.allgather_object(self.declared_node)
+            first_of = [declared.index(node) for node in declared]
+        else:
+            first_of = self.allgather_object(self._first_of_node())
+        firsts = sorted(set(first_of))
+        ranks = [[rank for rank in range(self.size) if first_of[rank] == first] for first in firsts]
+        return firsts.index(first_of[self.rank]), len(firsts), ranks
 
     def shared(self, nbytes: int) -> SharedBlock:
-        """Return ``nbytes`` of zeroed memory of each member, readable by all. All members must be on one node.
+        """Return ``nbytes`` of zeroed memory of each rank that all ranks can read and write. All must be on one node.
 
-        Where they cannot share memory (containers, no room), the block says so and holds private memory.
+        If they cannot share memory (containers, no room), the block holds private memory: see `SharedBlock.is_shared`.
         """
+        return self._recorded("shared", self._shared, nbytes, count=nbytes)
 
     def window(self, nbytes: int) -> Window:
-        """Return ``nbytes`` of zeroed memory of this rank for one-sided access (put, get) by all members.
+        """Return ``nbytes`` of zeroed memory of this rank for one-sided access (put, get) by all ranks.
 
-        The members may ask for different sizes. Raises MissingCapabilityError without one-sided communication.
+        Ranks may pass different sizes. Raises MissingCapabilityError if the transport has no one-sided communication.
         """
+        sizes = self.allgather_object(nbytes)
+        transfers = self._recorded("window", self._window, nbytes, count=nbytes)
+        return ObservedWindow(transfers, self.name, sizes, lambda: self.events)
 
-    def supports(self, feature: str) -> bool:
-        """Whether ``feature`` is there (local): "device_pointers", "thread_multiple", or "ulfm".
+    def _window(self, nbytes: int) -> Window:
+        return DeferredWindow(self._shared(nbytes).views, self.rank)
 
-        "ulfm": the survivors can go on when a rank dies. Without it `revoke`, `agree` and `shrink` raise
-        MissingCapabilityError.
-        """
+    @abstractmethod
+    def _send(self, message: Array, peer: int, tag: int) -> None: ...
+    @abstractmethod
+    def _recv(self, message: Array, peer: int, tag: int) -> None: ...
+    @abstractmethod
+    def _sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int) -> None: ...
+    @abstractmethod
+    def _isend(self, message: Array, peer: int, tag: int) -> Request: ...
+    @abstractmethod
+    def _irecv(self, message: Array, peer: int, tag: int) -> Request: ...
+    @abstractmethod
+    def _probe(self, peer: int, tag: int) -> Message: ...
+    @abstractmethod
+    def _poll(self, peer: int, tag: int) -> Message | None: ...
+    @abstractmethod
+    def _idle(self, since: float) -> None: ...
+    @abstractmethod
+    def _barrier(self) -> None: ...
+    @abstractmethod
+    def _broadcast(self, message: Array, root: int) -> None: ...
+    @abstractmethod
+    def _allreduce(self, message: Array, op: str) -> None: ...
+    @abstractmethod
+    def _iallreduce(self, message: Array, op: str) -> Request: ...
+    @abstractmethod
+    def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None: ...
+    @abstractmethod
+    def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None: ...
+    @abstractmethod
+    def _all_to_all(
+        self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+    ) -> None: ...
+    @abstractmethod
+    def _allgather_object(self, value: Any) -> list[Any]: ...
+    @abstractmethod
+    def _broadcast_object(self, value: Any, root: int) -> Any: ...
+    @abstractmethod
+    def _split(self, color: int | None, key: int, name: str) -> "Communicator | None": ...
+    @abstractmethod
+    def _first_of_node(self) -> int:
+        """Return the lowest rank on this rank's node."""
 
-    def revoke(self) -> None:
-        """Make all operations on this communicator, and on all made from it, fail on every rank (local).
-
-        To be called by a rank that has met a rank failure (see `rank_failures.is_rank_failure`): it releases ranks that
-        wait for one that has left. Only `failed`, `agree`, `shrink` and `abandon` work afterwards.
-        """
-
-    def failed(self) -> tuple[int, ...]:
-        """Return the ranks that are known here to have failed, ascending; another rank may know others (local)."""
-
-    def agree(self, flag: bool) -> bool:
-        """Return whether all survivors passed true: the same answer on all, also where ranks die meanwhile.
-
-        Collective over the survivors, revoked or not.
-        """
-
-    def shrink(self, label: str = "world") -> "Communicator":
-        """Return a communicator of the survivors in the order of their ranks, named ``label``.
-
-        Collective over the survivors, revoked or not. A rank that died meanwhile may still be a member; the next
-        operation reports it.
-        """
-
-    def abandon(self) -> None:
-        """Free a revoked communicator, and those made from it; errors of MPI are ignored (local)."""
-
+    @abstractmethod
+    def _shared(self, nbytes: int) -> SharedBlock: ...
+    @abstractmethod
     def free(self) -> None:
-        """Free the communicator; no operation may be under way."""
+        """Free the communicator. No operation may be in flight."""

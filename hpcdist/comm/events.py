@@ -1,8 +1,8 @@
-"""Event sink that receives every operation of a communicator, and the base class that holds the sink."""
+"""Event sink that receives every operation of a communicator."""
 
 from threading import get_ident
 from types import CodeType, FrameType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is unknown
 
@@ -51,37 +51,3 @@ class EventSink:
 
 
 NULL_SINK: Final = EventSink()
-
-
-class Observable:
-    """Base class of communicators (`endpoint.Endpoint`) that report their operations to an event sink."""
-
-    def __init__(self) -> None:
-        self._sink_cell: list[EventSink] = [NULL_SINK]  # shared with all communicators derived from this one
-        self._checked = False
-        self.is_comparing = False  # True while the ranks compare their calls before a collective
-        self.settled: dict[Any, Any] = {}
-
-    @property
-    def events(self) -> EventSink:
-        """The event sink of this communicator and of all communicators derived from it."""
-        return self._sink_cell[0]
-
-    @events.setter
-    def events(self, sink: EventSink) -> None:
-        self._sink_cell[0] = sink
-
-    def observe_like(self, other: "Observable") -> None:
-        """Use the same event sink as ``other``, and copy `checked` (whether ranks compare their calls). Local."""
-        self._sink_cell = other._sink_cell
-        self.checked = other.checked
-
-    @property
-    def checked(self) -> bool:
-        """Whether ranks compare their calls before each collective. Derived communicators inherit this value."""
-        return self._checked
-
-    @checked.setter
-    def checked(self, checked: bool) -> None:
-        self._checked = checked
-        self.settled.clear()

@@ -15,7 +15,8 @@ import torch
 
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.collectives import segments
-from hpcdist.comm.communicator import ANY, Communicator, Request
+from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.comm.transport import Request
 from hpcdist.errors import DeadlineError
 from hpcdist.torch.buffers import Buffer
 from hpcdist.torch.streams import Streams

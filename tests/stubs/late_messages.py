@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.backend import Array
-from hpcdist.comm.communicator import Request
 from hpcdist.comm.threads.communicator import ThreadCommunicator
 from hpcdist.comm.threads.group import PostedReceive, deliver
+from hpcdist.comm.transport import Request
 
 
 class _Late:

@@ -15,7 +15,8 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
 
 TAG: Final = 7101  # of the messages of the streams
 WINDOW_BYTES: Final = 16 << 20  # in flight per stream

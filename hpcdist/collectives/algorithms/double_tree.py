@@ -17,7 +17,8 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.reduction import Combine, combiner
 from hpcdist.collectives.segments import PostedReceives, check_segment, cut_evenly, slots, wait_all
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
 
 SEGMENT_BYTES: Final = 2 << 20  # shorter segments are up to 4x slower through shared memory
 

@@ -20,7 +20,8 @@ from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.node.flow import NodeFlow, flow_of, keep_for
 from hpcdist.collectives.reduction import combiner
 from hpcdist.collectives.segments import scratch
-from hpcdist.comm.communicator import Communicator, Nodes, Request
+from hpcdist.comm.communicator import Communicator, Nodes
+from hpcdist.comm.transport import Request
 
 SEGMENT_BYTES: Final = 256 << 10  # message size: large compared with the latency, small against a buffer (empirical)
 AHEAD: Final = 16  # messages in flight after the one to wait for (empirical)

@@ -30,7 +30,8 @@ from hpcdist.collectives.segments import (
     slots,
     wait_all,
 )
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
 
 CLOCKWISE, COUNTER_CLOCKWISE = 1, -1
 SEGMENT_BYTES: Final = 2 << 20  # through shared memory: as fast as whole chunks; shorter segments are slower

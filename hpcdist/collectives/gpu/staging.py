@@ -24,7 +24,6 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives.gpu import nccl, peer_memory
 from hpcdist.collectives.reduction import AllreduceFunction, may_lose_nan
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import MESSAGES
 
 ReduceScatter = Callable[[Communicator, np.ndarray, Sequence[Range], str], None]
@@ -112,7 +111,7 @@ def _pointers(function: AllreduceFunction, asks: str, comm: Communicator, buffer
 
 def takes_pointers(comm: Communicator, operation: str) -> bool:
     """Return True if MPI accepts device pointers for ``operation`` on ``comm``. Local."""
-    return isinstance(comm, Endpoint) and operation in comm.handover.pointers
+    return isinstance(comm, Communicator) and operation in comm.handover.pointers
 
 
 def release(comm: Communicator) -> None:

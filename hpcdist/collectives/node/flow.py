@@ -18,7 +18,8 @@ from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.reduction import combiner
 from hpcdist.collectives.segments import scratch
-from hpcdist.comm.communicator import Communicator, Request, SharedBlock
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request, SharedBlock
 from hpcdist.errors import CommunicationError
 
 EARLY: Final = 2  # segments whose addends are sent in advance, with scratch buffers for them (empirical)

@@ -15,7 +15,8 @@ import numpy as np
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.collectives import segments
 from hpcdist.collectives.node.flow import Counters
-from hpcdist.comm.communicator import Communicator, SharedBlock
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import SharedBlock
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 
 _TURNS: Final = 0  # index of the counter word

@@ -26,7 +26,8 @@ from hpcdist.collectives.half_precision import multiply
 from hpcdist.collectives.node import kernels, protocol
 from hpcdist.collectives.reduction import check_buffer, check_op
 from hpcdist.collectives.segments import check_ranges
-from hpcdist.comm.communicator import Communicator, SharedBlock
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import SharedBlock
 from hpcdist.errors import CommunicationError, MissingCapabilityError, UsageError
 
 SLOTS_BYTES: Final = 64 << 10  # total size of the slots: buffers that fit in a slot need only one barrier (empirical)

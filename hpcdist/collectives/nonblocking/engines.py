@@ -37,7 +37,8 @@ from hpcdist.collectives.reduction import REFUSALS
 from hpcdist.collectives.segments import Buffers, scratch_in
 from hpcdist.collectives.sharded import SHARDED
 from hpcdist.comm import checks
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, MissingCapabilityError, UsageError
 
 TAGS: Final = 1 << 15  # MPI guarantees tags up to 32767

@@ -21,8 +21,9 @@ from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
 from hpcdist.collectives.reduction import REFUSALS, Combine, check_buffer, check_op, combiner
 from hpcdist.collectives.segments import check_ranges
 from hpcdist.comm import checks
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.group import CompletedRequest
+from hpcdist.comm.transport import Request
 from hpcdist.errors import HpcdistError, UsageError
 
 Lane: TypeAlias = Generator[Sequence[Request], None, None]

@@ -1,114 +1,18 @@
-"""Rank failures: fault-tolerant communicators (ULFM), detection of failed ranks, and agreement with a time limit."""
+"""Rank failures: detection of failed ranks, and agreement with a time limit."""
 
-import contextlib
 import hashlib
 import sys
-import threading
 import time
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.comm.events import UNKNOWN_BYTES, Observable
-from hpcdist.errors import DeadlineError, MissingCapabilityError, RankDiedError
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
+from hpcdist.errors import DeadlineError, RankDiedError
 
-_descendants_lock: Final = threading.Lock()
 Result = TypeVar("Result")
-Made = TypeVar("Made", bound="FaultTolerant")
-
-
-class FaultTolerant(Observable, ABC):
-    """Base class of `endpoint.Endpoint` with methods for rank failures, documented in `communicator.Communicator`."""
-
-    name: str
-    declared_node: int | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        # All communicators derived from this one (split, dup, nodes), at any depth. They are revoked together, because
-        # ULFM revokes only one, and a rank may wait in any. Weak references, so that unused communicators are freed.
-        self._descendants: weakref.WeakSet[FaultTolerant] = weakref.WeakSet()
-        self._registries = [self._descendants]  # sets to enter descendants in: this set, and the sets of the ancestors
-        self._revoked: set[FaultTolerant] = set()  # descendants to free: strong references until `abandon`
-
-    def _recorded(
-        self, op: str, function: Callable[..., Result], *arguments: Any, count: int = 0, peer: int = -1
-    ) -> Result:
-        token = self.events.begin(self.name, op, "uint8", count, UNKNOWN_BYTES, peer, 0)
-        result = function(*arguments)
-        self.events.end(token)
-        return result
-
-    def _passed_on(self, made: Made) -> Made:
-        made.observe_like(self)
-        return made
-
-    def _adopt(self, child: "FaultTolerant") -> None:
-        child._registries += self._registries
-        with _descendants_lock:
-            for registry in self._registries:
-                registry.add(child)
-
-    def _take_descendants(self) -> list["FaultTolerant"]:
-        with _descendants_lock:  # a progress thread may create communicators
-            return list(self._descendants)
-
-    def revoke(self) -> None:
-        self._check_survivable("revoke")
-        self._revoked.update(self._take_descendants())
-        for descendant in self._revoked:
-            descendant._revoke()
-        self._revoke()
-
-    def agree(self, flag: bool) -> bool:
-        self._check_survivable("agree")
-        return self._recorded("agree", self._agree, flag)
-
-    def shrink(self, label: str = "world") -> Self:
-        self._check_survivable("shrink")
-        return self._passed_on(self._recorded("shrink", self._shrink, label))
-
-    def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator, named ``label``, of these ranks and ``count`` new Python processes. Collective."""
-        self._check_survivable("grow")
-        return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
-
-    def abandon(self) -> None:
-        to_free = {*self._take_descendants(), *self._revoked, self}
-        self._revoked.clear()
-        for communicator in to_free:
-            communicator.settled.clear()
-            with contextlib.suppress(Exception):
-                communicator._abandon()
-
-    def _check_survivable(self, what: str) -> None:
-        if not self.supports("ulfm"):
-            raise MissingCapabilityError(
-                f"{what} on {self.name}: this MPI was not started to continue after the death of a rank; start the "
-                "job by Open MPI's `mpirun --with-ft ulfm`, or let the job end and start it again"
-            )
-
-    @abstractmethod
-    def supports(self, feature: str) -> bool:
-        """Return True if the transport supports ``feature``, such as "ulfm" (operations after rank failures)."""
-
-    @abstractmethod
-    def _revoke(self) -> None: ...
-    @abstractmethod
-    def failed(self) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def _agree(self, flag: bool) -> bool: ...
-    @abstractmethod
-    def _shrink(self, name: str) -> Self: ...
-    @abstractmethod
-    def _grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], name: str) -> Self: ...
-    @abstractmethod
-    def _abandon(self) -> None: ...
 
 
 DETECTION_PATIENCE_S: Final = 1.0  # a connection may break before the MPI library detects the failure (empirical)

@@ -1,4 +1,4 @@
-"""MPI communicator: the bare transport of `endpoint.Endpoint` over mpi4py, which `comm.start` imports.
+"""MPI communicator: the bare transport of `communicator.Communicator` over mpi4py, which `comm.start` imports.
 
 Buffers have passed the hand-over: they are 1-D, contiguous, of a dtype that MPI supports, and ready for use.
 """
@@ -15,10 +15,10 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm import window
-from hpcdist.comm.communicator import ANY, Message, Request, SharedBlock
-from hpcdist.comm.endpoint import Endpoint
+from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import large_messages, shared_memory, ulfm
+from hpcdist.comm.transport import Message, Request, SharedBlock
 from hpcdist.errors import CommunicationError
 
 _EXTREMES: Final = {"max": np.maximum, "min": np.minimum}
@@ -80,7 +80,7 @@ class _MpiMessage:
             finish()
 
 
-class MpiCommunicator(Endpoint):
+class MpiCommunicator(Communicator):
     """Communicator that uses an MPI communicator. No other code may use this MPI communicator."""
 
     def __init__(self, mpi: Any, comm: Any, name: str, handover: Handover, declared_node: int | None = None) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hpcdist.comm.communicator import Communicator, Message
-from hpcdist.comm.endpoint import Endpoint
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import ulfm
 from hpcdist.comm.mpi.communicator import MpiCommunicator
+from hpcdist.comm.transport import Message
 from hpcdist.errors import UsageError
 
 _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_")
@@ -45,7 +45,7 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
     exit if they cannot join. Collective over ``comm`` and the new processes. If a rank dies, raises an error for which
     `rank_failures.is_rank_failure` is true.
     """
-    assert isinstance(comm, Endpoint)
+    assert isinstance(comm, Communicator)
     if count < 1:
         raise UsageError(f"the number of processes to start must be at least 1, got {count}")
     larger = comm.grow(count, ("-P", *arguments), inherited_variables(os.environ), label)

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import UNKNOWN_BYTES, Observable
+from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.handover import Handover
@@ -246,7 +246,7 @@ def _adopted(comm: Any) -> Communicator:
             raise UsageError("comm is an intercommunicator; pass an intracommunicator (comm.Merge() makes one)")
         world = init()  # from the first collective on, a failed rank ends the job
         kept = MpiCommunicator(mpi, comm.Dup(), comm.Get_name() or "mpi4py", Handover(device_pointers=False))
-        kept.observe_like(cast(Observable, world.comm))
+        kept.observe_like(world.comm)
         comm.Set_attr(_keyvals[0], kept)
     return kept
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import Communicator, Message, Request, SharedBlock
-from hpcdist.comm.endpoint import Endpoint
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.threads.group import (
     CompletedRequest,
@@ -30,6 +29,7 @@ from hpcdist.comm.threads.group import (
     reduce_in_order,
     register_rank,
 )
+from hpcdist.comm.transport import Message, Request, SharedBlock
 from hpcdist.errors import CommunicationError, DeadlineError, MissingCapabilityError
 
 __all__ = ["DEADLINE_S", "RankDeath", "ThreadCommunicator", "run_threads", "solo"]
@@ -38,7 +38,7 @@ DEADLINE_S = 60.0
 Result = TypeVar("Result")
 
 
-class ThreadCommunicator(Endpoint):
+class ThreadCommunicator(Communicator):
     """Communicator of a job whose ranks are threads of this process. Each rank has its own object."""
 
     def __init__(self, group: ThreadGroup, name: str, rank: int, declared_node: int | None) -> None:

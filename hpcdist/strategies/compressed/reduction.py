@@ -26,7 +26,8 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.collectives.sharded import SHARDED
 from hpcdist.comm import checks
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
 from hpcdist.compression.compressor import Compressor, ErrorFeedback, RandomKey, align, is_finite
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.low_rank import PowerSgdReduction

@@ -9,8 +9,9 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, ArrayGroup, is_device, namespace
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
+from hpcdist.comm.transport import Request
 from hpcdist.errors import DataError
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.context.operations import GRADIENTS, MEMORY, MESSAGES, Action, Messages, RingOperation

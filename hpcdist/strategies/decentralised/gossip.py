@@ -24,7 +24,7 @@ from hpcdist.arrays.backend import is_device, namespace
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import wait_all
-from hpcdist.comm.communicator import Request
+from hpcdist.comm.transport import Request
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.base import ElementWise
 from hpcdist.strategies.core.exchange import Handlers

@@ -20,7 +20,8 @@ from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, r
 from hpcdist.collectives.half_precision import round_into, widen
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.segments import scratch, wait_all
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
 from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, Transport, pushed
 
 AHEAD: Final = 4  # receive buffers of a server: two are added while two are in flight

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import Request
+from hpcdist.comm.transport import Request
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, ServerTopology, Transport, pushed
 

@@ -18,7 +18,8 @@ from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.node.protocol import LINE_BYTES, has_reached
 from hpcdist.collectives.segments import scratch, wait_all
-from hpcdist.comm.communicator import Communicator, Request, SharedBlock
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request, SharedBlock
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.strategies.parameter_server.transport import (
     GRADIENT,

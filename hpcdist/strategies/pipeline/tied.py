@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import wait_all
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Request
 from hpcdist.models.model import Model
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.rank_context import RankContext

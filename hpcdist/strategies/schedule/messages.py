@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hpcdist.arrays.backend import Array
-from hpcdist.comm.communicator import Request
+from hpcdist.comm.transport import Request
 from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Saved

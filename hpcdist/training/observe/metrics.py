@@ -13,8 +13,9 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from hpcdist.comm.communicator import Communicator, Message, Request
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.clock_offsets import HostClocks
+from hpcdist.comm.transport import Message, Request
 from hpcdist.energy.monitor import tables
 from hpcdist.hdf5.tables import MetricsTable
 from hpcdist.telemetry.metrics import observations, side_tables

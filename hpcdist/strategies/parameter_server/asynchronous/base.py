@@ -20,7 +20,7 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch, wait_all
-from hpcdist.comm.communicator import Request
+from hpcdist.comm.transport import Request
 from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
 from hpcdist.strategies.core.rank_context import RankContext

@@ -14,7 +14,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from hpcdist.collectives.segments import wait_all
-from hpcdist.comm.communicator import Communicator, Message, Request
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transport import Message, Request
 from hpcdist.strategies.parameter_server.partition import Roles
 
 SHORTEST_S: Final = 2e-5  # a polling rank with other duties sleeps between polls, ever longer

@@ -1,0 +1,159 @@
+"""Base class of communicators: what a communicator shares with the communicators that are derived from it.
+
+Derived communicators are the results of split, dup and nodes, at any depth. They share the event sink and the checks of
+the calls, and ULFM (the extension of MPI for rank failures) must revoke and free them together.
+"""
+
+import contextlib
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Self, TypeVar
+
+from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
+from hpcdist.errors import MissingCapabilityError
+
+Result = TypeVar("Result")
+Made = TypeVar("Made", bound="CommunicatorFamily")
+_descendants_lock: Final = threading.Lock()
+
+
+class CommunicatorFamily(ABC):
+    """Base class of `communicator.Communicator`: event sink, checks of the calls, and methods for rank failures.
+
+    ``settled`` is a cache for the callers of this communicator. Setting `checked` empties it.
+    """
+
+    name: str
+    declared_node: int | None
+
+    def __init__(self) -> None:
+        self._sink_cell: list[EventSink] = [NULL_SINK]  # shared with all derived communicators
+        self._checked = False
+        self.is_comparing = False  # True while the ranks compare their calls before a collective
+        self.settled: dict[Any, Any] = {}
+        # All communicators derived from this one (split, dup, nodes), at any depth. They are revoked together, because
+        # ULFM revokes only one, and a rank may wait in any. Weak references, so that unused communicators are freed.
+        self._descendants: weakref.WeakSet[CommunicatorFamily] = weakref.WeakSet()
+        self._registries = [self._descendants]  # sets to enter descendants in: this set, and the sets of the ancestors
+        self._revoked: set[CommunicatorFamily] = set()  # descendants to free: strong references until `abandon`
+
+    @property
+    def events(self) -> EventSink:
+        """The event sink of this communicator and of all communicators derived from it."""
+        return self._sink_cell[0]
+
+    @events.setter
+    def events(self, sink: EventSink) -> None:
+        self._sink_cell[0] = sink
+
+    @property
+    def checked(self) -> bool:
+        """Whether ranks compare their calls before each collective. Derived communicators inherit this value."""
+        return self._checked
+
+    @checked.setter
+    def checked(self, checked: bool) -> None:
+        self._checked = checked
+        self.settled.clear()
+
+    def observe_like(self, other: "CommunicatorFamily") -> None:
+        """Use the same event sink as ``other``, and copy `checked` (whether ranks compare their calls). Local."""
+        self._sink_cell = other._sink_cell
+        self.checked = other.checked
+
+    def _recorded(
+        self, op: str, function: Callable[..., Result], *arguments: Any, count: int = 0, peer: int = -1
+    ) -> Result:
+        token = self.events.begin(self.name, op, "uint8", count, UNKNOWN_BYTES, peer, 0)
+        result = function(*arguments)
+        self.events.end(token)
+        return result
+
+    def _passed_on(self, made: Made) -> Made:
+        made.observe_like(self)
+        return made
+
+    def _adopt(self, child: "CommunicatorFamily") -> None:
+        child._registries += self._registries
+        with _descendants_lock:
+            for registry in self._registries:
+                registry.add(child)
+
+    def _take_descendants(self) -> list["CommunicatorFamily"]:
+        with _descendants_lock:  # a progress thread may create communicators
+            return list(self._descendants)
+
+    def revoke(self) -> None:
+        """Make all operations on this communicator and its derived communicators fail on every rank. Local.
+
+        A rank that has met a rank failure (see `rank_failures.is_rank_failure`) calls this to release the ranks that
+        wait for a rank that has left. Afterwards only `failed`, `agree`, `shrink` and `abandon` work.
+        """
+        self._check_survivable("revoke")
+        self._revoked.update(self._take_descendants())
+        for descendant in self._revoked:
+            descendant._revoke()
+        self._revoke()
+
+    def agree(self, flag: bool) -> bool:
+        """Return True if all survivors passed True. All survivors get the same answer, even if ranks die meanwhile.
+
+        Collective over the survivors; it works on a revoked communicator.
+        """
+        self._check_survivable("agree")
+        return self._recorded("agree", self._agree, flag)
+
+    def shrink(self, label: str = "world") -> Self:
+        """Return a communicator of the survivors in the order of their ranks, named ``label``.
+
+        Collective over the survivors; it works on a revoked communicator. A rank that died meanwhile may still be a
+        member; the next operation reports it.
+        """
+        self._check_survivable("shrink")
+        return self._passed_on(self._recorded("shrink", self._shrink, label))
+
+    def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
+        """Return a communicator, named ``label``, of these ranks and ``count`` new Python processes. Collective."""
+        self._check_survivable("grow")
+        return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
+
+    def abandon(self) -> None:
+        """Free a revoked communicator and its derived communicators, ignoring MPI errors. Local."""
+        to_free = {*self._take_descendants(), *self._revoked, self}
+        self._revoked.clear()
+        for communicator in to_free:
+            communicator.settled.clear()
+            with contextlib.suppress(Exception):
+                communicator._abandon()
+
+    def _check_survivable(self, what: str) -> None:
+        if not self.supports("ulfm"):
+            raise MissingCapabilityError(
+                f"{what} on {self.name}: this MPI was not started to continue after the death of a rank; start the "
+                "job by Open MPI's `mpirun --with-ft ulfm`, or let the job end and start it again"
+            )
+
+    @abstractmethod
+    def supports(self, feature: str) -> bool:
+        """Return True if the transport supports ``feature``. Local.
+
+        Features: "device_pointers" (buffers on a GPU), "thread_multiple", and "ulfm" (survivors can continue after a
+        rank failure). Without "ulfm", `revoke`, `agree` and `shrink` raise MissingCapabilityError.
+        """
+
+    @abstractmethod
+    def _revoke(self) -> None: ...
+    @abstractmethod
+    def failed(self) -> tuple[int, ...]:
+        """Return the ranks that this rank knows to have failed, ascending. Other ranks may know others. Local."""
+
+    @abstractmethod
+    def _agree(self, flag: bool) -> bool: ...
+    @abstractmethod
+    def _shrink(self, name: str) -> Self: ...
+    @abstractmethod
+    def _grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], name: str) -> Self: ...
+    @abstractmethod
+    def _abandon(self) -> None: ...
