@@ -1,7 +1,6 @@
-"""Training loop: batch, step, checks, save, and the decision to stop at a step boundary.
+"""Training loop: batch, step, checks, save, and the decision to stop at the end of a step.
 
-Requests of ranks (stop, flush, save, grow) travel with the numbers that every step sums anyway, so all ranks decide
-alike after the same step, and no further message is sent.
+The ranks agree on what to do after a step by their `Ballot`, which the step sums over the ranks.
 """
 
 import math
@@ -35,49 +34,57 @@ from hpcdist.training.observe.metrics import RunMetrics
 from hpcdist.training.run import saving
 from hpcdist.training.run.saving import build_saver
 from hpcdist.training.run.start_record import StartRecord
-from hpcdist.training.run.stop_requests import STOP_FILE, CheckpointTimer, StopReason, StopRequests, agreed_reason
+from hpcdist.training.run.stop_requests import (
+    STOP_FILE,
+    Ballot,
+    CheckpointTimer,
+    StopReason,
+    StopRequests,
+    agreed_reason,
+)
 
 
 def mean_validation_loss(trainer: Trainer) -> float:
-    """Return the mean loss in nats over the validation windows; NaN where there are none. Collective.
+    """Return the mean loss in nats over the validation windows, or NaN if there are none. Collective.
 
-    The windows follow from the data and the recipe and are divided among the ranks, so the figure does not depend on
-    the number of ranks; with logical shards, which are then the parts, not in a bit.
+    Data and recipe determine the windows, which are divided among the ranks. So the loss does not depend on the number
+    of ranks, apart from rounding. With logical shards (``run.logical_shards``) it has the same bits on any number of
+    ranks.
     """
     trainer.flush()
     computes, source = trainer.context.computes, trainer.source
     parts = trainer.recipe.run.logical_shards or trainer.grid.data
-    own = shards_of(parts, trainer.data_axis.size)[trainer.data_axis.rank] if computes else None
-    mine = [None] if own is None else list(range(own.start, own.stop))
-    most = -(-parts // trainer.data_axis.size)  # parts of a rank: its own number of them, or one more
+    local_parts = shards_of(parts, trainer.data_axis.size)[trainer.data_axis.rank] if computes else None
+    mine = [None] if local_parts is None else list(range(local_parts.start, local_parts.stop))
+    most = -(-parts // trainer.data_axis.size)  # maximum number of parts of a rank
     batches = [source.validation_batches(trainer.recipe, parts, part) for part in mine]
     rounds = zip(*batches, strict=True)
     placed = ([trainer.place(batch) for batch in together] if computes else [] for together in rounds)
     return trainer.evaluate(placed, most)
 
 
-ANNOUNCED_S: Final = 5.0  # a validation that takes so long is announced
-FORWARD_SHARE: Final = 1 / 3  # of the time of a micro-batch: the backward has two products for each of the forward
-SAMPLED_STEPS: Final = 2048  # steps whose figures are kept for medians; of all others only sums
+ANNOUNCED_S: Final = 5.0  # a longer validation is announced
+FORWARD_SHARE: Final = 1 / 3  # share of a micro-batch's time: the backward pass has two products per forward product
+SAMPLED_STEPS: Final = 2048  # maximum number of steps to keep for medians
 
 
 class StepStatistics:
-    """Statistics of the steps of one rank: the first step, sums over the others, and a sample of these.
+    """Statistics of one rank's steps: the first step, sums over the later steps, and a sample of the later steps.
 
-    The first step, which compiles kernels and opens connections, stands by itself. Up to `SAMPLED_STEPS`, the sample
-    holds all of the others. Beyond, it is a uniform random sample of them (algorithm R of Vitter, 1985). The generator
-    has a fixed seed: ranks that made equally many steps hold the same ones, in the same order.
+    The first step is separate because it compiles kernels and opens connections. The sample has all later steps, or a
+    uniform random choice of `SAMPLED_STEPS` of them (algorithm R of Vitter, 1985). The random numbers have a fixed
+    seed, so ranks with equally many steps choose the same steps in the same order.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.first: dict[str, float] = {}
-        self.sums: defaultdict[str, float] = defaultdict(float)  # of all but the first
+        self.sums: defaultdict[str, float] = defaultdict(float)  # over the later steps
         self.sample: list[tuple[float, float, float]] = []  # seconds, bytes sent, seconds of communication
         self._random = random.Random(0)
 
     def add(self, step_s: float, sent_bytes: float, **figures: float) -> None:
-        """Add a step; ``sent_bytes`` is NaN where the MPI library chose the algorithm."""
+        """Add a step with further ``figures`` by name. ``sent_bytes`` is NaN if the MPI library chose the algorithm."""
         self.count += 1
         figures |= {"step_s": step_s, "sent_bytes": sent_bytes}
         if self.count == 1:
@@ -92,30 +99,30 @@ class StepStatistics:
             self.sample[place] = step
 
     def measured(self) -> dict[str, Any]:
-        """Return the statistics in the form in which ranks exchange them."""
+        """Return the statistics as a picklable dict, to send to another rank."""
         return {"count": self.count, "first": self.first, "sums": dict(self.sums), "sample": self.sample}
 
 
 @dataclass
 class RunOutcome:
-    """Outcome of a run in this process: steps from ``first`` to ``done``, and the reason of an early end."""
+    """Outcome of a run on this rank: the steps after ``first``, up to ``done``, and the reason of an early end."""
 
     first: int
     done: int
     stop_request: StopReason | None = None
     loss: float = math.nan
     steps: StepStatistics = field(default_factory=StepStatistics)
-    served_bytes: float = math.nan  # sent for each step, by a rank that serves workers that do not meet
-    stalest: int = 0  # updates that this rank's gradients missed, at most
-    dropped: int = 0  # gradients of this rank, that came too late
+    served_bytes: float = math.nan  # bytes per step sent by an asynchronous parameter server
+    stalest: int = 0  # maximum number of updates that a gradient of this rank missed
+    dropped: int = 0  # gradients of this rank that came too late
     checkpoint: Path | None = None
 
 
 Protect: TypeAlias = Callable[[int, bool], None]  # `hpcdist.training.elastic.protection.StateProtection.keep`
 
 
-class GrowthRequested(Exception):  # noqa: N818 - no error: the loop is left, to be entered by more ranks
-    """Request for ``ranks`` further ranks, granted: raised on all ranks after the same step."""
+class GrowthRequested(Exception):  # noqa: N818 - not an error: the loop starts again with more ranks
+    """Raised on all ranks after the same step to leave the loop, because ``ranks`` more ranks will join the run."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(f"{ranks} more ranks")
@@ -138,7 +145,10 @@ class TrainingLoop:
         energy: EnergyRecorder,
         protect: Protect | None = None,
     ) -> None:
-        """Open the files of the run in ``directory``; ``protect`` is that of an elastic job."""
+        """Open the files of the run in ``directory``. Collective.
+
+        ``attributes`` are stored in the metrics file. ``protect`` copies the state to other ranks in an elastic job.
+        """
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
         rank0 = session.comm.rank == 0
@@ -150,7 +160,7 @@ class TrainingLoop:
             chaos, writers = trainer.recipe.chaos, trainer.recipe.checkpoint.writers
             injection.refuse_impossible_faults(chaos, trainer.comm, writers, trainer.exchange)
         self.instrumentation = Instrumentation(trainer, session.spans, energy)
-        # Rows of an earlier start after the step from which this one goes on are dropped: it may have been killed.
+        # Rows after the step of the checkpoint are dropped: a killed start wrote them, and the steps are repeated.
         resumed = trainer.first_step if (directory / METRICS_FILE).exists() else None
         self.streaming = EventPublisher(session, trainer, self.traffic, directory, progress.say, resumed)
         self.metrics = self.kind_of_metrics(
@@ -165,14 +175,17 @@ class TrainingLoop:
         if rank0:
             stop_requests.consult(directory / STOP_FILE, self.checkpoint_timer.time_up)
             stop_requests.let_go(partial(self.checkpoint_timer.ended, stopped=True))
-        self._held_s, self._save_s = 0.0, 0.0  # seconds that saves held up steps: since the last row, and the last one
-        self._began = math.nan  # when the last save began
+        self._held_s, self._save_s = (
+            0.0,
+            0.0,
+        )  # seconds that saves delayed steps: since the last step; last save
+        self._began = math.nan  # time at which the last save began
         self.outcome = RunOutcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
         self.step_log = StepLog(trainer, self.metrics, progress)
 
     def run(self) -> RunOutcome:
-        """Train to the last step of the recipe, or until a rank requests to stop."""
+        """Train until the last step of the recipe, or until a rank requests a stop."""
         trainer = self.trainer
         self.begin()
         with trainer.batches(trainer.recipe.run.steps) as batches:
@@ -189,14 +202,14 @@ class TrainingLoop:
         self.step_log.shares(self.outcome.done, 0)
 
     def step(self, step: int, batch: MicroBatch) -> None:
-        """Make ``step``, counted from 1, on this rank's share of its batch."""
+        """Run step number ``step`` (from 1) on this rank's share of the batch."""
         trainer = self.trainer
         self._step(step, trainer.cut(trainer.place(batch)))
         if step == trainer.first_step + 1 and self.session.watchdog is not None:
-            self.session.watchdog.tighten()  # kernels are compiled and connections open: no grace any more
+            self.session.watchdog.tighten()  # kernels are compiled, and connections are open
 
     def end(self) -> RunOutcome:
-        """Save what is not saved yet, and bring the rows of all ranks to the file."""
+        """Save a checkpoint unless the last step was saved, and write the metrics of all ranks."""
         self.stop_requests.begun()
         outcome = self.outcome
         self.metrics.flush()
@@ -205,7 +218,7 @@ class TrainingLoop:
             self._look(outcome.done, save=True)
         self._finish_save()
         if outcome.done == self.trainer.recipe.run.steps:
-            outcome.stop_request = None  # the run is complete: the scheduler need not start it again
+            outcome.stop_request = None  # the run is complete, so the job is not restarted
         self.stop_requests.answered()
         self.checkpoint_timer.ended(outcome.stop_request is not None)
         return outcome
@@ -213,16 +226,16 @@ class TrainingLoop:
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
         trainer = self.trainer
         before, unknown = self.traffic.moved(), self.traffic.unknown_calls
-        rate = trainer.learning_rate(step - trainer.executor.loss_scale.skipped)  # of the update that is due
+        rate = trainer.learning_rate(step - trainer.executor.loss_scale.skipped)  # of the next update
         result = self._train(step, batches)
         moved = self.traffic.moved().since(before)
         bytes_sent = float(moved.messages) if self.traffic.unknown_calls == unknown else math.nan
         self.stop_requests.begun()
         if step == trainer.first_step + 1:
-            trainer.comm.barrier()  # a step that is shown is saved by whoever ends the job from then on
+            trainer.comm.barrier()  # after a step has been shown, a signal on any rank saves it
         targets = trainer.targets(step)
-        # From the end of one step to the end of the next: waiting for data, and what came after the last step (metrics,
-        # comparison of replicas, checkpoint), are part of a step, so that the steps of a run add up to its time.
+        # A step lasts from the end of the previous step to its own end. It includes waiting for data, metrics, the
+        # comparison of replicas and checkpoints, so the steps of a run add up to its time.
         now = time.perf_counter()
         begun, self._boundary = self._boundary, now
         step_s = now - begun
@@ -232,43 +245,44 @@ class TrainingLoop:
         self.instrumentation.stepped(step, begun, now)
         self.streaming.stepped(step, result, self.instrumentation.waited_s)
         outcome = self.outcome
-        outcome.done, outcome.loss, outcome.stop_request = step, result.loss, agreed_reason(result.stop_requests)
-        own = {"communication_s": result.seconds["communication_s"], **moved._asdict()}
+        ballot = Ballot.of(result.stop_requests)
+        outcome.done, outcome.loss, outcome.stop_request = step, result.loss, agreed_reason(ballot.stops)
+        step_figures = {"communication_s": result.seconds["communication_s"], **moved._asdict()}
         if trainer.exchange.background is not None:
             exposed_s, total_s = trainer.exchange.background.taken()
             fetched = trainer.exchange.background.fetched()
-            own |= {"reductions_s": total_s, "reductions_exposed_s": exposed_s}
-            own |= {"hits": fetched.hits, "misses": fetched.misses, "fetches_exposed_s": fetched.exposed_s}
+            step_figures |= {"reductions_s": total_s, "reductions_exposed_s": exposed_s}
+            step_figures |= {"hits": fetched.hits, "misses": fetched.misses, "fetches_exposed_s": fetched.exposed_s}
             self.streaming.overlapped(exposed_s, total_s, fetched.hits, fetched.misses)
-        outcome.steps.add(step_s, bytes_sent, **own)
+        outcome.steps.add(step_s, bytes_sent, **step_figures)
         outcome.checkpoint = None
-        # Behind the counts of `StopReason` come the numbers of `_train`, in its order: flush (1; 2 with clocks), save,
-        # further ranks, and those of the saver. All are sums over the ranks, so every rank takes the same branches,
-        # which is what makes the collectives inside of them safe.
-        if result.stop_requests[len(StopReason)] > 0:
+        # The ballot is a sum over the ranks. So every rank takes the same branches, which contain collectives.
+        if ballot.flush > 0:
             self.metrics.flush()
             figures.write_side_tables(self.metrics, trainer)
-        if result.stop_requests[len(StopReason)] > 1:
+        if ballot.flush > 1:
             self.metrics.note_clocks()
         self.checkpoint_timer.stepped(step_s - self._held_s)
         self._held_s = 0.0
-        self._settle(result.stop_requests[len(StopReason) + 3 :])
-        self._look(step, save=result.stop_requests[len(StopReason) + 1] > 0)
-        self._protect(step, result.stop_requests[len(StopReason) + 2])
+        self._settle(ballot.saver)
+        self._look(step, save=ballot.save > 0)
+        self._protect(step, ballot.ranks)
         self.progress.step(step, result.loss, targets, result.seconds["communication_s"], step_s)
         if trainer.balance is not None and trainer.balance.after(step, result.seconds["compute_s"]):
             self.step_log.shares(step, -1)
 
     def _train(self, step: int, batches: list[MicroBatch]) -> StepResult:
         trainer = self.trainer
-        # Further numbers are summed with the requests to stop: whether all ranks bring their rows to the file (2: and
-        # compare their clocks), whether they save, how many ranks shall be added, and the state of a background save.
-        flushes = float(self.metrics.due()) * (2.0 if self.metrics.clocks.due() else 1.0)
-        due = [flushes, float(trainer.comm.rank == 0 and self.checkpoint_timer.due()), self.stop_requests.ranks()]
-        stop_requests = np.concatenate([self.stop_requests.current(), due, self.saver.numbers()])
+        ballot = Ballot(
+            stops=self.stop_requests.current(),
+            flush=float(self.metrics.due()) * (2.0 if self.metrics.clocks.due() else 1.0),
+            save=float(trainer.comm.rank == 0 and self.checkpoint_timer.due()),
+            ranks=self.stop_requests.ranks(),
+            saver=self.saver.numbers(),
+        )
         try:
             with self.instrumentation.ranges("step", "step"):
-                return trainer.step(step, batches, stop_requests)
+                return trainer.step(step, batches, ballot.array())
         except NonFiniteError as error:
             explained = explain_nonfinite(trainer.comm, trainer.executor, trainer.operations, batches, error)
             self.metrics.flush()
@@ -279,10 +293,10 @@ class TrainingLoop:
             raise explained from None
 
     def _look(self, step: int, save: bool) -> None:
-        """Compare the replicas and save after ``step``, where the ranks agreed on it or the recipe says so.
+        """Compare the replicas and save after ``step``, if ``save`` is True or the recipe requires it.
 
-        Replicas are compared before each save: each writes a part of the state, so a checkpoint of replicas that differ
-        would be a mixture of models.
+        Each replica writes a part of the state, so a checkpoint of different replicas would mix models. Therefore
+        replicas are compared before each save.
         """
         trainer, run = self.trainer, self.trainer.recipe.run
         every = trainer.recipe.checkpoint.every_steps
@@ -293,7 +307,10 @@ class TrainingLoop:
             self._save(step)
 
     def _protect(self, step: int, ranks: float) -> None:
-        """Protect the state of ``step`` in an elastic job. Raises GrowthRequested on all ranks for ``ranks`` more."""
+        """Copy the state of ``step`` to other ranks in an elastic job.
+
+        Raises GrowthRequested on all ranks if ``ranks``, the number of ranks to add, is above 0.
+        """
         if self.protect is None:
             return
         steps = self.trainer.recipe.run.steps
@@ -301,7 +318,7 @@ class TrainingLoop:
         self.protect(step, grows)
         if grows:
             self._finish_save()
-            self.metrics.flush()  # all ranks are alive: no row and no joule is lost, as it would be by a failure
+            self.metrics.flush()  # all ranks are alive, so no metrics are lost
             raise GrowthRequested(int(ranks))
 
     def _save(self, step: int) -> None:
@@ -311,7 +328,7 @@ class TrainingLoop:
         used = self.energy.state()
         self._began = time.perf_counter()
         with self.instrumentation.phase("checkpoint", "save"):
-            if self.saver.waits or self.saver.is_busy:  # then the one before becomes complete here
+            if self.saver.waits or self.saver.is_busy:  # this call completes the checkpoint in flight
                 self.metrics.flush()
             self.outcome.checkpoint = self.saver.save(step, energy=used, **validated)
             figures.write_side_tables(self.metrics, self.trainer)
@@ -321,25 +338,25 @@ class TrainingLoop:
         self._note_complete()
 
     def validation_loss(self) -> float:
-        """Return the mean validation loss, announced on the console where it takes long. Collective."""
+        """Return the mean validation loss. Print a message before if it takes long. Collective."""
         if (expected_s := self._validation_s()) >= ANNOUNCED_S:
             self.progress.say(f"computing the validation loss: about {expected_s:.0f} s")
         return mean_validation_loss(self.trainer)
 
     def _validation_s(self) -> float:
-        """Return how long a validation takes by the mean of the steps, 0 where that is not known (local)."""
+        """Return the estimated seconds of a validation, from the mean step time, or 0 if unknown. Local."""
         recipe, steps, validation = self.trainer.recipe, self.outcome.steps, self.trainer.source.validation
         if validation is None or steps.count < 2:
             return 0.0
         samples = min(recipe.run.validation_samples or validation.count, validation.count)
         microbatches, pipeline = recipe.parallel.microbatches, self.trainer.grid.pipeline
         evaluations = samples * microbatches / recipe.run.global_batch
-        # Each of them passes all stages of a pipeline before the next; micro-batches of a step follow one another.
+        # An evaluation passes all pipeline stages before the next one starts; the micro-batches of a step overlap.
         microbatch_s = steps.sums["step_s"] / (steps.count - 1) / (microbatches + pipeline - 1)
         return evaluations * pipeline * microbatch_s * FORWARD_SHARE
 
     def _validated(self) -> dict[str, float | None]:
-        """Return the validation loss for a checkpoint, where the best checkpoints are kept."""
+        """Return {`VAL_LOSS`: validation loss} if ``checkpoint.keep_best`` is set, else {}. Collective."""
         if not self.trainer.recipe.checkpoint.keep_best:
             return {}
         with self.instrumentation.phase("validation", "validation"):
@@ -348,22 +365,22 @@ class TrainingLoop:
         return {VAL_LOSS: None if math.isnan(loss) else loss}
 
     def _note_complete(self) -> None:
-        """Record how long the last save took, once it is complete (local)."""
+        """Record the duration of the last save if it is complete. Local."""
         if not self.saver.is_busy and not math.isnan(self._began):
             self.checkpoint_timer.completed(time.perf_counter() - self._began)
             self._began = math.nan
             self.streaming.saved(self.outcome.done, self._save_s)
 
     def _settle(self, sums: np.ndarray) -> None:
-        """Continue the checkpoint that is written beside the steps, once all ranks have written their parts."""
+        """Continue the background save if all ranks have written. ``sums``: sums of `CheckpointSaver.numbers`."""
         if self.saver.goes_on(sums):
-            self.metrics.flush()  # a run that goes on from it has the rows up to it
+            self.metrics.flush()  # so that a resumed run has all rows up to this checkpoint
             with self.instrumentation.phase("checkpoint", "settle"):
                 self.saver.settle(sums)
             self._note_complete()
 
     def _finish_save(self) -> None:
-        """Wait for the checkpoint that is written beside the steps."""
+        """Wait for the background save in flight, if there is one."""
         if self.saver.is_busy:
             self.metrics.flush()
             with self.instrumentation.phase("checkpoint", "finish"):

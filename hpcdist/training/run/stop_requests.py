@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -258,6 +258,32 @@ class StopRequests:
         """Remove the stop file, so that the run does not stop again when it is restarted."""
         if self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)
+
+
+class Ballot(NamedTuple):
+    """One rank's requests for the end of a step, or their sums over the ranks.
+
+    Every step sums the requests over all ranks together with its own numbers, without another message. So all ranks
+    take the same decisions after the same step. ``stops``: requests by `StopReason`. ``flush``: above 0, all ranks
+    write their metrics; above 1, they also compare their clocks. ``save``: above 0, they save a checkpoint. ``ranks``:
+    number of ranks to add. ``saver``: flags of the checkpoint in flight, see `CheckpointSaver.numbers`.
+    """
+
+    stops: np.ndarray
+    flush: float
+    save: float
+    ranks: float
+    saver: np.ndarray
+
+    def array(self) -> np.ndarray:
+        """Return the requests as one array, for the sum over the ranks."""
+        return np.concatenate([self.stops, [self.flush, self.save, self.ranks], self.saver])
+
+    @classmethod
+    def of(cls, sums: np.ndarray) -> "Ballot":
+        """Return the sums over the ranks of the results of `array`."""
+        count = len(StopReason)
+        return cls(sums[:count], *sums[count : count + 3].tolist(), sums[count + 3 :])
 
 
 def agreed_reason(counts: np.ndarray) -> StopReason | None:

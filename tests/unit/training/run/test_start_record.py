@@ -55,7 +55,7 @@ def test_survived_deaths_are_recorded_but_are_no_failures(begin, clock):
     first.survived(2)
     clock.now += 5
     heir = begin("one")  # the rank that wrote has died
-    assert (heir.before, heir.own.deaths, heir.seconds) == ((), 2, 10)
+    assert (heir.before, heir.current.deaths, heir.seconds) == ((), 2, 10)
     heir.survived(1)
     assert begin("two").before[0].deaths == 3
 
@@ -104,5 +104,5 @@ def test_unwritable_directory_is_reported_once(tmp_path, clock, capsys):
 
 def test_launch_directory_with_invalid_utf8_is_recorded(tmp_path, clock, monkeypatch):
     monkeypatch.setenv(LAUNCH_DIR, "/tmp/launch\udcff")
-    assert StartRecord(tmp_path, clock).own.launch == "launch\\xff"
+    assert StartRecord(tmp_path, clock).current.launch == "launch\\xff"
     assert StartRecord(tmp_path, clock).before == ()
