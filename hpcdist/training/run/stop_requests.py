@@ -283,7 +283,8 @@ class Ballot(NamedTuple):
     def of(cls, sums: np.ndarray) -> "Ballot":
         """Return the sums over the ranks of the results of `array`."""
         count = len(StopReason)
-        return cls(sums[:count], *sums[count : count + 3].tolist(), sums[count + 3 :])
+        flush, save, ranks = sums[count : count + 3].tolist()
+        return cls(sums[:count], flush, save, ranks, sums[count + 3 :])
 
 
 def agreed_reason(counts: np.ndarray) -> StopReason | None:
