@@ -4,12 +4,11 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from hpcdist.cli.bench import checkpoint, collectives, data, pipeline, skeleton, step
-from hpcdist.cli.bench.power import command as power_command
 from hpcdist.cli.bench.skeleton import file_option
 from hpcdist.cli.bench.trials import (
     SweepRecipes,
@@ -106,12 +105,26 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
     return FAILURE if comparison.regressions else OK
 
 
-@click.group()
+MOVED: Final = {"power": "python -m benchmarks power (in a clone of the repository)"}
+
+
+class BenchGroup(click.Group):
+    """Click group that names the successor of a moved command."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] in MOVED:
+            raise click.UsageError(f"`hpcdist bench {args[0]}` has moved; use {MOVED[args[0]]}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=BenchGroup)
 def command() -> None:
-    """Measure configurations of a training, its steps, power, exchanges, pipelines, collectives, checkpoints."""
+    """Measure configurations of a training, its steps, exchanges, pipelines, collectives, checkpoints."""
 
 
-for _module in (collectives, data, pipeline, checkpoint, power_command, step):
+for _module in (collectives, data, pipeline, checkpoint, step):
     command.add_command(_module.command)
 command.add_command(merge)
 
@@ -177,8 +190,9 @@ def _show(items: "list[SeriesItem]", line: "Command") -> None:
     for number, item in enumerate(items, 1):
         settings = " ".join(f"{key}={json.dumps(value)}" for key, value in item.trial.settings.items())
         click.echo(f"[{number}/{len(items)}] {item_line(item)}: {settings}")
-    for ranks in sorted({item.trial.ranks for item in items}):
-        click.echo(shlex.join(line(ranks, Path("RECIPE"), Path("RUN_DIR"))))
+    lines = {item.trial.ranks: line(item.trial, Path("RECIPE"), Path("RUN_DIR")) for item in items}
+    for ranks in sorted(lines):
+        click.echo(shlex.join(lines[ranks]))
 
 
 def _has_effect(key: str, kind: str) -> bool:

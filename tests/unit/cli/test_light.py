@@ -24,13 +24,12 @@ HEAVY = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "numpy", "
     ["bench", "collectives", "--help"],
     ["bench", "data", "--help"],
     ["bench", "pipeline", "--help"],
-    ["bench", "power", "--help"],
     ["schedule", "--help"],
     ["compare", "--help"],
     ["checkpoint", "--help"],
     ["checkpoint", "export", "--help"],
 )
-@pytest.mark.full_except("arguments12")
+@pytest.mark.full_except("arguments11")
 def test_help_imports_no_heavy_modules(arguments):
     assert jobs.run_light_commands(HEAVY, arguments)
 
