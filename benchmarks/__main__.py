@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is imported: the studies compare ranks of one thread
+if sys.argv[1:2] != ["power"]:  # its trials select their number of threads
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy is imported: the studies compare ranks of one thread
 
 STUDIES: Final = {
     "architectures": "architectures.study",
@@ -50,6 +51,7 @@ STUDIES: Final = {
     "packing": "training.packing",
     "pipelines": "training.pipelines",
     "planner": "planner.validation",
+    "power": "power.study",
     "startup": "operations.startup",
     "survival": "operations.survival",
     "telemetry": "operations.telemetry",

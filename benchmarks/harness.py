@@ -153,7 +153,8 @@ def parsed(study: Study, module: ModuleType, name: str, words: Sequence[str]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     study.options(parser)
-    parser.add_argument("-o", "--output", type=Path, help="HDF5 file to write; must not exist")
+    existing = "an existing file is continued" if study.writes_itself else "must not exist"
+    parser.add_argument("-o", "--output", type=Path, help=f"HDF5 file to write; {existing}")
     parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
     parser.add_argument("--check", action="store_true", help="measure briefly and compare with the committed result")
     if study.plot is None:

@@ -1,4 +1,4 @@
 """Sweeps: whole trainings over many configurations, their results file, merging and report.
 
-Uses no other benchmark; `bench.data` and `bench.power` build on it. Begin with `definition.Sweep` and `series.run`.
+Uses no other benchmark; `bench.data` builds on it. Begin with `definition.Sweep` and `series.run`.
 """

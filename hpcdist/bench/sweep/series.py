@@ -1,7 +1,7 @@
 """Run the trials of a sweep one after the other: the remaining ones, their order, and the time budget."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -45,20 +45,17 @@ def plan(
     path: Path,
     retry_failed: bool,
     only: int | None = None,
-    order: Callable[[int], Iterable[int]] | None = None,
 ) -> list[SeriesItem]:
     """Return all trials in the order in which they are run: repeat by repeat, every second one backwards.
 
-    So a machine that becomes slower with time does so for all configurations alike. ``order`` gives the positions of
-    another order, by repeat. With ``only`` they are the repeats of the trial at that position, which it keeps. Raises
-    StorageError when the file at ``path`` exists and is none of results.
+    So a machine that becomes slower with time does so for all configurations alike. ``only``: position of a single
+    trial to return. Raises StorageError if the file at ``path`` exists and is not a results file.
     """
     known = results.statuses(path) if path.exists() else {}
     places = range(len(trials))
-    order = order or (lambda repeat: places if repeat % 2 == 0 else reversed(places))
     items = []
     for repeat in range(repeats):
-        for position in map(int, order(repeat)):
+        for position in places if repeat % 2 == 0 else reversed(places):
             if only in (None, position):
                 status = known.get((trials[position].id, repeat), "")
                 status = "" if status == FAILED and retry_failed else status

@@ -36,8 +36,8 @@ _ANSWERED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 # The line of a traceback, or of our own words, that says what went wrong.
 _SAID: Final = re.compile(r"^(?:\[rank \d+\] )?((?:Error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*\S)\s*$", re.MULTILINE)
 
-# (ranks, recipe file, run directory) -> the command line of a trial
-Command = Callable[[int, Path, Path], list[str]]
+# (trial, recipe file, run directory) -> the command line of the trial
+Command = Callable[[SweepTrial, Path, Path], list[str]]
 
 
 class TrialSample(NamedTuple):
@@ -63,9 +63,10 @@ class TrialOutcome:
     mpi_library: str = ""
 
 
-def command(ranks: int, recipe: Path, out: Path, options: Sequence[str] = ()) -> list[str]:
-    """Return the command line that trains ``recipe`` on ``ranks`` ranks, with further ``options`` of `hpcdist run`."""
-    launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", str(ranks), "--grace", f"{GRACE_S:g}", *options]
+def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] = ()) -> list[str]:
+    """Return the command line that trains ``recipe`` on the ranks of ``trial``, with ``options`` of `hpcdist run`."""
+    ranks = str(trial.ranks)
+    launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", ranks, "--grace", f"{GRACE_S:g}", *options]
     return [*launcher, "train", str(recipe), "--out", str(out), "--json"]
 
 
@@ -83,7 +84,7 @@ def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environm
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
         try:
             process = subprocess.Popen(
-                line(trial.ranks, recipe, out),
+                line(trial, recipe, out),
                 stdin=subprocess.DEVNULL,
                 stdout=to_stdout,
                 stderr=to_stderr,

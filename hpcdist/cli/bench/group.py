@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.cli.bench import collectives, skeleton, step
-from hpcdist.cli.bench.power import command as power_command
 from hpcdist.cli.bench.skeleton import file_option
 from hpcdist.cli.bench.trials import (
     SweepRecipes,
@@ -109,26 +108,29 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
 _CLONE: Final = "in a clone of the repository"
 MOVED: Final = {  # commands of earlier versions, and their successors
     "checkpoint": f"`python -m benchmarks checkpoint` or `background_saves` {_CLONE}",
-    "data": "`hpcdist bench sweep` with the sweep file of `hpcdist help studies`",
+    "data": "`hpcdist bench sweep strategies.toml`, with the file that `hpcdist help --examples DIRECTORY` writes",
     "pipeline": f"`python -m benchmarks pipelines` {_CLONE}",
+    "power": f"`python -m benchmarks power` {_CLONE}",
 }
 
 
-class _BenchGroup(click.Group):
+class BenchGroup(click.Group):
+    """Click group that names the successor of a moved command."""
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] in MOVED:
-            raise UsageError(f"`hpcdist bench {args[0]}` has been removed; use {MOVED[args[0]]}")
+        if args[0] in MOVED:
+            raise click.UsageError(f"`hpcdist bench {args[0]}` has moved; use {MOVED[args[0]]}", ctx)
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_BenchGroup)
+@click.group(cls=BenchGroup)
 def command() -> None:
-    """Measure configurations of a training, its steps, power, and collectives."""
+    """Measure configurations of a training, training steps, and collectives."""
 
 
-for _module in (collectives, power_command, step):
+for _module in (collectives, step):
     command.add_command(_module.command)
 command.add_command(merge)
 
@@ -194,8 +196,9 @@ def _show(items: "list[SeriesItem]", line: "Command") -> None:
     for number, item in enumerate(items, 1):
         settings = " ".join(f"{key}={json.dumps(value)}" for key, value in item.trial.settings.items())
         click.echo(f"[{number}/{len(items)}] {item_line(item)}: {settings}")
-    for ranks in sorted({item.trial.ranks for item in items}):
-        click.echo(shlex.join(line(ranks, Path("RECIPE"), Path("RUN_DIR"))))
+    lines = {item.trial.ranks: line(item.trial, Path("RECIPE"), Path("RUN_DIR")) for item in items}
+    for ranks in sorted(lines):
+        click.echo(shlex.join(lines[ranks]))
 
 
 def _has_effect(key: str, kind: str) -> bool:

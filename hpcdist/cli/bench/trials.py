@@ -1,8 +1,8 @@
 """Run trainings as trials of a sweep: recipes, run directories, command lines, signals.
 
-Shared by `bench sweep`, `bench power` and `submit --array`. Each trial has a temporary run directory
-beside the results, where all nodes of a job see it, and an environment in which no HPCDIST_SET variable can change its
-recipe. A signal that asks for an end stops the trial under way and keeps the results.
+Shared by `bench sweep`, `submit --array`, and the study `benchmarks/power`. Each trial has a temporary run directory
+next to the results, where all nodes of a job see it, and an environment in which no HPCDIST_SET variable can change its
+recipe. A signal that asks for an end stops the running trial and keeps the results.
 """
 
 import functools
@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -142,14 +142,12 @@ def run_series(
     anonymous: bool,
     line: "Command",
     attributes: Mapping[str, str] | None = None,
-    line_for: "Callable[[SweepTrial], Command] | None" = None,
-    around: "Callable[[Sequence[SeriesItem], Measure], Measure] | None" = None,
+    around: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run what ``plan`` says by the command ``line``, under signals that ask to end, and lock ``output``.
+    """Run the trials of ``plan`` by the command ``line``, until a signal asks to stop, and lock ``output``.
 
-    Each trial has files in a directory of its own. A new results file has ``attributes`` beside the provenance.
-    ``line_for`` a trial is its own command, in place of ``line``; ``around`` wraps what measures a trial in what a
-    sweep does before and after it.
+    Each trial has files in a directory of its own. A new results file has ``attributes`` in addition to the provenance.
+    ``around`` wraps the function that measures a trial, to prepare each trial and to check it.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance
@@ -160,8 +158,7 @@ def run_series(
     def measure(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
         # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
         with tempfile.TemporaryDirectory(prefix=output.name + _TRIAL_INFIX, dir=output.absolute().parent) as folder:
-            own = line if line_for is None else line_for(of)
-            outcome = trial.run(of, Path(folder), limit_s, own, environment)
+            outcome = trial.run(of, Path(folder), limit_s, line, environment)
         return series.anonymous(outcome, hosts) if anonymous else outcome
 
     with results.locked(output):
@@ -171,8 +168,7 @@ def run_series(
         before = {number: signal.signal(number, _stop) for number in watched}
         try:
             say = functools.partial(click.echo, err=True)
-            wrapped = measure if around is None else around(items, measure)
-            return series.run(items, output, wrapped, limits, origin, say)
+            return series.run(items, output, around(measure), limits, origin, say)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -24,7 +24,7 @@ from hpcdist.reporting import user_cache
 
 FORMAT: Final = 1
 LOCK: Final = "lock"
-RESTORE_COMMAND: Final = "hpcdist bench power --restore"
+RESTORE_COMMAND: Final = "python -m benchmarks power --restore"
 
 
 @dataclass(frozen=True)

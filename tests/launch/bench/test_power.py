@@ -1,6 +1,5 @@
 """Sweeps over power limits of real trainings, under a stand-in for the NVIDIA driver whose GPUs draw their limit."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,9 +9,10 @@ import time
 import numpy as np
 import pytest
 
+from benchmarks import harness
+from benchmarks.power import report
 from harness import jobs
-from harness.jobs import LIMIT_S, figures
-from hpcdist.bench.power import report
+from harness.jobs import LIMIT_S
 from hpcdist.bench.sweep import results
 
 FOUND_W, FREE_W, POWER_W = 700, 600, (300, 30)
@@ -43,15 +43,19 @@ def environment(folder, nvml_stub):
     path = os.pathsep.join(filter(None, [str(nvml_stub), os.environ.get("LD_LIBRARY_PATH", "")]))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     added = {"LD_LIBRARY_PATH": path, "NVML_STUB": str(folder / "gpus"), "XDG_STATE_HOME": str(folder / "state")}
-    return kept | added | {"CUDA_VISIBLE_DEVICES": "2,1"}
+    return kept | added | {"CUDA_VISIBLE_DEVICES": "2,1", "PYTHONPATH": harness.search_path()}
 
 
 def line(folder, *arguments):
-    return [sys.executable, "-m", "hpcdist", "bench", "power", *arguments, "-o", str(folder / "power.h5")]
+    return [sys.executable, "-P", "-m", "benchmarks", "power", *arguments, "-o", str(folder / "power.h5")]
 
 
-def run_sweep(folder, environment, *arguments):
+def run_study(folder, environment, *arguments):
     return jobs.run(line(folder, *arguments), env=environment, cwd=folder)
+
+
+def summary(folder):
+    return report.summarize(results.read(folder / "power.h5"), "energy")
 
 
 def power_limits(folder):
@@ -64,19 +68,20 @@ def power_limits(folder):
 @pytest.mark.matrix
 def test_sweep_over_two_limits_and_no_limit_recommends_one(folder, environment):
     asked = ("r.toml", "-n", "2", "--limits", ",".join(map(str, POWER_W)), "--repeats", "1", "--objective", "energy")
-    refused = run_sweep(folder, environment, *asked)
+    refused = run_study(folder, environment, *asked)
     assert refused.returncode == 2 and "nothing was changed: add --change-limits" in refused.stderr
     assert not power_limits(folder) and not (folder / "power.h5").exists()
 
-    done = run_sweep(folder, environment, *asked, "--change-limits", "--plot", "plot.svg", "--json")
+    done = run_study(folder, environment, *asked, "--change-limits", "--plot", "plot.svg")
     assert done.returncode == 0, done.stderr
-    assert power_limits(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}, "those of the job, and put back"
+    assert power_limits(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}, (
+        "the limits of the GPUs of the job were restored"
+    )
     assert not list((folder / "state").rglob("*.json")) and (folder / "plot.svg").stat().st_size > 5000
 
-    document = json.loads(done.stdout.splitlines()[-1])
-    choice = document["recommendation"]
-    assert choice["name"] == "30 W" and choice["reference"] == "as found" and "less energy" in choice["reason"]
-    assert any("energy is that of gpu; not included: cpu" in note for note in document["notes"])
+    (choice,) = [line for line in done.stdout.splitlines() if line.startswith("recommended: 30 W: ")]
+    assert "less energy" in choice and "relative to as found; there is only one repeat" in choice
+    assert "the energy includes gpu; not included: cpu" in done.stdout
 
     kept = results.read(folder / "power.h5")
     assert kept.provenance["power_devices"] == "GPU-02 (H200), GPU-01 (H200)" and kept.provenance["git_commit"]
@@ -95,17 +100,17 @@ def test_sweep_over_two_limits_and_no_limit_recommends_one(folder, environment):
     losses = [output["train_loss"] for output in repeats.values()]
     assert max(losses) == pytest.approx(min(losses), rel=1e-6), "limits do not change what is computed"
 
-    again = run_sweep(folder, environment, *asked, "--change-limits")
+    again = run_study(folder, environment, *asked, "--change-limits")
     assert again.returncode == 0 and "3 ok, 0 failed, 0 left" in again.stderr and "repeat" not in again.stderr
-    assert "recommended: 30 W: " in again.stdout and "of one repeat, whose noise nobody knows" in again.stdout
-    table = report.report(kept, "energy")
-    assert table.row("30 W").verdict != "dominated" and table.chosen.name == "30 W"
+    assert choice in again.stdout and summary(folder).chosen.name == "30 W"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75), (signal.SIGINT, -signal.SIGINT)]
+)
 def test_limits_are_restored_however_a_sweep_ends(folder, environment, number, code):
     # With this seed the first trial is the one under 250 W.
-    asked = ("r.toml", "--limits", "250", "--change-limits", "--no-warmup", "--set", "run.steps=100000", "--seed", "2")
+    asked = ("r.toml", "--limits", "250", "--change-limits", "--no-warm-up", "--set", "run.steps=100000", "--seed", "2")
     process = subprocess.Popen(
         line(folder, *asked), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder
     )
@@ -118,9 +123,9 @@ def test_limits_are_restored_however_a_sweep_ends(folder, environment, number, c
     assert process.returncode == code, output
     if number == signal.SIGKILL:
         assert power_limits(folder) == {"GPU-01": 250, "GPU-02": 250}
-        refused = run_sweep(folder, environment, *asked)
-        assert refused.returncode == 69 and "first run hpcdist bench power --restore" in refused.stderr
-        restored = jobs.hpcdist("bench", "power", "--restore", env=environment)
+        refused = run_study(folder, environment, *asked)
+        assert refused.returncode == 69 and "first run python -m benchmarks power --restore" in refused.stderr
+        restored = run_study(folder, environment, "--restore")
         assert restored.returncode == 0, restored.stderr
         assert restored.stdout.count("700 W again (it was at 250 W)") == 2
     assert power_limits(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}
@@ -128,10 +133,10 @@ def test_limits_are_restored_however_a_sweep_ends(folder, environment, number, c
 
 
 def test_sweep_over_keys_needs_no_permission(folder, environment):
-    done = run_sweep(
-        folder, environment, "r.toml", "--sweep", "model.hidden=32,64", "--repeats", "1", "--no-warmup", "--json"
-    )
-    result = figures(done)
-    assert [row["name"] for row in result["configurations"]] == ["hidden=32", "hidden=64"]
-    assert all(row["j_per_token"]["value"] > 0 and row["in_force_w"] is None for row in result["configurations"])
-    assert result["recommendation"]["name"] in ("hidden=32", "hidden=64") and not power_limits(folder)
+    words = ("r.toml", "--sweep", "model.hidden=32,64", "--repeats", "1", "--no-warm-up")
+    done = run_study(folder, environment, *words)
+    assert done.returncode == 0, done.stderr
+    result = summary(folder)
+    assert [row.name for row in result.rows] == ["hidden=32", "hidden=64"]
+    assert all(row.median("j_per_token") > 0 and row.in_force_w is None for row in result.rows)
+    assert result.chosen.name in ("hidden=32", "hidden=64") and not power_limits(folder)

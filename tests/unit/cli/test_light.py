@@ -120,4 +120,4 @@ def test_warmup_fills_the_named_cache(tmp_path):
 @pytest.mark.parametrize("name", group.MOVED)
 def test_moved_benchmark_names_its_successor(name):
     done = hpcdist("bench", name, "--json")
-    assert done.returncode == 2 and f"bench {name}` has been removed; use" in done.stderr
+    assert done.returncode == 2 and f"bench {name}` has moved; use" in done.stderr

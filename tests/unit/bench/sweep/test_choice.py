@@ -102,7 +102,7 @@ def test_single_trial_runs_all_repeats_and_keeps_its_position(sweep_file, capsys
     ran = []
 
     def run_failing_trial(of, folder, limit_s, line, environment):
-        ran.append((of.name, of.ranks, line(of.ranks, Path("R"), Path("O"))))
+        ran.append((of.name, of.ranks, line(of, Path("R"), Path("O"))))
         return TrialOutcome(FAILED, "2026-01-01T00:00:00+00:00", 1.0, 1, "exit code 1")
 
     monkeypatch.setattr("hpcdist.bench.sweep.trial.run", run_failing_trial)

@@ -40,9 +40,9 @@ def measure(tmp_path):
     def run(source, limit_s=60.0):
         program = textwrap.dedent(source)
 
-        def line(ranks, recipe, out):
+        def line(of, recipe, out):
             out.mkdir()
-            return [sys.executable, "-c", program, str(ranks), str(recipe), str(out)]
+            return [sys.executable, "-c", program, str(of.ranks), str(recipe), str(out)]
 
         folder = tmp_path / "trial"
         folder.mkdir()
@@ -52,7 +52,7 @@ def measure(tmp_path):
 
 
 def test_trial_command_is_hpcdist_run(tmp_path):
-    line = trials.command(3, tmp_path / "recipe.toml", tmp_path / "run")
+    line = trials.command(SweepTrial("0", "fake", 3, {}, ""), tmp_path / "recipe.toml", tmp_path / "run")
     assert line[:6] == [sys.executable, "-P", "-m", "hpcdist", "run", "-n"] and line[6] == "3"
     assert line[line.index("train") :] == [
         "train",
@@ -156,7 +156,7 @@ def test_trial_does_not_outlive_a_killed_sweep(tmp_path):
     from hpcdist.bench.sweep import trial
     from hpcdist.bench.sweep.definition import SweepTrial
     child = "import os, time; from pathlib import Path; Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))"
-    line = lambda ranks, recipe, out: [sys.executable, "-c", child + "; time.sleep(600)"]
+    line = lambda of, recipe, out: [sys.executable, "-c", child + "; time.sleep(600)"]
     trial.run(SweepTrial("0", "fake", 1, {{}}, ""), Path({str(tmp_path)!r}), 600.0, line, os.environ)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])

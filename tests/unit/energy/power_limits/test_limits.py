@@ -289,7 +289,7 @@ with nvml.NvmlDriver() as driver:
 """
     output, device, before = program([gpu(0), gpu(1)], source)
     assert "GPU-00 (H200) could not be restored" in output and "Insufficient Permissions" in output
-    assert "sudo nvidia-smi -i GPU-00 -pl 300" in output and "hpcdist bench power --restore" in output
+    assert "sudo nvidia-smi -i GPU-00 -pl 300" in output and "python -m benchmarks power --restore" in output
     assert (device, before) == ("GPU-00", 300_000)
     assert {uuid: row[0] for uuid, row in driver_limits(workspace[0]).items()} == {"GPU-00": 200_000, "GPU-01": 300_000}
 
@@ -320,7 +320,7 @@ with nvml.NvmlDriver() as driver:
     print_json(error_text(lambda: enter([(power(driver, 1)[0], 150.0)])))
 """
     output = program(None, again)
-    assert "changed by a process that was killed" in output and "hpcdist bench power --restore" in output
+    assert "changed by a process that was killed" in output and "python -m benchmarks power --restore" in output
     well, lines = program(None, RESTORE)
     assert well and lines == [
         "GPU-00 (H200): 300 W again (it was at 200 W)",
@@ -496,7 +496,8 @@ def test_record_of_earlier_boot_is_dropped_and_of_other_host_kept(powercap, tmp_
     written.write_text(json.dumps(content))
     written.chmod(0o600)
     assert (
-        apply.put_back(tmp_path, lines.append) and "of elsewhere; run `hpcdist bench power --restore` there" in lines[1]
+        apply.put_back(tmp_path, lines.append)
+        and "of elsewhere; run `python -m benchmarks power --restore` there" in lines[1]
     )
     assert written.exists()
     with apply.limited([(devices.cpu_limits(powercap)[0], 100.0)], tmp_path):
