@@ -1,12 +1,11 @@
-"""Compare two results files of the same benchmark: ratios of medians with bootstrap intervals, and a verdict.
+"""Comparison of two results files of the same benchmark: ratios of medians, bootstrap intervals, and verdicts.
 
-The figure is the ratio of medians, the second file's over the first's. Its interval comes from the bootstrap (B.
-Efron, Ann. Statist. 7 (1979) 1-26): the iterations of both sides are drawn again, with replacement, many times. Where
-a side was measured by several processes (sessions of a benchmark, repeats of a sweep), processes are drawn first and
-then iterations within each: what differs from process to process is then part of the interval. One process a side
-cannot measure that part, so its interval holds for these two runs, not for the next two.
+The ratio is the median time of the second file over the median time of the first file. Its interval comes from the
+bootstrap (B. Efron, Ann. Statist. 7 (1979) 1-26), which resamples the iterations of both files with replacement. If
+several processes measured a file (sessions of a benchmark, repeats of a sweep), the bootstrap resamples the processes
+first, then the iterations of each. The interval then includes the differences between processes.
 
-A regression is a ratio whose whole interval lies beyond the threshold, or a wrong result, whose time means nothing.
+A regression is a ratio whose whole interval lies above the threshold, or a result that is wrong in the second file.
 """
 
 import zlib
@@ -31,13 +30,16 @@ IMPROVEMENT: Final = "faster"
 UNDECIDED: Final = "same"
 FEW: Final = "too few"
 WRONG: Final = "wrong in the second"
-LEAST: Final = 5  # iterations of a side, below which a median has no interval worth the name
-_DRAWN_ELEMENTS: Final = 1 << 22  # at once, to keep memory small
+LEAST: Final = 5  # minimum number of iterations in each file for a verdict
+_BATCH_ELEMENTS: Final = 1 << 22  # largest number of resampled times in memory
 
 
 @dataclass(frozen=True)
 class CompareSide:
-    """One configuration of one file: the slowest rank's time of each iteration, and the session that measured it."""
+    """Measurements of one configuration in one file: the slowest rank's time and the session of each iteration.
+
+    ``reference``: True for memcpy and wire, which only describe the machine. ``wrong``: True if a result was wrong.
+    """
 
     times_s: np.ndarray
     session: np.ndarray
@@ -47,7 +49,7 @@ class CompareSide:
 
 @dataclass(frozen=True)
 class CompareRule:
-    """Thresholds of a difference; ``threshold`` 0.05 is five percent."""
+    """Settings of a comparison. ``threshold``: tolerated slowdown; 0.05 is 5 %. ``seed``: seed of the bootstrap."""
 
     threshold: float = 0.05
     confidence: float = 0.95
@@ -57,7 +59,11 @@ class CompareRule:
 
 @dataclass(frozen=True)
 class MedianChange:
-    """One configuration that both files have; ``ratio`` above 1 is slower in the second, None beside a wrong result."""
+    """Change of a configuration from the first file to the second. ``ratio`` above 1 means slower.
+
+    ``low`` and ``high`` are the ends of the ratio's interval. The times, ratio and interval are None if the second
+    result is wrong. The pairs ``iterations`` and ``sessions`` are numbers in the first and the second file.
+    """
 
     name: str
     verdict: str
@@ -73,65 +79,71 @@ class MedianChange:
 
 @dataclass(frozen=True)
 class ResultsComparison:
-    """Changes, wrong results and the largest slowdown first, and the names that only one file has."""
+    """Changes of the common configurations, wrong results and largest slowdowns first, and names in one file only.
+
+    ``wrong_before``: configurations that are wrong in the first file and correct in the second.
+    """
 
     changes: tuple[MedianChange, ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
-    wrong_before: tuple[str, ...]  # and right in the second
+    wrong_before: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
     def regressions(self) -> list[MedianChange]:
-        """The cases that became wrong, or slower beyond doubt and threshold, without references (memcpy, wire)."""
+        """Configurations that are slower or wrong in the second file, without the references (memcpy, wire)."""
         return [change for change in self.changes if change.verdict in (REGRESSION, WRONG) and not change.reference]
 
     @property
     def judged(self) -> list[MedianChange]:
-        """The cases that have a verdict, references left out."""
+        """Configurations with a verdict, without the references."""
         return [change for change in self.changes if change.verdict != FEW and not change.reference]
 
 
 def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
-    """Compare two files of `hpcdist bench collectives`, or two of `hpcdist bench sweep`.
+    """Compare the results files ``before`` and ``after``: two of `bench collectives`, or two of `bench sweep`.
 
-    Raises StorageError for a file that is neither, UsageError for files that have no configuration in common.
+    Raises StorageError if a file is neither, and UsageError if the files have no configuration in common.
     """
-    kinds = {path: _schema(path) for path in (before, after)}
-    if kinds[before] != kinds[after]:
-        raise UsageError(f"{before} is of schema {kinds[before]}, {after} of {kinds[after]}; give two of a kind")
-    left, right = (_READERS[kinds[path]](path) for path in (before, after))
+    schemas = [_schema(path) for path in (before, after)]
+    if schemas[0] != schemas[1]:
+        raise UsageError(
+            f"{before} has schema {schemas[0]} and {after} has schema {schemas[1]}; give two files of the same benchmark"
+        )
+    left, right = (_READERS[schemas[0]](path) for path in (before, after))
     common = [name for name in left if name in right]
     if not common:
+        names = [", ".join([*list(side)[:3], *(["..."] if len(side) > 3 else [])]) or "none" for side in (left, right)]
         raise UsageError(
-            f"{before} and {after} have no configuration in common: {', '.join(list(left)[:3]) or 'nothing'}, ... "
-            f"against {', '.join(list(right)[:3]) or 'nothing'}, ..."
+            f"{before} and {after} have no configuration in common; configurations of the first file: {names[0]}; of "
+            f"the second file: {names[1]}; measure the same configurations"
         )
-    healed = [name for name in common if left[name].wrong and not right[name].wrong]
-    compared = [name for name in common if name not in healed]
-    changes = sorted((change(name, left[name], right[name], rule) for name in compared), key=_effect)
+    corrected = [name for name in common if left[name].wrong and not right[name].wrong]
+    changes = [change(name, left[name], right[name], rule) for name in common if name not in corrected]
+    changes.sort(key=lambda row: (row.reference, -np.inf if row.ratio is None else -row.ratio, row.name))
     return ResultsComparison(
         tuple(changes),
         tuple(name for name in left if name not in right),
         tuple(name for name in right if name not in left),
-        tuple(healed),
+        tuple(corrected),
         tuple(_notes(changes)),
     )
 
 
 def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule) -> MedianChange:
-    """Return how ``after`` differs from ``before``; the same for the same samples, rule and name."""
+    """Return the change of the configuration ``name`` from ``before`` to ``after``. Equal arguments, equal result."""
     counts = (len(before.times_s), len(after.times_s))
     sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
     if after.wrong:
         return MedianChange(name, WRONG, None, None, None, None, None, counts, sessions, before.reference)
     medians = [float(np.median(side.times_s)) for side in (before, after)]
     ratio = medians[1] / medians[0]
-    # The draws depend on the name, so that one configuration more does not change the intervals of the others.
+    # The seed depends on the name: the intervals of a configuration do not depend on the other configurations.
     rng = np.random.default_rng([rule.seed, zlib.crc32(name.encode())])
-    drawn = _medians(after, rule.resamples, rng) / _medians(before, rule.resamples, rng)
+    ratios = _medians(after, rule.resamples, rng) / _medians(before, rule.resamples, rng)
     tail = 50.0 * (1.0 - rule.confidence)
-    low, high = (float(value) for value in np.percentile(drawn, [tail, 100.0 - tail]))
+    low, high = (float(value) for value in np.percentile(ratios, [tail, 100.0 - tail]))
     if min(counts) < LEAST:
         verdict = FEW
     elif low > 1.0 + rule.threshold:
@@ -144,12 +156,12 @@ def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule
 
 
 def _medians(side: CompareSide, resamples: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the medians of ``resamples`` samples drawn from ``side``: processes first, then their iterations."""
+    """Return the medians of ``resamples`` bootstrap samples: of processes, then of the iterations of each process."""
     processes = [side.times_s[side.session == number] for number in np.unique(side.session)]
     medians = np.empty(resamples)
     if len(processes) == 1:
         times = processes[0]
-        step = max(1, _DRAWN_ELEMENTS // len(times))
+        step = max(1, _BATCH_ELEMENTS // len(times))
         for start in range(0, resamples, step):
             rows = min(step, resamples - start)
             medians[start : start + rows] = np.median(times[rng.integers(0, len(times), (rows, len(times)))], axis=1)
@@ -160,31 +172,22 @@ def _medians(side: CompareSide, resamples: int, rng: np.random.Generator) -> np.
     return medians
 
 
-def _effect(change: MedianChange) -> tuple[bool, float, str]:
-    return (change.reference, -np.inf if change.ratio is None else -change.ratio, change.name)
-
-
 def _notes(changes: Sequence[MedianChange]) -> list[str]:
     notes = []
-    moved = [
-        change.ratio
-        for change in changes
-        if change.ratio and change.reference and change.verdict in (REGRESSION, IMPROVEMENT)
-    ]
-    if moved:
+    references = [row.ratio for row in changes if row.reference and row.verdict in (REGRESSION, IMPROVEMENT)]
+    if moved := [ratio for ratio in references if ratio]:
         worst = max(moved, key=lambda ratio: abs(np.log(ratio)))
         notes.append(
-            f"{len(moved)} of the references (memcpy, wire), which are no code of ours, changed as well, by up to "
-            f"{worst:.2f}x: the two files are from different machines, or from different loads"
+            f"{len(moved)} references (memcpy, wire), which run no code of hpcdist, changed too, by up to {worst:.2f}x: "
+            "the two files were measured on different machines, or under different load"
         )
-    single = sum(1 in change.sessions for change in changes)
-    if single:
+    if single := sum(1 in row.sessions for row in changes):
         notes.append(
-            f"{single} of {len(changes)} intervals come from one process a side: what differs by start is not in them"
+            f"{single} of {len(changes)} intervals use a single process per file, so they exclude differences between "
+            "processes"
         )
-    few = sum(change.verdict == FEW for change in changes)
-    if few:
-        notes.append(f"{few} configurations have fewer than {LEAST} iterations a side, and no verdict")
+    if few := sum(row.verdict == FEW for row in changes):
+        notes.append(f"{few} configurations have no verdict: it needs at least {LEAST} iterations in each file")
     return notes
 
 
@@ -193,28 +196,25 @@ def _schema(path: Path) -> str:
         schema = str(file.attrs.get("schema"))
     if schema not in _READERS:
         raise StorageError(
-            f"{path}: a file of schema {schema!r}, expected {' or '.join(_READERS)}: the --output of "
-            "`hpcdist bench collectives` or `hpcdist bench sweep`"
+            f"{path} has schema {schema!r}, expected {' or '.join(_READERS)}; give the --output file of `hpcdist bench "
+            "collectives` or `hpcdist bench sweep`"
         )
     return schema
 
 
 def _collectives(path: Path) -> dict[str, CompareSide]:
-    """Return the configurations of a benchmark of collectives; versions of the MPI library may differ."""
     sides = {}
-    for configuration in collectives_results.read(path).configurations:
-        key = configuration.key
+    for row in collectives_results.read(path).configurations:
+        key = row.key
         cache = "" if key.cache == COLD else f" {key.cache}"
-        where = f"{key.ranks} ranks on {key.nodes}, {key.vendor}"
-        name = f"{key.op} {key.dtype} {key.bytes} B{cache}, {where}, {key.label}"  # `_by_cell` takes it apart
-        sides[name] = CompareSide(
-            configuration.slowest_s, configuration.session, configuration.reference, bool(configuration.wrong)
-        )
+        # The MPI vendor without its version: two versions can be compared. `_by_cell` splits this name.
+        name = f"{key.op} {key.dtype} {key.bytes} B{cache}, {key.ranks} ranks on {key.nodes}, {key.vendor}, {key.label}"
+        sides[name] = CompareSide(row.slowest_s, row.session, row.reference, bool(row.wrong))
     return sides
 
 
 def _sweep(path: Path) -> dict[str, CompareSide]:
-    """Return the steps of each configuration of a sweep over its good repeats, without the first, which compiles."""
+    """Return the step times of all successful repeats, by configuration. The first step is left out: it compiles."""
     sides = {}
     for configuration in results.read(path).configurations:
         times, sessions = [], []
@@ -244,41 +244,36 @@ _COLUMNS: Final[text_table.Columns[MedianChange]] = (
 
 
 def text(comparison: ResultsComparison) -> str:
-    """Return the table as lines for people, the largest slowdown first, and below what only one file has."""
+    """Return the text table of ``comparison``, followed by the configurations in one file only and the notes."""
     lines = text_table.aligned(text_table.rows_of(_COLUMNS, comparison.changes), (0, -1))
-    return "\n".join([*lines, *_below(comparison)])
+    return "\n".join([*lines, *_footer(comparison)])
 
 
 def markdown(comparison: ResultsComparison) -> str:
-    """Return the table as Markdown."""
+    """Return the table of ``comparison`` as Markdown, with the same lines below it as `text`."""
     lines = text_table.markdown(text_table.rows_of(_COLUMNS, comparison.changes))
-    return "\n".join([*lines, *(f"\n{line}" for line in _below(comparison))])
+    return "\n".join([*lines, *(f"\n{line}" for line in _footer(comparison))])
 
 
-def _below(comparison: ResultsComparison) -> list[str]:
-    lines = []
-    for what, names in (
-        ("only in the first", comparison.only_before),
-        ("only in the second", comparison.only_after),
-        ("wrong in the first, and not compared", comparison.wrong_before),
-    ):
-        lines += [f"{what}: {cell}" for cell in _by_cell(names)]
-    return [*lines, *comparison.notes]
+def _footer(comparison: ResultsComparison) -> list[str]:
+    lists = {
+        "only in the first": comparison.only_before,
+        "only in the second": comparison.only_after,
+        "wrong in the first, and not compared": comparison.wrong_before,
+    }
+    return [*(f"{title}: {line}" for title, names in lists.items() for line in _by_cell(names)), *comparison.notes]
 
 
 def _by_cell(names: Sequence[str]) -> list[str]:
-    """Return a line for each operation, size and place, with the names that have it."""
+    """Group the names of collectives: return a line per operation, size, ranks and MPI library, with all algorithms."""
     cells: dict[str, list[str]] = {}
     for name in names:
-        *where, label = name.split(", ", 3)
-        cells.setdefault(", ".join(where), []).append(label)
-    return [f"{where}, {', '.join(labels)}" if where else "; ".join(labels) for where, labels in cells.items()]
+        *cell, label = name.split(", ", 3)
+        cells.setdefault(", ".join(cell), []).append(label)
+    return [f"{cell}, {', '.join(labels)}" if cell else "; ".join(labels) for cell, labels in cells.items()]
 
 
 def jsonable(comparison: ResultsComparison, rule: CompareRule) -> dict[str, Any]:
-    """Return the comparison as JSON values."""
-    return {
-        "rule": asdict(rule),
-        **asdict(comparison),
-        "regressions": [change.name for change in comparison.regressions],
-    }
+    """Return ``comparison`` and the settings ``rule`` as JSON values."""
+    regressions = [change.name for change in comparison.regressions]
+    return {"rule": asdict(rule), **asdict(comparison), "regressions": regressions}

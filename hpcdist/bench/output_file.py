@@ -1,11 +1,9 @@
-"""Results files of benchmarks: one HDF5 file of records with provenance, and the check of its place.
+"""HDF5 results files of benchmarks: records in groups, with provenance.
 
-A benchmark declares its records as dataclasses. Of a record (`write_record`, `read_record`) a number or text is an
-attribute of its group, NaN for None; a dataclass in it is flattened; and a field annotated with `SampleColumn` is a
-dataset with units, meaning and dimension scales, so that other tools can read it. Other fields are the benchmark's own
-affair.
-A `ResultsFormat` names the schema of a file. What is changed reaches the disk as a whole or not at all
-(`hpcdist.hdf5.files.edit`): a process that is killed loses what was under way.
+A benchmark declares its records as dataclasses. `write_record` and `read_record` store each record in an HDF5 group. A
+number, text or None becomes an attribute (NaN stands for None). The fields of a nested dataclass become attributes of
+the same group. An array annotated with `SampleColumn` becomes a dataset with units, meaning and dimension scales, which
+other tools can read. The benchmark stores fields of other types itself.
 """
 
 import math
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import numpy as np
 
@@ -23,16 +21,11 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.hdf5 import files
 
-_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
-_SCALARS: Final = (str, int, float, bool)
-_CHUNK_ROWS: Final = 512
-_CHUNK_COLUMNS: Final = 64
-_SCALES: Final = {"rank": "rank in the world"}  # others: "number of the ..."
 Record = TypeVar("Record")
 
 
 class SampleColumn:
-    """Declaration of a dataset: its meaning, the scales of its first dims, and its units in UCUM."""
+    """Description of a dataset. ``axes`` names the scales of its first dimensions; ``units`` are in UCUM notation."""
 
     def __init__(self, meaning: str, *axes: str, units: str = "s") -> None:
         self.meaning, self.axes, self.units = meaning, axes, units
@@ -40,7 +33,7 @@ class SampleColumn:
 
 @dataclass(frozen=True)
 class ResultsFormat:
-    """Schema of a results file; its records are groups of the group ``records``, or of the root for ""."""
+    """Schema name and version of a results file. ``records``: name of the group of its records; "" is the root."""
 
     schema: str
     version: int
@@ -48,13 +41,14 @@ class ResultsFormat:
 
     @contextmanager
     def edit(self, path: Path, provenance: Mapping[str, Any]) -> Iterator[Any]:
-        """Open the file at ``path``, made with ``provenance`` when missing, and yield the group of its records.
+        """Open or create the results file ``path``, as a context manager that yields the group of its records.
 
-        Raises StorageError; the file is then as it was before.
+        ``provenance``: root attributes of a new file. All changes of the `with` block reach the disk together. Raises
+        StorageError; the file then keeps its old content.
         """
-        new = not path.exists()
+        created = not path.exists()
         with files.edit(path, self.schema, self.version) as file:
-            if new:
+            if created:
                 file.attrs.update({**provenance, "NX_class": "NXroot"})
                 if self.records:
                     file.create_group(self.records).attrs["NX_class"] = "NXentry"
@@ -62,54 +56,62 @@ class ResultsFormat:
 
     @contextmanager
     def read(self, path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Open the file at ``path`` and yield provenance and the group of its records. Raises StorageError.
+        """Open the results file ``path``, as a context manager that yields its provenance and the group of its records.
 
-        What h5py raises inside the block becomes a StorageError too: the file is damaged.
+        Raises StorageError if the file is invalid or unreadable, or if h5py raises an error inside the `with` block.
         """
         with files.open_read(path, self.schema, self.version) as file:
             try:
-                provenance = {name: plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
+                header = ("schema", "schema_version", "NX_class")
+                provenance = {name: plain(value) for name, value in file.attrs.items() if name not in header}
                 yield provenance, file[self.records] if self.records else file
             except files.FAILURES as error:
-                raise StorageError(f"{path}: is damaged: {error}") from error
+                raise StorageError(f"{path}: the file is damaged: {error}; measure again") from error
 
 
 def plain(value: Any) -> Any:
-    """Return an attribute as Python has it, None for NaN."""
+    """Return ``value``, which may be a numpy array or scalar, as a Python value. NaN becomes None."""
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
-    """Write the dataclass ``record`` into the empty ``group``; with ``grows``, `extend_record` can extend it."""
+    """Write the dataclass ``record`` into the empty HDF5 group ``group``. The keyword ``grows`` permits `extend_record`."""
     group.attrs.update(_attributes(record))
-    columns = {name: (getattr(record, name), samples) for name, samples in _declared(type(record)).items()}
+    columns = {name: (getattr(record, name), column) for name, column in _sample_columns(type(record)).items()}
     if columns:
         write_samples(group, columns, grows=grows)
 
 
 def write_samples(group: Any, columns: Mapping[str, tuple[np.ndarray, SampleColumn]], *, grows: bool = False) -> None:
-    """Write datasets and their scales into ``group``; the first one is what a viewer shows. A scale may be a column."""
-    for name, (values, samples) in columns.items():
+    """Write a dataset per entry of ``columns``, name -> (values, description), and their scales into ``group``.
+
+    NeXus viewers show the first dataset. A dataset can be the scale of another one. With the keyword ``grows``, the
+    first dimension is unlimited.
+    """
+    for name, (values, column) in columns.items():
         options: dict[str, Any] = {}
         if grows:
-            chunks = (_CHUNK_ROWS, *(min(extent, _CHUNK_COLUMNS) for extent in np.shape(values)[1:]))
-            options = {"maxshape": (None, *np.shape(values)[1:]), "chunks": chunks}
-            options |= {"compression": "gzip", "shuffle": True}
+            options = {"maxshape": (None, *np.shape(values)[1:]), "compression": "gzip", "shuffle": True}
+            options["chunks"] = (512, *(min(extent, 64) for extent in np.shape(values)[1:]))
         dataset = group.create_dataset(name, data=values, **options)
-        dataset.attrs.update({"units": samples.units, "long_name": samples.meaning})
-        for axis, extent in zip(samples.axes, dataset.shape, strict=False):
+        dataset.attrs.update({"units": column.units, "long_name": column.meaning})
+        for axis, extent in zip(column.axes, dataset.shape, strict=False):
             if axis not in group and axis not in columns:
-                unlimited = {"maxshape": (None,)} if grows and axis == samples.axes[0] else {}
+                unlimited = {"maxshape": (None,)} if grows and axis == column.axes[0] else {}
                 scale = group.create_dataset(axis, data=np.arange(extent), **unlimited)
-                scale.attrs.update({"units": "1", "long_name": _SCALES.get(axis, f"number of the {axis}")})
-    attach_scales(group, {name: samples.axes for name, (_, samples) in columns.items()})
+                meaning = "rank in the world" if axis == "rank" else f"number of the {axis}"
+                scale.attrs.update({"units": "1", "long_name": meaning})
+    attach_scales(group, {name: column.axes for name, (_, column) in columns.items()})
     signal, (_, first) = next(iter(columns.items()))
     group.attrs.update({"NX_class": "NXdata", "signal": signal, **({"axes": list(first.axes)} if first.axes else {})})
 
 
 def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
-    """Make the datasets that ``axes`` names, by dataset, scales of the dims of the others in ``group``."""
+    """Attach dimension scales to the datasets of ``group``.
+
+    ``axes``: names of the scales of the first dimensions, by dataset. The scales are datasets of ``group``, too.
+    """
     for scale in dict.fromkeys(axis for names in axes.values() for axis in names):
         group[scale].make_scale(scale)
     for name, scales in axes.items():
@@ -119,22 +121,20 @@ def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
 
 
 def extend_record(group: Any, record: Any) -> None:
-    """Append the samples of ``record`` to those in ``group``, along their first dim."""
-    for name, samples in _declared(type(record)).items():
-        values, dataset = getattr(record, name), group[name]
-        before = dataset.shape[0]
-        dataset.resize(before + len(values), axis=0)
-        dataset[before:] = values
-        scale = group[samples.axes[0]]
-        scale.resize(dataset.shape[0], axis=0)
-        scale[...] = np.arange(dataset.shape[0])
+    """Append the samples of ``record`` to the datasets of ``group``, along the first dimension."""
+    for name, column in _sample_columns(type(record)).items():
+        values, dataset, scale = getattr(record, name), group[name], group[column.axes[0]]
+        length = len(dataset) + len(values)
+        dataset.resize(length, axis=0)
+        dataset[length - len(values) :] = values
+        scale.resize(length, axis=0)
+        scale[...] = np.arange(length)
 
 
-def read_record(group: Any, kind: type[Record], **known: Any) -> Record:
-    """Return the record of ``kind`` in ``group``; fields that `write_record` does not write are ``known``."""
-    values = dict(known)
+def read_record(group: Any, kind: type[Record], **values: Any) -> Record:
+    """Return the record of class ``kind`` in ``group``. ``values``: the fields that `write_record` does not store."""
     for name, hint in _hints(kind).items():
-        if name in known:
+        if name in values:
             continue
         if get_origin(hint) is Annotated:
             values[name] = group[name][...]
@@ -151,8 +151,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _declared(kind: type) -> dict[str, SampleColumn]:
-    """Return the datasets of a record of ``kind``."""
+def _sample_columns(kind: type) -> dict[str, SampleColumn]:
     return {name: get_args(hint)[1] for name, hint in _hints(kind).items() if get_origin(hint) is Annotated}
 
 
@@ -166,19 +165,19 @@ def _attributes(record: Any) -> dict[str, Any]:
         value = getattr(record, name)
         if is_dataclass(hint):
             attributes |= _attributes(value)
-        elif set(_alternatives(hint)) <= {*_SCALARS, type(None)}:
+        elif {*_alternatives(hint)} <= {str, int, float, bool, type(None)}:
             attributes[name] = math.nan if value is None else value
     return attributes
 
 
 def check_on_all_ranks(comm: Communicator, check: Callable[[], object]) -> None:
-    """Make ``check`` on rank 0 and raise on every rank the HpcdistError that it raised. Collective over ``comm``."""
+    """Call ``check`` on rank 0. If it raises HpcdistError, raise this error on every rank. Collective over ``comm``."""
     error: HpcdistError | None = None
-    if comm.rank == 0:
-        try:
+    try:
+        if comm.rank == 0:
             check()
-        except HpcdistError as raised:
-            error = raised
+    except HpcdistError as raised:
+        error = raised
     error = comm.broadcast_object(error)
     if error is not None:
         raise error

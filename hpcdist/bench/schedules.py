@@ -1,13 +1,11 @@
-"""Schedules on paper: verified, simulated and compared with their closed form, before anything runs; and timelines.
+"""Pipeline schedules without a training: proof, simulation, closed form of the bubble, and timelines.
 
-`draw` makes the picture of steps, simulated or measured: a row of passes for each rank; `trace` gives the same to trace
-viewers. Colours differ in brightness as well as in hue, so that they can be told apart without colours: F is light, the
-two parts of a backward are darker and darker, a joint backward lies between them.
+`draw` plots the simulated passes of each rank, and `write_trace` writes them for trace viewers.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -39,15 +37,15 @@ from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.proof import verify
 
-NAMES: Final = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W", AGAIN: "F again"}
-MEANINGS: Final = {
-    FORWARD: "F: forward",
-    BACKWARD: "B: backward",
-    INPUT: "I: gradient of the input",
-    WEIGHT: "W: gradients of the weights",
-    AGAIN: "F again: recomputed",
+# Letter and meaning of each kind of pass.
+NAMES: Final = {
+    FORWARD: ("F", "forward"),
+    BACKWARD: ("B", "backward"),
+    INPUT: ("I", "input gradient"),
+    WEIGHT: ("W", "weight gradients"),
+    AGAIN: ("F again", "recomputed forward"),
 }
-# What it is -> (colour, that of the number in it)
+# Colours of a bar and of the number in the bar. The bars also differ in brightness, for black-and-white prints.
 COLOURS: Final = {
     FORWARD: ("#cfe2f3", "black"),
     BACKWARD: ("#d1693a", "black"),
@@ -55,19 +53,19 @@ COLOURS: Final = {
     WEIGHT: ("#3d6b53", "white"),
     AGAIN: ("#b5c9da", "black"),
 }
-NUMBERED: Final = 2000  # bars of a picture, beyond which no number could be read
-_WIDE: Final = 14.0  # inches
-_CHARACTER: Final = 0.06  # inches
-PROVEN: Final = 20_000  # passes of all ranks, up to which their lists of operations are verified too: a second
-_SHOWN_RANKS: Final = 8
+NUMBERED: Final = 2000  # largest number of bars in a panel whose bars have numbers
+PROVEN: Final = 20_000  # largest number of passes whose operation lists are verified, which takes about a second
+_WIDTH: Final = 14.0  # of a plot, in inches
 
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Costs of a stage for a micro-batch, all chunks of a rank together: one for all ranks, or one for each.
+    """Number of stages and micro-batches of the schedules to simulate, and the costs of one micro-batch.
 
-    ``costs`` are (forward, gradient of the input, gradients of the weights) in seconds; a joint backward takes as long
-    as the last two. Chunks of a rank are alike. A message takes its link for ``message_s``.
+    - ``costs``: seconds of (forward, input gradient, weight gradients) of a stage: one tuple for all stages, or one per
+      stage. The chunks of a rank have equal shares. An unsplit backward pass takes the sum of both gradients.
+    - ``message_s``: seconds for which a message occupies its link.
+    - ``recompute``: run the forward pass again before each backward pass.
     """
 
     stages: int
@@ -78,25 +76,24 @@ class ScheduleRequest:
 
     def __post_init__(self) -> None:
         if len(self.costs) not in (1, self.stages):
-            raise UsageError(f"--costs is given {len(self.costs)} times; once for all stages, or {self.stages} times")
+            raise UsageError(
+                f"--costs is given {len(self.costs)} times; give it once for all stages, or {self.stages} times, once "
+                "per stage"
+            )
         if not all(math.isfinite(seconds) and seconds >= 0 for row in self.costs for seconds in row):
-            raise UsageError(f"--costs {self.costs}: seconds are finite and not negative")
+            raise UsageError(f"--costs {self.costs}: all seconds must be finite and at least 0")
         if not all(map(any, self.costs)):
-            raise UsageError(f"--costs {self.costs}: a stage that takes nothing has no bubble; give one part some time")
+            raise UsageError(
+                f"--costs {self.costs}: the bubble of a stage without cost is undefined; give each stage a cost above 0"
+            )
         if not math.isfinite(self.message_s):
-            raise UsageError(f"--message-s {self.message_s}: seconds are finite")
+            raise UsageError(f"--message-s {self.message_s}: the seconds must be finite")
 
-    @property
-    def equal(self) -> bool:
-        """Whether all stages are alike and messages take no time, as closed forms assume."""
-        return len(set(self.costs)) == 1 and not self.message_s and not self.recompute
-
-    def of(self, placement: StagePlacement) -> StepCosts:
-        """Return the costs of a placement of one unit for each chunk."""
-        rows = [self.costs[rank % len(self.costs)] for rank in placement.ranks]
-        shares = [placement.ranks.count(rank) for rank in placement.ranks]
+    def step_costs(self, placement: StagePlacement) -> StepCosts:
+        """Return the costs of each chunk of ``placement``, whose chunks have one model unit each."""
         forward_s, input_s, weight_s = (
-            [row[part] / share for row, share in zip(rows, shares, strict=True)] for part in range(3)
+            [self.costs[rank % len(self.costs)][kind] / placement.ranks.count(rank) for rank in placement.ranks]
+            for kind in range(3)
         )
         return StepCosts(
             forward_s=forward_s,
@@ -109,9 +106,10 @@ class ScheduleRequest:
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """A schedule, its timeline and what each rank keeps at most; ``closed`` is None where there is no such form.
+    """Simulated schedule: its passes, timeline, and largest number of micro-batches in progress, by rank.
 
-    ``operations`` says whether the lists of operations were verified, and not only the passes that they are made of.
+    ``closed``: bubble in closed form, or None if there is no formula for the schedule and costs. ``operations``: True
+    if the operation lists were verified, False if only the passes were.
     """
 
     name: str
@@ -122,51 +120,48 @@ class SimulatedSchedule:
     operations: bool
 
 
-def simulate_schedule(name: str, written: ScheduleText, wanted: ScheduleRequest) -> SimulatedSchedule:
-    """Return schedule ``name``, proven and simulated (local). Raises ScheduleError where it would hang, or is none."""
-    if wanted.recompute and written.keeps:
+def simulate_schedule(name: str, written: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
+    """Prove that the schedule ``written`` is valid, and simulate it with the costs of ``request``. Local.
+
+    ``name`` selects the closed form of the bubble. Raises ScheduleError if the schedule is invalid or deadlocks, and
+    UsageError if it does not support recomputation.
+    """
+    if request.recompute and written.keeps:
         raise UsageError(
-            f"--recompute with {name}: what a weight gradient needs stays in memory until it is computed; leave it "
-            "out, or choose gpipe, 1f1b or interleaved"
+            f"--recompute does not work with {name}, which keeps all activations until the backward pass; remove "
+            "--recompute, or choose gpipe, 1f1b or interleaved"
         )
-    placement = written.place([range(n, n + 1) for n in range(wanted.stages * written.chunks)])
-    listed = sum(map(len, written.passes)) <= PROVEN
-    if listed:
-        _verify(written, placement, wanted)
+    placement = written.place([range(n, n + 1) for n in range(request.stages * written.chunks)])
+    operations = sum(map(len, written.passes)) <= PROVEN
+    if operations:
+        _verify(written, placement, request)
     else:
-        liveness.prove(written.passes, placement, wanted.microbatches)
-    costs = wanted.of(placement)
+        liveness.prove(written.passes, placement, request.microbatches)
     rows = [passes.compact(row) for row in written.passes]
-    timeline = simulate_timeline.simulate_passes(rows, placement, costs, recompute=wanted.recompute)
-    forward_s, input_s, weight_s = wanted.costs[0]
-    closed = registry.bubble(
-        name,
-        wanted.stages,
-        wanted.microbatches,
-        chunks=written.chunks,
-        forward_s=forward_s,
-        input_s=input_s,
-        weight_s=weight_s,
-    )
-    memory = passes.peaks(timeline.program)
-    return SimulatedSchedule(name, written, timeline, memory, closed if wanted.equal else None, listed)
+    costs = request.step_costs(placement)
+    timeline = simulate_timeline.simulate_passes(rows, placement, costs, recompute=request.recompute)
+    closed = None
+    if len(set(request.costs)) == 1 and not request.message_s and not request.recompute:  # else no formula
+        seconds = dict(zip(("forward_s", "input_s", "weight_s"), request.costs[0], strict=True))
+        closed = registry.bubble(name, request.stages, request.microbatches, chunks=written.chunks, **seconds)
+    return SimulatedSchedule(name, written, timeline, passes.peaks(timeline.program), closed, operations)
 
 
-def _verify(written: ScheduleText, placement: StagePlacement, wanted: ScheduleRequest) -> None:
-    """Verify the step that the passes become, with an update behind it, as on one replica."""
+def _verify(written: ScheduleText, placement: StagePlacement, request: ScheduleRequest) -> None:
+    """Verify the operation lists of a training step of one replica: all passes, then the optimizer update."""
     units = {unit: Range(unit, unit + 1) for unit in placement.units}
     lists = []
     for rank, row in enumerate(written.passes):
-        own = [units[unit] for chunk in placement.of(rank) for unit in chunk]
-        update = [Operation(kind, range=part) for kind in (Kind.DIRECTION, Kind.APPLY) for part in own]
-        steps = expand(row, placement, rank, recompute=wanted.recompute)
+        ranges = [units[unit] for chunk in placement.of(rank) for unit in chunk]
+        update = [Operation(kind, range=part) for kind in (Kind.DIRECTION, Kind.APPLY) for part in ranges]
+        steps = expand(row, placement, rank, recompute=request.recompute)
         lists.append([*steps, Operation(Kind.AGREE), *update])
-    grid = ProcessGrid(pipeline=wanted.stages)
-    verify(lists, grid=grid, units=units, microbatches=wanted.microbatches, placement=placement)
+    grid = ProcessGrid(pipeline=request.stages)
+    verify(lists, grid=grid, units=units, microbatches=request.microbatches, placement=placement)
 
 
 def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
-    """Return the figures as JSON values (local)."""
+    """Return the bubble, critical path and per-rank times and memory of ``simulated`` as JSON values. Local."""
     timeline = simulated.timeline
     path = timeline.critical_path()
     return {
@@ -199,35 +194,37 @@ def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
 
 
 def text(rows: Sequence[SimulatedSchedule]) -> str:
-    """Return the table for people."""
-    return "\n".join([*text_table.aligned(text_table.rows_of(_COLUMNS, rows)), _NOTE])
+    """Return a text table with one row per schedule of ``rows``, and an explanation of its columns."""
+    note = """
+bubble: idle share of the slowest rank between its first and last pass; makespan rate: mean idle share of all ranks
+live, held: most micro-batches in progress, by rank; live: from F until B or I; held: from I until W"""
+    return "\n".join([*text_table.aligned(text_table.rows_of(_COLUMNS, rows)), note])
 
 
 def _by_rank(counts: Sequence[int]) -> str:
-    if len(counts) <= _SHOWN_RANKS:
-        return " ".join(map(str, counts))
-    return f"{min(counts)} .. {max(counts)}"
+    return " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} .. {max(counts)}"
 
 
 _COLUMNS: Final[text_table.Columns[SimulatedSchedule]] = (
-    ("schedule", lambda of: of.name),
-    ("chunks", lambda of: str(of.written.chunks)),
-    ("bubble", lambda of: f"{of.timeline.bubble:.2%}"),
-    ("closed form", lambda of: text_of(of.closed, ".2%")),
-    ("makespan", lambda of: f"{of.timeline.makespan_s:.6g} s"),
-    ("makespan rate", lambda of: f"{of.timeline.makespan_rate:.2%}"),
-    ("live", lambda of: _by_rank([memory.live for memory in of.memory])),
-    ("held", lambda of: _by_rank([memory.held for memory in of.memory])),
-    ("path computes", lambda of: f"{jsonable(of)['critical_path']['computes_s']:.6g} s"),
+    ("schedule", lambda row: row.name),
+    ("chunks", lambda row: str(row.written.chunks)),
+    ("bubble", lambda row: f"{row.timeline.bubble:.2%}"),
+    ("closed form", lambda row: text_of(row.closed, ".2%")),
+    ("makespan", lambda row: f"{row.timeline.makespan_s:.6g} s"),
+    ("makespan rate", lambda row: f"{row.timeline.makespan_rate:.2%}"),
+    ("live", lambda row: _by_rank([memory.live for memory in row.memory])),
+    ("held", lambda row: _by_rank([memory.held for memory in row.memory])),
+    ("path computes", lambda row: f"{jsonable(row)['critical_path']['computes_s']:.6g} s"),
 )
-_NOTE: Final = """
-bubble: idle share of the longest stage's own span; makespan rate: idle share of all ranks' time
-live, held: most micro-batches of a chunk at once, by rank: until B or I, and on to W"""
 
 
 @dataclass(frozen=True)
 class PassBar:
-    """One pass through one chunk; ``chunk`` is that of the model, ``local`` its number on the rank."""
+    """Bar of a timeline: one pass of a micro-batch through one model chunk, with its start and end time.
+
+    ``work``: kind of the pass, a key of `NAMES`. ``chunk``: number of the chunk in the model. ``local``: number of the
+    chunk on its rank.
+    """
 
     rank: int
     work: int
@@ -237,27 +234,25 @@ class PassBar:
     begin_s: float
     end_s: float
 
-    @property
-    def what(self) -> tuple[int, int, int, int, int]:
-        """Identity of the pass: all but its times."""
-        return self.rank, self.work, self.microbatch, self.chunk, self.local
-
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """One step in a picture: its bars, and the (time, rank) corners of the chain that decides its length."""
+    """Timeline of one step: its bars, and the points (time in seconds, rank) of its critical path.
+
+    ``chunks``: largest number of model chunks on a rank.
+    """
 
     title: str
     ranks: int
-    chunks: int  # the most on a rank
+    chunks: int
     bars: Sequence[PassBar]
-    path: Sequence[tuple[float, int]] = ()
+    path: Sequence[tuple[float, int]]
 
 
 def bars(timeline: StepTimeline) -> list[PassBar]:
-    """Return the passes of all ranks, those of the units of a chunk together (local)."""
+    """Return one bar per pass of each rank of ``timeline``. The model units of a chunk share a bar. Local."""
     program, times = timeline.program, timeline.times
-    passes: list[PassBar] = []
+    result: list[PassBar] = []
     for rank in range(program.ranks):
         row = program.row(rank)
         entries = np.flatnonzero(program.work[row] >= 0) + row.start
@@ -265,59 +260,57 @@ def bars(timeline: StepTimeline) -> list[PassBar]:
         key = np.stack([program.work[entries], program.microbatch[entries], program.chunk[entries]], axis=1)
         changes = np.any(key[1:] != key[:-1], axis=1)
         firsts = np.flatnonzero(np.concatenate([[True] * bool(len(key)), changes]))
-        for first, behind in zip(firsts, [*firsts[1:], len(key)], strict=len(key) > 0):
+        for first, stop in zip(firsts, [*firsts[1:], len(key)], strict=len(key) > 0):
             work, microbatch, chunk = (int(number) for number in key[first])
-            begin_s, end_s = float(times.begin_s[entries[first]]), float(times.end_s[entries[behind - 1]])
-            passes.append(PassBar(rank, work, microbatch, chunk, locals_[chunk], begin_s, end_s))
-    return passes
+            begin_s, end_s = float(times.begin_s[entries[first]]), float(times.end_s[entries[stop - 1]])
+            result.append(PassBar(rank, work, microbatch, chunk, locals_[chunk], begin_s, end_s))
+    return result
 
 
 def panel(title: str, timeline: StepTimeline) -> TimelinePanel:
-    """Return the panel of a simulated step (local)."""
-    passes = bars(timeline)
-    links = timeline.critical_path()
-    corners = [
-        corner for link in links if not link.travels for corner in ((link.begin_s, link.rank), (link.end_s, link.rank))
+    """Return the panel with the heading ``title`` that shows ``timeline`` and its critical path. Local."""
+    rows = bars(timeline)
+    path = [
+        (time_s, segment.rank)
+        for segment in timeline.critical_path()
+        if not segment.travels
+        for time_s in (segment.begin_s, segment.end_s)
     ]
-    return TimelinePanel(
-        title, timeline.program.ranks, 1 + max((bar.local for bar in passes), default=0), passes, corners
-    )
+    return TimelinePanel(title, timeline.program.ranks, 1 + max((bar.local for bar in rows), default=0), rows, path)
 
 
 def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Draw the panels below each other on one scale of time, and write ``file`` (.png, .pdf, .svg).
+    """Draw ``panels`` below each other with a common time axis, and save the plot as ``file`` (.png, .pdf, .svg).
 
-    Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
+    Raises MissingCapabilityError if matplotlib is missing, and StorageError if the file cannot be written.
     """
     heights = [0.8 + 0.3 * min(panel.ranks, 24) for panel in panels]
     end_s = max((bar.end_s for panel in panels for bar in panel.bars), default=1.0)
-    used = sorted({bar.work for panel in panels for bar in panel.bars})
-    with drawing(file, _WIDE, sum(heights) + 0.6) as figure:
+    works = sorted({bar.work for panel in panels for bar in panel.bars})
+    with drawing(file, _WIDTH, sum(heights) + 0.6) as figure:
         axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
         for axis, shown in zip(axes, panels, strict=True):
             _panel(axis, shown, end_s)
         axes[-1].set_xlabel("time (s)")
-        _legend(figure, used, any(panel.path for panel in panels))
+        _legend(figure, works)
 
 
 def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
+    is_numbered = len(shown.bars) <= NUMBERED
     for work, (colour, _) in COLOURS.items():
         for rank in range(shown.ranks):
             spans = [
                 (bar.begin_s, bar.end_s - bar.begin_s) for bar in shown.bars if (bar.work, bar.rank) == (work, rank)
             ]
             if spans:
-                edge = {"edgecolor": "white", "linewidth": 0.4 if len(shown.bars) <= NUMBERED else 0.0}
+                edge = {"edgecolor": "white", "linewidth": 0.4 if is_numbered else 0.0}
                 axis.broken_barh(spans, (rank - 0.42, 0.84), facecolor=colour, **edge)
-    if len(shown.bars) <= NUMBERED:
-        for bar in shown.bars:
-            text = f"{bar.microbatch}.{bar.local}" if shown.chunks > 1 else str(bar.microbatch)
-            if (bar.end_s - bar.begin_s) / end_s * _WIDE * 0.92 > _CHARACTER * len(text):
-                centre = (bar.begin_s + bar.end_s) / 2
-                colour = COLOURS[bar.work][1]
-                axis.text(centre, bar.rank, text, ha="center", va="center", fontsize=7, color=colour, clip_on=True)
-    if shown.path:
-        axis.plot([s for s, _ in shown.path], [r + 0.42 for _, r in shown.path], color="black", linewidth=1.2)
+    for bar in shown.bars if is_numbered else ():
+        text = f"{bar.microbatch}.{bar.local}" if shown.chunks > 1 else str(bar.microbatch)
+        if (bar.end_s - bar.begin_s) / end_s * _WIDTH * 0.92 > 0.06 * len(text):  # a character is 0.06 inches wide
+            style = {"ha": "center", "va": "center", "fontsize": 7, "color": COLOURS[bar.work][1], "clip_on": True}
+            axis.text((bar.begin_s + bar.end_s) / 2, bar.rank, text, **style)
+    axis.plot([s for s, _ in shown.path], [r + 0.42 for _, r in shown.path], color="black", linewidth=1.2)
     axis.set_title(shown.title, fontsize=10, loc="left")
     axis.set_ylabel("rank")
     axis.set_ylim(shown.ranks - 0.4, -0.6)
@@ -326,22 +319,21 @@ def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
         axis.set_yticks(range(shown.ranks))
 
 
-def _legend(figure: Any, used: Sequence[int], path: bool) -> None:
+def _legend(figure: Any, works: Sequence[int]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(facecolor=COLOURS[work][0], label=MEANINGS[work]) for work in used]
-    if path:
-        handles.append(Line2D([], [], color="black", linewidth=1.2, label="critical path"))
+    handles: list[Any] = [Patch(facecolor=COLOURS[work][0], label=": ".join(NAMES[work])) for work in works]
+    handles.append(Line2D([], [], color="black", linewidth=1.2, label="critical path"))
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
 
 
-def trace(panels: Sequence[TimelinePanel]) -> dict[str, Any]:
-    """Return the panels in the format of chrome://tracing and Perfetto: a process each, a thread for each rank (local).
+def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
+    """Write ``panels`` to the JSON file ``file`` as a Chrome trace, for Perfetto. Raises StorageError.
 
-    Times are in microseconds there.
+    The trace has a process per panel and a thread per rank.
     """
-    events: list[Mapping[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for process, shown in enumerate(panels):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": shown.title}})
         for rank in range(shown.ranks):
@@ -350,22 +342,17 @@ def trace(panels: Sequence[TimelinePanel]) -> dict[str, Any]:
         events += [
             {
                 "ph": "X",
-                "name": f"{NAMES[bar.work]}{bar.microbatch}.{bar.local}",
-                "cat": NAMES[bar.work],
+                "name": f"{NAMES[bar.work][0]}{bar.microbatch}.{bar.local}",
+                "cat": NAMES[bar.work][0],
                 "pid": process,
                 "tid": bar.rank,
-                "ts": 1e6 * bar.begin_s,
+                "ts": 1e6 * bar.begin_s,  # in microseconds
                 "dur": 1e6 * (bar.end_s - bar.begin_s),
                 "args": {"microbatch": bar.microbatch, "chunk": bar.chunk},
             }
             for bar in shown.bars
         ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Write `trace` as JSON. Raises StorageError."""
     try:
-        file.write_text(json.dumps(trace(panels)), encoding="utf-8")
+        file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"{file}: cannot be written: {error.strerror}; choose another --trace file") from error

@@ -1,5 +1,5 @@
-"""Measurements for `hpcdist plan calibrate`: products, copies, models, messages and collectives, as points.
+"""Measurements for `hpcdist plan calibrate`: matrix products, copies, model steps, messages and collectives.
 
-Imports `bench.collectives` and `bench.step`. The fits are in `hpcdist.planner.calibrate`. Begin with
+Uses `bench.collectives` and `bench.step`. `hpcdist.planner.calibrate` fits the measurements. Start reading with
 `device.CalibrationPoints` and `run.run`.
 """

@@ -1,14 +1,15 @@
-"""Measure a device: products of matrices, copies and sums, and operations of models, alone and side by side.
+"""Measurements of a device: matrix products, copies, sums, and steps of models; and the dataclasses of all measurements.
 
-Everything is measured twice (`BusySeconds`): while the first rank of a node works and the others wait, and while all of
-them work at the same time, since ranks share caches, memory and, where cores are few, the cores. A time is the first
-quartile of several rounds, in which all sizes take turns: other processes make some repetitions longer, none shorter.
-It is that of the slowest rank. The dataclasses of all points of a calibration are here, those of links included.
+Each operation is timed twice (`BusySeconds`): first with one busy rank per node while the other ranks wait, then with
+all ranks busy, because ranks share caches, memory and perhaps cores. A time is the first quartile over several rounds,
+on the slowest rank. Every round runs all sizes. Other processes only lengthen repetitions, so the first quartile is
+closer to the time on an idle machine than the median.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,24 +29,20 @@ from hpcdist.optim.config import OptimizerConfig
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather")
 Call = Callable[[], object]
 SIDES: Final = {"cpu": (16, 32, 64, 128, 256, 512, 1024), "gpu": (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
-# (rows, inner, columns) as multiples of a transformer's width, rows being tokens: query, key and value; the projection;
-# both ways through the feed-forward; and their weight gradients, whose inner extent are the tokens
+# Products of a transformer. WIDTHS: hidden sizes. TOKENS: tokens of a micro-batch.
 WIDTHS: Final = {"cpu": (64, 128, 256, 512), "gpu": (512, 1024, 2048, 4096)}
 TOKENS: Final = {"cpu": (128, 1024), "gpu": (2048, 16384)}
-MOVED: Final = {"cpu": (1 << 14, 64 << 20), "gpu": (1 << 18, 1 << 30)}
+MOVED: Final = {"cpu": (1 << 14, 64 << 20), "gpu": (1 << 18, 1 << 30)}  # smallest and largest array, in bytes
 LEAST_ROUNDS: Final = 5
 MOST_ROUNDS: Final = 200
-WARM: Final = 2
-STEPS: Final = 10
-OPTIMIZER: Final = OptimizerConfig(learning_rate=1e-4)
+WARM: Final = 2  # untimed steps of a model
+STEPS: Final = 10  # timed steps of a model
 
 
 class BusySeconds(NamedTuple):
-    """Seconds while one rank of a node works, and while all of them do: the first quartile on the slowest rank.
+    """Seconds of an operation with one busy rank per node (``one``), and with all ranks busy (``all``).
 
-    A calibration is of the machine alone. What else runs there makes repetitions longer and none shorter, so that their
-    first quartile is nearer to that than their median. ``spread`` is how far their mean lies above it, relative; None
-    where that is not kept.
+    ``spread``: mean / first quartile - 1 of the repetitions, or None if it was not recorded.
     """
 
     one: float
@@ -54,7 +51,7 @@ class BusySeconds(NamedTuple):
 
 
 class ProductPoint(NamedTuple):
-    """A product of (m, k) and (k, n)."""
+    """Time of a product of matrices of shapes (m, k) and (k, n)."""
 
     m: int
     k: int
@@ -63,7 +60,7 @@ class ProductPoint(NamedTuple):
 
 
 class MovePoint(NamedTuple):
-    """An operation that reads and writes ``nbytes`` together: "copy", or "add" of one array to another."""
+    """Time of the ``operation`` "copy" or "add" on arrays. ``nbytes``: bytes that it reads plus bytes that it writes."""
 
     operation: str
     nbytes: int
@@ -71,7 +68,7 @@ class MovePoint(NamedTuple):
 
 
 class KindPoint(NamedTuple):
-    """The operations of one kind in a step, forward and back: "matmul", "attention", "norm", "activation", ..."""
+    """Time per step of all operations of one ``kind``, e.g. "matmul" or "attention", in forward and backward pass."""
 
     kind: str
     forward: BusySeconds
@@ -80,9 +77,10 @@ class KindPoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPoint:
-    """A step of a model on one rank, of one micro-batch of ``samples``, by what its seconds are.
+    """Times of a step of a model on one rank, with one micro-batch of ``samples`` samples of ``context`` tokens.
 
-    ``update`` is that of the optimizer, ``norm`` that of all gradients; ``operations`` are those of the step's list.
+    ``kinds``: times by kind of operation. ``norm``: time of the gradient norm. ``update``: time of the optimizer.
+    ``parameters``: number of parameters. ``operations``: number of operations in a step.
     """
 
     config: ModelConfig
@@ -97,9 +95,10 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Messages of ``nbytes`` over the links of a level: one pair alone, and all pairs at once, both ways.
+    """Time of a message of ``nbytes`` between two ranks on links of ``level`` ("node" or "network").
 
-    ``border``: measured to find where times jump, as an MPI library changes its protocol there.
+    ``seconds.one``: half a round trip of one pair of ranks. ``seconds.all``: a simultaneous exchange in both directions
+    by all pairs. ``border``: True if the size was added to locate a jump of the times, see `links.borders`.
     """
 
     level: str
@@ -110,9 +109,11 @@ class LinkPoint(NamedTuple):
 
 
 class CollectivePoint(NamedTuple):
-    """A collective of the ``ranks`` that a level joins, on buffers of ``nbytes``.
+    """Time of a collective on buffers of ``nbytes`` among ``ranks`` ranks.
 
-    The first quartile of iterations, each of which is that of its slowest rank. ``border``: as in `LinkPoint`.
+    ``algorithm``: name of an algorithm, or "auto" for the fastest. ``level``: "node" for the ranks of one node,
+    "network" for all ranks. ``seconds``: first quartile over iterations, of the slowest rank. ``border``: see
+    `LinkPoint`.
     """
 
     operation: str
@@ -126,7 +127,7 @@ class CollectivePoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedMachine:
-    """Device that a rank computes on."""
+    """Device that a rank computes on, and the machine: ``hosts`` hosts of ``ranks_per_host`` ranks."""
 
     device: str
     on: str  # "cpu", or "gpu"
@@ -134,7 +135,7 @@ class CalibratedMachine:
     ranks_per_host: int
     devices_per_host: int
     threads: int
-    memory_bytes: int  # of a device; of a host divided by its ranks
+    memory_bytes: int  # of a device; for CPUs: host memory / devices per host
     host_memory_bytes: int
     blas: str
     mpi_library: str
@@ -142,7 +143,7 @@ class CalibratedMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationPoints:
-    """Measured points of a calibration; empty tuples where there was nothing to measure (links of a single rank)."""
+    """Measurements of a calibration. ``links`` and ``collectives`` are empty with a single rank."""
 
     machine: CalibratedMachine
     products: dict[str, tuple[ProductPoint, ...]]  # by dtype
@@ -150,17 +151,21 @@ class CalibrationPoints:
     models: tuple[ModelPoint, ...]
     links: tuple[LinkPoint, ...]
     collectives: tuple[CollectivePoint, ...]
-    seconds: float  # that measuring took
-    busy: str = ""  # how one sees that the machine did something else meanwhile
+    seconds: float  # duration of the calibration
+    busy: str = ""  # evidence that the machine was busy with other processes, or ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """Request of a calibration: types of numbers, models, algorithms; ``seconds`` are for each of the three parts."""
+    """Request of a calibration.
+
+    ``on``: "cpu" or "gpu". ``models``: triples (model, context length, micro-batch sizes). ``algorithms``: algorithms of
+    collectives. Messages have ``least_bytes`` to ``most_bytes``. ``seconds``: duration of each part of the calibration.
+    """
 
     dtypes: tuple[str, ...] = ("float32",)
     on: str = "cpu"
-    models: tuple[tuple[ModelConfig, int, tuple[int, ...]], ...] = ()  # (config, context, samples)
+    models: tuple[tuple[ModelConfig, int, tuple[int, ...]], ...] = ()
     algorithms: tuple[str, ...] = ("auto", "ring")
     least_bytes: int = 1 << 10
     most_bytes: int = 32 << 20
@@ -169,13 +174,13 @@ class CalibrationRequest:
     def __post_init__(self) -> None:
         if self.most_bytes < 64 * self.least_bytes:
             raise UsageError(
-                f"sizes from {self.least_bytes} to {self.most_bytes} bytes are too few to fit; let the largest be at "
-                f"least {64 * self.least_bytes}"
+                f"message sizes from {self.least_bytes} to {self.most_bytes} bytes are too few to fit; set the largest "
+                f"size to at least {64 * self.least_bytes} bytes"
             )
 
 
 def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
-    """Return sizes from ``least`` to ``most``, ``per_octave`` between each and its double, multiples of 64 bytes."""
+    """Return sizes from ``least`` to ``most`` bytes: ``per_octave`` per factor of 2, rounded to multiples of 64."""
     rounded, step = [], 0
     while (size := least * 2 ** (step / per_octave)) <= most * 1.0001:
         rounded.append(max(64, round(size / 64) * 64))
@@ -184,7 +189,7 @@ def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
 
 
 def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
-    """Return gpts whose operations are timed: two widths, two contexts, and small and larger micro-batches."""
+    """Return small GPT models to time, as triples (model, context length, micro-batch sizes)."""
     return (
         (ModelConfig(layers=2, hidden=128, heads=2, vocabulary=256), 128, (1, 4)),
         (ModelConfig(layers=2, hidden=256, heads=4, vocabulary=256), 128, (2, 4)),
@@ -193,7 +198,7 @@ def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
 
 
 def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
-    """Return the (m, k, n) that are measured: squares, and what a transformer multiplies."""
+    """Return shapes (m, k, n) of products to time on "cpu" or "gpu": square ones, and the products of a transformer."""
     products = [(side, side, side) for side in SIDES[on]]
     for width in WIDTHS[on]:
         for tokens in TOKENS[on]:
@@ -203,108 +208,110 @@ def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Return products of all `shapes`, in about ``seconds``. Collective over ``comm``."""
-    wanted = shapes(on)
+    """Measure matrix products of all `shapes` in about ``seconds`` seconds. Collective over ``comm``.
+
+    ``dtype``: name of the element type. ``on``: "cpu" or "gpu".
+    """
     draw = np.random.default_rng(0)
-    calls = [_product(m, k, n, dtype_of(dtype), on, draw) for m, k, n in wanted]
-    return tuple(ProductPoint(*at, busy) for at, busy in zip(wanted, both(comm, calls, seconds), strict=True))
+
+    def operands(m: int, k: int, n: int) -> Call:
+        left, right = (
+            backend.place(draw.standard_normal(shape, np.float32).astype(dtype_of(dtype)), on)
+            for shape in ((m, k), (k, n))
+        )
+        target = backend.empty((m, n), dtype_of(dtype), on)
+        return _synchronised(partial(namespace(target).matmul, left, right, out=target), target)
+
+    product_shapes = shapes(on)
+    times = both(comm, [operands(*shape) for shape in product_shapes], seconds)
+    return tuple(ProductPoint(*shape, busy) for shape, busy in zip(product_shapes, times, strict=True))
 
 
-def _product(m: int, k: int, n: int, dtype: np.dtype, on: str, draw: np.random.Generator) -> Call:
-    left, right = (backend.place(draw.standard_normal(at, np.float32).astype(dtype), on) for at in ((m, k), (k, n)))
-    into = backend.empty((m, n), dtype, on)
-    multiply = namespace(into).matmul
+def _synchronised(operation: Call, result: Any) -> Call:
+    """Return a function that runs ``operation`` and waits until the device has written the array ``result``."""
 
     def call() -> None:
-        multiply(left, right, out=into)
-        backend.synchronise(into)
+        operation()
+        backend.synchronise(result)
 
     return call
 
 
 def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
-    """Return copies and sums of arrays, of a cache and beyond, in about ``seconds``. Collective over ``comm``."""
-    least, most = MOVED[on]
+    """Measure copies and sums of arrays of `MOVED` bytes in about ``seconds`` seconds. Collective over ``comm``.
+
+    ``on``: "cpu" or "gpu".
+    """
+    nbytes, most = MOVED[on]
     calls: list[tuple[str, int, Call]] = []
-    nbytes = least
     while nbytes <= most:
         source, target = (backend.zeros(nbytes // 4, np.dtype(np.float32), on) for _ in range(2))
-        calls.append(("copy", 2 * nbytes, _copy(source, target)))
-        calls.append(("add", 3 * nbytes, _add(source, target)))
+        add = partial(namespace(target).add, source, target, out=target)
+        calls.append(("copy", 2 * nbytes, _synchronised(partial(target.__setitem__, ..., source), target)))
+        calls.append(("add", 3 * nbytes, _synchronised(add, target)))
         nbytes *= 4
-    busy = both(comm, [call for _, _, call in calls], seconds)
-    return tuple(MovePoint(name, moved, each) for (name, moved, _), each in zip(calls, busy, strict=True))
-
-
-def _copy(source: Any, target: Any) -> Call:
-    def call() -> None:
-        target[...] = source
-        backend.synchronise(target)
-
-    return call
-
-
-def _add(source: Any, target: Any) -> Call:
-    add = namespace(target).add
-
-    def call() -> None:
-        add(source, target, out=target)
-        backend.synchronise(target)
-
-    return call
+    times = both(comm, [call for _, _, call in calls], seconds)
+    return tuple(MovePoint(name, moved, busy) for (name, moved, _), busy in zip(calls, times, strict=True))
 
 
 def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[BusySeconds]:
-    """Return each call's seconds with one rank of each node at work, and with all. Collective over ``comm``."""
+    """Time each of ``calls`` with one busy rank per node, then with all, in about ``seconds`` seconds. Collective."""
     first = comm.nodes().intra.rank == 0
     alone = _rounds(comm, calls, seconds / 2, works=first)
-    if comm.nodes().intra.size == 1:  # nobody to share anything with
+    if comm.nodes().intra.size == 1:
         return [BusySeconds(time_s, time_s, spread) for time_s, spread in alone]
     pairs = zip(alone, _rounds(comm, calls, seconds / 2, works=True), strict=True)
     return [BusySeconds(lone[0], every[0], max(lone[1], every[1])) for lone, every in pairs]
 
 
 def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works: bool) -> list[tuple[float, float]]:
-    """Return each call's first quartile and how far its mean is above, of the slowest rank at work. Collective."""
-    taken: list[list[float]] = []
+    """Return (first quartile, spread) of the seconds of each call, on the slowest rank. Collective over ``comm``.
+
+    A rank runs ``calls`` only if ``works`` is True. The rounds take about ``seconds`` seconds.
+    """
+    rounds: list[list[float]] = []
     clock = time.perf_counter
     for call in calls if works else ():
         call()
     with without_collection():
         comm.barrier()
         end_s = clock() + seconds
-        while works and len(taken) < MOST_ROUNDS and (len(taken) < LEAST_ROUNDS or clock() < end_s):
+        while works and len(rounds) < MOST_ROUNDS and (len(rounds) < LEAST_ROUNDS or clock() < end_s):
             row = []
             for call in calls:
                 begin_s = clock()
                 call()
                 row.append(clock() - begin_s)
-            taken.append(row)
+            rounds.append(row)
     comm.barrier()
-    own = np.zeros((2, len(calls)))
+    figures = np.zeros((2, len(calls)))
     if works:
-        own[0] = np.percentile(taken, 25, axis=0)
-        own[1] = np.mean(taken, axis=0) / own[0] - 1
-    slowest = np.max(comm.allgather_object(own), axis=0)
+        figures[0] = np.percentile(rounds, 25, axis=0)
+        figures[1] = np.mean(rounds, axis=0) / figures[0] - 1
+    slowest = np.max(comm.allgather_object(figures), axis=0)
     return list(zip(*slowest.tolist(), strict=True))
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Return the seconds of the operations of a gpt's step, each rank for itself. Collective over ``comm``."""
-    nodes, made = comm.nodes(), models.build(config, "float32", context=context)
-    run = TimedRun(solo(), "calibration", made, OPTIMIZER, 2 * (WARM + STEPS), None, on)
+    """Measure steps of the model ``config``, which every rank trains on its own. Collective over ``comm``.
+
+    ``context``: tokens of a sample. ``samples``: size of the micro-batch. ``on``: "cpu" or "gpu".
+    """
+    nodes, network = comm.nodes(), models.build(config, "float32", context=context)
+    optimizer = OptimizerConfig(learning_rate=1e-4)
+    run = TimedRun(solo(), "calibration", network, optimizer, 2 * (WARM + STEPS), None, on)
     rows: list[dict[tuple[str, str], float]] = []
     for works in ([nodes.intra.rank == 0, True])[: 1 + (nodes.intra.size > 1)]:
         comm.barrier()
-        own = _profile(run, config, context, samples, on) if works else {}
+        times = _profile(run, config, context, samples, on) if works else {}
         comm.barrier()
-        rows.append(_of_slowest(comm, own))
+        rows.append(_slowest(comm, times))
     alone, together = rows[0], rows[-1]
 
-    def busy(kind: str, way: str) -> BusySeconds:
-        return BusySeconds(alone.get((kind, way), 0.0), together.get((kind, way), 0.0))
+    def busy(kind: str, phase: str) -> BusySeconds:
+        return BusySeconds(alone.get((kind, phase), 0.0), together.get((kind, phase), 0.0))
 
-    names = dict.fromkeys(kind for kind, way in together if way != "step")
+    names = dict.fromkeys(kind for kind, phase in together if phase != "step")
     return ModelPoint(
         config=config,
         context=context,
@@ -313,13 +320,13 @@ def model(comm: Communicator, config: ModelConfig, context: int, samples: int, o
         norm=busy("clipping", "step"),
         update=busy("update", "step"),
         step=busy("all", "step"),
-        parameters=made.layout.parameters,
+        parameters=network.layout.parameters,
         operations=len(run.operations),
     )
 
 
 def _profile(run: TimedRun, config: ModelConfig, context: int, samples: int, on: str) -> dict[tuple[str, str], float]:
-    """Return the seconds of each kind of operation and way, the first quartile of `STEPS` steps (local)."""
+    """Return seconds by (kind of operation, phase): the first quartile of `STEPS` steps. Local."""
     draw = np.random.default_rng(1)
     rows = []
     for _ in range(WARM + STEPS):
@@ -330,10 +337,10 @@ def _profile(run: TimedRun, config: ModelConfig, context: int, samples: int, on:
     return {key: float(np.percentile([row.get(key, 0.0) for row in rows[WARM:]], 25)) for key in keys}
 
 
-def _of_slowest(comm: Communicator, own: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-    """Return the greatest seconds by key of the ranks that have any. Collective over ``comm``."""
+def _slowest(comm: Communicator, times: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Return the maximum of each entry of ``times`` over the ranks that have it. Collective over ``comm``."""
     greatest: dict[tuple[str, str], float] = {}
-    for of_rank in comm.allgather_object(own):
-        for key, seconds in of_rank.items():
+    for rank_times in comm.allgather_object(times):
+        for key, seconds in rank_times.items():
             greatest[key] = max(seconds, greatest.get(key, 0.0))
     return greatest

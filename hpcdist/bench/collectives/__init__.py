@@ -1,5 +1,4 @@
-"""Benchmark of collectives: our algorithms, the MPI library's own, and two yardsticks, in turns.
+"""Benchmark of collectives: the algorithms of hpcdist, the MPI library's collectives, and two reference transfers.
 
-Uses no other benchmark; `bench.calibrate` builds on it. Begin with `results.CollectivesCell` (one operation,
-size and type) and `run.run`.
+Uses no other benchmark; `bench.calibrate` builds on it. Begin with `results.CollectivesCell` and `run.run`.
 """

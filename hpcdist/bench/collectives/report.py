@@ -1,4 +1,4 @@
-"""Report of a benchmark of collectives: a table, JSON, and times and bandwidths against the size."""
+"""Report of the benchmark of collectives: a table, JSON, and a plot of times and bandwidths against the size."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -7,9 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.collectives.contenders import MEMCPY, NATIVE, REFERENCES
+from hpcdist.bench.collectives.contenders import MEMCPY, NATIVE
 from hpcdist.bench.collectives.results import (
     COLD,
+    ORDINARY,
     OURS,
     SHARED,
     CollectivesConfiguration,
@@ -21,14 +22,12 @@ from hpcdist.reporting import table as text_table
 from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import MISSING, text_of
 
-WRONG: Final = "WRONG RESULT"
-
 
 @dataclass(frozen=True)
 class CollectivesRow:
-    """The figures of one configuration, over the slowest rank of each iteration; None where there is none.
+    """Figures of one configuration, with the slowest rank's time in each iteration. None means "not applicable".
 
-    ``x_native`` above 1 is faster than the MPI library's own collective on ordinary memory in the same run.
+    ``x_native`` is the speed relative to the MPI library's collective on ordinary memory in the same run.
     """
 
     op: str
@@ -50,36 +49,35 @@ class CollectivesRow:
     x_native: float | None
     algorithm_bandwidth: float | None  # bytes/s
     bus_bandwidth: float | None  # bytes/s
-    skew_s: float | None  # median over the iterations of the last rank's begin after the first's
+    skew_s: float | None  # time from the first rank's begin to the last rank's begin, median over iterations
     verified: int
     wrong: str
 
 
 def rows(configurations: Iterable[CollectivesConfiguration]) -> list[CollectivesRow]:
-    """Return one row for each configuration, by operation, dtype, ranks and size, native first, references last."""
-    known = list(configurations)
-    native = {
+    """Return one row for each configuration, sorted by operation, dtype, number of ranks and size.
+
+    In each group the rows with the MPI library's collective ("native") come first, and the references last.
+    """
+    configurations = list(configurations)
+    native_s = {
         _cell(configuration): float(np.median(configuration.slowest_s))
-        for configuration in known
-        if configuration.key.algorithm == NATIVE
-        and configuration.key.implementation == OURS
-        and configuration.key.buffers == "ordinary"
+        for configuration in configurations
+        if (configuration.key.algorithm, configuration.key.implementation) == (NATIVE, OURS)
+        and configuration.key.buffers == ORDINARY
         and not configuration.wrong
     }
-    table = [_row(configuration, native.get(_cell(configuration))) for configuration in known]
-    libraries = {
-        configuration.key.mpi_library: configuration.key.vendor
-        for configuration in known
-        if configuration.key.implementation == OURS
-    }
-    if len(libraries) > 1:  # the same algorithm on several: say which, with the version where a vendor is there twice
+    table = [_row(configuration, native_s.get(_cell(configuration))) for configuration in configurations]
+    keys = [configuration.key for configuration in configurations]
+    libraries = {key.mpi_library: key.vendor for key in keys if key.implementation == OURS}
+    if len(libraries) > 1:  # labels name the MPI library, with the version if a vendor occurs twice
         if len(set(libraries.values())) < len(libraries):
             libraries = {library: " ".join(library.split(",")[0].split()) for library in libraries}
         table = [
             replace(row, label=f"{row.label}, {libraries[row.mpi_library]}") if row.implementation == OURS else row
             for row in table
         ]
-    return sorted(table, key=lambda row: (row.op, row.dtype, row.ranks, row.bytes, _place(row), row.label))
+    return sorted(table, key=lambda row: (*_group(row), row.bytes, row.reference, row.algorithm != NATIVE, row.label))
 
 
 def _cell(configuration: CollectivesConfiguration) -> tuple[Any, ...]:
@@ -87,15 +85,15 @@ def _cell(configuration: CollectivesConfiguration) -> tuple[Any, ...]:
     return (key.op, key.dtype, key.bytes, key.ranks, key.nodes, key.cache, key.mpi_library)
 
 
-def _place(row: CollectivesRow) -> int:
-    return 2 if row.reference else 0 if row.algorithm == NATIVE else 1
+def _group(row: CollectivesRow) -> tuple[str, str, int]:
+    return row.op, row.dtype, row.ranks
 
 
 def _row(configuration: CollectivesConfiguration, native_s: float | None) -> CollectivesRow:
     key, times = configuration.key, configuration.slowest_s
     low, median, high, late = (float(value) for value in np.percentile(times, [25, 50, 75, 95]))
     skew = configuration.start_s.max(axis=1)
-    moved = key.bytes / median if key.ranks > 1 and not configuration.reference else None
+    bandwidth = key.bytes / median if key.ranks > 1 and not configuration.reference else None
     return CollectivesRow(
         **asdict(key),
         label=key.label,
@@ -105,8 +103,8 @@ def _row(configuration: CollectivesConfiguration, native_s: float | None) -> Col
         quartiles_s=(low, high),
         p95_s=late,
         x_native=None if native_s is None or configuration.reference or key.ranks == 1 else native_s / median,
-        algorithm_bandwidth=moved,
-        bus_bandwidth=None if moved is None else moved * bus_factor(key.op, key.ranks),
+        algorithm_bandwidth=bandwidth,
+        bus_bandwidth=None if bandwidth is None else bandwidth * bus_factor(key.op, key.ranks),
         skew_s=None if np.isnan(skew).any() else float(np.median(skew)),
         verified=configuration.verified,
         wrong=configuration.wrong,
@@ -127,7 +125,6 @@ _COLUMNS: Final[text_table.Columns[CollectivesRow]] = (
     ("alg GB/s", lambda row: text_of(row.algorithm_bandwidth, ".3f", 1e9)),
     ("bus GB/s", lambda row: text_of(row.bus_bandwidth, ".3f", 1e9)),
 )
-_TEXTS: Final = (0, 1, 4)
 
 
 def _us(seconds: float) -> str:
@@ -135,36 +132,36 @@ def _us(seconds: float) -> str:
 
 
 def text(table: Sequence[CollectivesRow]) -> str:
-    """Return the table as lines for people, an empty line between sizes."""
+    """Format the rows ``table`` as an aligned text table, with an empty line between sizes."""
     cells = text_table.rows_of(_COLUMNS, table)
     for row, line in zip(table, cells[1:], strict=True):
-        if row.wrong:  # its times mean nothing
-            line[5:] = [WRONG, *[MISSING] * (len(line) - 6)]
-    lines = text_table.aligned(cells, _TEXTS)
-    return "\n".join(text_table.spaced(lines, [(row.op, row.dtype, row.ranks, row.bytes) for row in table]))
+        if row.wrong:  # the times of a wrong result have no meaning
+            line[5:] = ["WRONG RESULT", *[MISSING] * (len(line) - 6)]
+    lines = text_table.aligned(cells, left=(0, 1, 4))
+    return "\n".join(text_table.spaced(lines, [(*_group(row), row.bytes) for row in table]))
 
 
 def notes(table: Sequence[CollectivesRow]) -> list[str]:
-    """Return what a reader of the table has to know of how it came about."""
+    """Return the lines to print below the rows ``table``: measurement conditions, skew, and wrong results."""
     lines = []
     if any(row.cache == COLD for row in table):
-        lines.append("cold: every iteration worked on another buffer, so that its data came from memory (not --hot)")
+        lines.append("cold: each iteration used a different buffer, so the data came from memory (without --hot)")
     if any(row.cache != COLD for row in table):
-        lines.append("hot: every iteration worked on the same buffer, written just before (--hot)")
+        lines.append("hot: each iteration used the same, recently written buffer (--hot)")
     skews = [row.skew_s for row in table if row.skew_s is not None and row.ranks > 1]
     if skews:
         lines.append(
-            "times are those of the slowest rank from a barrier on, and hold its skew: "
-            f"{1e6 * np.median(skews):.2f} us between the first and the last rank that left it (median)"
+            "a time is from a barrier to the end on the slowest rank. It includes the skew of the barrier: "
+            f"{1e6 * np.median(skews):.2f} us (median) from the first rank to the last rank that leaves the barrier"
         )
     verified = sum(row.verified for row in table)
-    lines.append(f"{verified} results were compared element by element" if verified else "no result was verified")
+    lines.append(f"verified: every element of {verified} results" if verified else "no result was verified")
     lines += [f"{row.label}, {row.op} of {row.bytes} bytes of {row.dtype}: {row.wrong}" for row in table if row.wrong]
     return lines
 
 
 def jsonable(results: CollectivesResults) -> dict[str, Any]:
-    """Return the report as JSON values; what there is not is null."""
+    """Return ``results`` as values for JSON, with one object per configuration. Missing figures are null."""
     return {
         "provenance": dict(results.provenance),
         "configurations": [asdict(row) for row in rows(results.configurations)],
@@ -172,24 +169,27 @@ def jsonable(results: CollectivesResults) -> dict[str, Any]:
 
 
 def plot(table: Sequence[CollectivesRow], file: Path) -> None:
-    """Draw time and bus bandwidth against the size, one line an algorithm, a row of panels for each operation.
+    """Plot time and bus bandwidth of ``table`` against the size to ``file``: one line per algorithm.
 
-    Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
+    Each operation, dtype and number of ranks has two panels. Raises UsageError without a correct result,
+    MissingCapabilityError without matplotlib, and StorageError if ``file`` cannot be written.
     """
-    good = [row for row in table if not row.wrong]
-    panels = list(dict.fromkeys((row.op, row.dtype, row.ranks) for row in good))
+    panels: dict[tuple[str, str, int], list[CollectivesRow]] = {}
+    for row in table:
+        if not row.wrong:
+            panels.setdefault(_group(row), []).append(row)
     if not panels:
-        raise UsageError("nothing was measured well, so there is nothing to plot")
-    lines = max(len({row.label for row in good if (row.op, row.dtype, row.ranks) == panel}) for panel in panels)
+        raise UsageError("there is nothing to plot: no measurement has a correct result")
+    lines = max(len({row.label for row in panel}) for panel in panels.values())
     with drawing(file, 15, max(4.5, 0.18 * lines + 1) * len(panels)) as figure:
         axes = figure.subplots(len(panels), 2, squeeze=False)
-        for (left, right), panel in zip(axes, panels, strict=True):
-            _lines(left, right, [row for row in good if (row.op, row.dtype, row.ranks) == panel])
-            left.set_title(f"{panel[0]}, {panel[1]}, {panel[2]} ranks", fontsize=10)
+        for (left, right), ((op, dtype, ranks), panel) in zip(axes, panels.items(), strict=True):
+            _lines(left, right, panel)
+            left.set_title(f"{op}, {dtype}, {ranks} ranks", fontsize=10)
 
 
 def _lines(left: Any, right: Any, table: Sequence[CollectivesRow]) -> None:
-    """Draw the rows of one panel: the MPI library's own thick, references dashed."""
+    """Draw the rows of one pair of panels: the MPI library's collective as a thick line, references dashed."""
     from matplotlib import colormaps
 
     for axis in (left, right):
@@ -205,10 +205,9 @@ def _lines(left: Any, right: Any, table: Sequence[CollectivesRow]) -> None:
         elif line[0].algorithm == NATIVE:
             style |= {"linewidth": 2.5, "color": "black"}
         left.plot(sizes, [1e6 * row.median_s for row in line], **style)
-        if all(row.bus_bandwidth is not None for row in line):
-            right.plot(sizes, [(row.bus_bandwidth or 0.0) / 1e9 for row in line], **style)
-        elif line[0].algorithm in REFERENCES:
-            right.plot(sizes, [row.bytes / row.median_s / 1e9 for row in line], **style)
+        bandwidths = [row.bytes / row.median_s if row.reference else row.bus_bandwidth for row in line]
+        if None not in bandwidths:
+            right.plot(sizes, np.array(bandwidths, float) / 1e9, **style)
     left.set_ylabel("median time, slowest rank (us)")
     right.set_ylabel("bus bandwidth (GB/s); references: bytes / time")
     for axis in (left, right):

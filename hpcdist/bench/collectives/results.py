@@ -1,31 +1,30 @@
-"""Request and results file of a benchmark of collectives: operations, sizes and types, and the time of every iteration.
+"""Request and results file of the benchmark of collectives: operations, sizes, dtypes, and times of all iterations.
 
-**Request.** `cells` orders them so that drift of the machine stays out of the comparison. Sizes and bandwidths are
-those of nccl-tests (doc/PERFORMANCE.md), so that figures can be compared. With n ranks and S bytes, S being the whole
-buffer of one rank in every operation:
+**Request.** `cells` puts the cells in random order, so that drift of the machine affects all sizes alike. Sizes and
+bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). n is the number of ranks, S the size of one rank's whole
+buffer in bytes, and t the time. S / t is the algorithm bandwidth. The bus bandwidth is (S / t) x factor. In an ideal
+network it does not depend on n.
 
-    operation       S is                                                            bus bandwidth = S / t times
-    allreduce       what a rank contributes, and what it ends with                  2 (n-1) / n
-    reduce_scatter  what a rank contributes; it ends with about S / n               (n-1) / n
-    all_gather      what a rank ends with; it contributes about S / n               (n-1) / n
-    broadcast       what every rank ends with                                       1
-    all_to_all      what a rank sends, the part for itself included                 (n-1) / n
-    alltoallv-...   what the rank that gets most receives                           (n-1) / n
+    operation       S                                                               factor
+    allreduce       contribution of a rank, and size of the result                  2 (n-1) / n
+    reduce_scatter  contribution of a rank; its result has about S / n              (n-1) / n
+    all_gather      result of a rank; its contribution has about S / n              (n-1) / n
+    broadcast       result of every rank                                            1
+    all_to_all      data that a rank sends, including the part for itself           (n-1) / n
+    alltoallv-...   data received by the rank that receives most                    (n-1) / n
 
-Parts of an alltoallv are uneven, the same from every rank: alltoallv-uniform has even ones, for comparison; of
-alltoallv-zipf rank q gets 1 / (q+1) of what rank 0 gets; of alltoallv-hot rank 0 gets four fifths of what each sends.
-
-S / t is the algorithm bandwidth. Bus bandwidth is what an ideal network would show for every n.
+Every rank of an alltoallv sends parts of the same sizes. In alltoallv-uniform all parts are equal, for comparison. In
+alltoallv-zipf rank q receives 1 / (q+1) of the part of rank 0. In alltoallv-hot rank 0 receives 4/5 of all data.
 
 **File.** HDF5, with the time of every iteration on every rank:
 
     /                             provenance
     /configurations/<id>          op, dtype, bytes, algorithm, buffers, implementation, mpi_library, ranks, nodes, ...
         iteration, rank           scales
-        session                   (iteration): number of the process that measured, where several took turns
+        session                   (iteration): number of the measuring process, if several processes took turns
         time_s, start_s           (iteration, rank)
 
-Configurations are appended when they have been measured; one that exists already is extended.
+`append` adds a configuration, or extends the configuration with the same key.
 """
 
 import hashlib
@@ -53,18 +52,16 @@ ORDINARY: Final = "ordinary"
 SHARED: Final = "shared"
 COLD: Final = "cold"
 HOT: Final = "hot"
-_SIZE: Final = r"\d+[KMG]?"
-_TOKEN: Final = re.compile(rf"({_SIZE})(?:-({_SIZE})(?:\s*x(\d+))?)?(?:\s*,\s*|\s+|$)", re.IGNORECASE)
-RANGE_FACTOR: Final = 2
+_TOKEN: Final = re.compile(r"(\d+[KMG]?)(?:-(\d+[KMG]?)(?:\s*x(\d+))?)?(?:\s*,\s*|\s+|$)", re.IGNORECASE)
 SCHEMA: Final = "hpcdist.collectives"
 FORMAT: Final = ResultsFormat(SCHEMA, 1, "configurations")
 OURS: Final = "hpcdist"
-_START: Final = "begin after that of the first rank, which is the skew of the barrier; NaN without a common clock"
+_START: Final = "delay from the first rank's begin: skew of the barrier; NaN without a common clock"
 
 
 @dataclass(frozen=True)
 class CollectivesCell:
-    """One operation on one size and dtype, on which contenders take turns."""
+    """An operation, a dtype and a buffer size in bytes. The contenders take turns on each cell."""
 
     op: str
     dtype: str
@@ -78,7 +75,10 @@ class CollectivesCell:
 
 @dataclass(frozen=True)
 class CollectivesRequest:
-    """Request: ``algorithms`` is empty for all that run here, ``iterations`` None for ``seconds``."""
+    """Settings of a run. Empty ``algorithms`` means all algorithms that run here.
+
+    `hpcdist.bench.collectives.run.CellLimits` explains ``seconds``, ``iterations``, ``warmup`` and ``least``.
+    """
 
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
@@ -95,41 +95,41 @@ class CollectivesRequest:
 
 
 def part_sizes(op: str, size: int, ranks: int) -> list[int]:
-    """Return how many of ``size`` elements a rank sends to each rank in the all-to-all ``op`` (local)."""
-    each = size // ranks  # to rank 0, which then receives ``size`` from all
+    """Return the number of elements that every rank sends to rank 0, 1, ... in the all-to-all ``op``. Local.
+
+    ``size`` is the number of elements that rank 0 receives from all ``ranks`` ranks together.
+    """
+    first = size // ranks
     if op.endswith("-zipf"):
-        return [each // (rank + 1) for rank in range(ranks)]
+        return [first // (rank + 1) for rank in range(ranks)]
     if op.endswith("-hot"):
-        return [each, *[each // (4 * max(1, ranks - 1))] * (ranks - 1)]
-    return [each] * ranks
+        return [first, *[first // (4 * max(1, ranks - 1))] * (ranks - 1)]
+    return [first] * ranks
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return bus bandwidth over algorithm bandwidth of ``op``; 0 on one rank, where nothing travels."""
-    if ranks == 1:
-        return 0.0
+    """Return the ratio of bus bandwidth to algorithm bandwidth of ``op`` on ``ranks`` ranks, or 0 on 1 rank."""
     if op == "broadcast":
-        return 1.0
+        return float(ranks > 1)
     return (2.0 if op == "allreduce" else 1.0) * (ranks - 1) / ranks
 
 
 def sizes(texts: Iterable[str]) -> tuple[int, ...]:
-    """Return the numbers of bytes in ``texts``, ascending: 4096, 16K, 1M, 4K-64M (each twice the last), 4K-64M x4.
+    """Return the sizes in ``texts`` in bytes, ascending and without duplicates. Raises UsageError.
 
-    Several in one text are separated by commas or blanks. Raises UsageError.
+    A text has sizes (16K) and ranges (4K-64M with factor 2, 4K-64M x4), separated by commas or blanks.
     """
     numbers: set[int] = set()
     for text in texts:
-        place = 0
-        stripped = text.strip()
-        while place < len(stripped) or not stripped:
-            match = _TOKEN.match(stripped, place)
+        position, stripped = 0, text.strip()
+        while position < len(stripped) or not stripped:
+            match = _TOKEN.match(stripped, position)
             if match is None:
                 raise UsageError(
                     f"--bytes {text!r}: expected sizes such as 4096, 16K or 1M, or a range such as 4K-64M x4"
                 )
-            numbers |= set(_expanded(text, match))
-            place = match.end()
+            numbers.update(_expanded(text, match))
+            position = match.end()
     return tuple(sorted(numbers))
 
 
@@ -138,39 +138,39 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
         first, last = parse_bytes(match[1]), parse_bytes(match[2] or match[1])
     except ValueError as error:
         raise UsageError(f"--bytes {text!r}: {error}") from None
-    factor = int(match[3] or RANGE_FACTOR)
+    factor = int(match[3] or 2)
     if last < first or factor < 2:
-        raise UsageError(f"--bytes {text!r}: a range ascends, by a factor of at least 2")
+        raise UsageError(f"--bytes {text!r}: a range must ascend, with a factor of at least 2, as in 4K-64M x4")
     expanded = [first]
     while expanded[-1] * factor <= last:
         expanded.append(expanded[-1] * factor)
     return expanded
 
 
-def cells(wanted: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
-    """Return the cells in the order in which they are measured, the same on all ranks, and what was rounded (local).
+def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
+    """Return the cells of ``request`` in random order, the same on all ``ranks`` ranks, and notes on rounding. Local.
 
-    The parts of an all_to_all are of one size, as in nccl-tests.
+    All parts of an all_to_all have the same size, as in nccl-tests.
     """
     combinations, notes = [], []
-    for name in wanted.dtypes:
-        for op in wanted.operations:
+    for dtype in request.dtypes:
+        for op in request.operations:
             parts = ranks if op == "all_to_all" or op.startswith(UNEVEN) else 1
-            unit = dtype_of(name).itemsize * parts
-            for nbytes in wanted.bytes:
+            unit = dtype_of(dtype).itemsize * parts
+            for nbytes in request.bytes:
                 rounded = max(unit, nbytes // unit * unit)
                 if rounded != nbytes:
-                    what = f"{name} elements" + (f" for each of {ranks} ranks" if parts > 1 else "")
-                    notes.append(f"{op}: {nbytes} bytes are no whole number of {what}; {rounded} are measured")
-                combinations.append(CollectivesCell(op, name, rounded))
+                    elements = f"{dtype} elements" + (f" for each of {ranks} ranks" if parts > 1 else "")
+                    notes.append(f"{op}: {nbytes} bytes are no whole number of {elements}; {rounded} are measured")
+                combinations.append(CollectivesCell(op, dtype, rounded))
     distinct = list(dict.fromkeys(combinations))
-    order = np.random.default_rng(wanted.seed).permutation(len(distinct))
+    order = np.random.default_rng(request.seed).permutation(len(distinct))
     return [distinct[index] for index in order], notes
 
 
 @dataclass(frozen=True)
 class ConfigurationKey:
-    """Key of a configuration: only equal ones are compared, or extended."""
+    """Key of a configuration. Only configurations with equal keys are compared, or extended."""
 
     op: str
     dtype: str
@@ -179,34 +179,34 @@ class ConfigurationKey:
     nodes: int
     algorithm: str
     buffers: str
-    cache: str  # "cold": every iteration on another buffer, from memory; "hot": on one that was just written
-    implementation: str  # whose code it is: "hpcdist", "gloo", ...
+    cache: str  # "cold": a different buffer in each iteration, from memory; "hot": the same, recently written buffer
+    implementation: str  # library with the algorithm: "hpcdist", "gloo", ...
     mpi_library: str
 
     @property
     def id(self) -> str:
-        """Name of its group."""
+        """Name of the configuration's HDF5 group."""
         digest = hashlib.blake2b(repr(self).encode(), digest_size=4).hexdigest()
         return f"{self.op}-{self.dtype}-{self.bytes}-{self.ranks}-{self.algorithm}-{self.buffers}-{digest}"
 
     @property
     def label(self) -> str:
-        """Name in tables and plots."""
-        name = self.algorithm if self.buffers == "ordinary" else f"{self.algorithm} ({self.buffers})"
+        """Name of the configuration in tables and plots."""
+        name = self.algorithm if self.buffers == ORDINARY else f"{self.algorithm} ({self.buffers})"
         return name if self.implementation == OURS else f"{self.implementation} {name}"
 
     @property
     def vendor(self) -> str:
-        """The name of the MPI library, without the version."""
+        """Name of the MPI library, without the version."""
         match = re.match(r"[A-Za-z() ]+?(?= v?\d| Version|$)", self.mpi_library)
         return match[0] if match else self.mpi_library
 
 
 @dataclass(frozen=True)
 class CollectivesConfiguration:
-    """One configuration and its raw samples; see `hpcdist.bench.collectives.run.CellSamples`.
+    """A configuration with its samples, described in `hpcdist.bench.collectives.run.CellSamples`.
 
-    ``reference`` is true for what is no collective but bounds one (a memcpy, the wire); ``slots`` buffers took turns.
+    ``reference``: True for a transfer that bounds a collective (memcpy, wire). ``slots``: number of buffers in turns.
     """
 
     key: ConfigurationKey
@@ -220,24 +220,23 @@ class CollectivesConfiguration:
 
     @property
     def slowest_s(self) -> np.ndarray:
-        """The time of each iteration: that of the slowest rank that took part."""
-        filled = np.where(np.isnan(self.time_s), -np.inf, self.time_s)
-        slowest: np.ndarray = filled.max(axis=1)
+        """Time of each iteration on its slowest rank, in seconds. Ranks with a time of NaN were idle."""
+        slowest: np.ndarray = np.fmax.reduce(self.time_s, axis=1)
         return slowest
 
 
 @dataclass(frozen=True)
 class CollectivesResults:
-    """Contents of a results file."""
+    """Contents of a results file of the benchmark of collectives."""
 
     provenance: Mapping[str, Any]
     configurations: tuple[CollectivesConfiguration, ...]
 
 
 def append(path: Path, configurations: Sequence[CollectivesConfiguration], provenance: Mapping[str, Any]) -> None:
-    """Put ``configurations`` into the file at ``path``, made with ``provenance`` when missing. Raises StorageError.
+    """Append ``configurations`` to the file ``path``, or create it with the attributes ``provenance``.
 
-    Sessions are numbered on from those that a configuration has already.
+    The sessions of an existing configuration continue its numbering. Raises StorageError.
     """
     with FORMAT.edit(path, provenance) as groups:
         for configuration in configurations:
@@ -252,13 +251,12 @@ def append(path: Path, configurations: Sequence[CollectivesConfiguration], prove
 
 
 def read(path: Path) -> CollectivesResults:
-    """Read a results file. Raises StorageError."""
+    """Read the results file ``path``, and sort its configurations by key. Raises StorageError."""
     with FORMAT.read(path) as (provenance, groups):
         configurations = [output_file.read_record(group, CollectivesConfiguration) for group in groups.values()]
-    return CollectivesResults(
-        provenance, tuple(sorted(configurations, key=lambda configuration: _place(configuration.key)))
-    )
 
+    def order(configuration: CollectivesConfiguration) -> tuple[Any, ...]:
+        key = configuration.key
+        return key.op, key.dtype, key.ranks, key.bytes, key.implementation, key.algorithm, key.buffers
 
-def _place(key: ConfigurationKey) -> tuple[Any, ...]:
-    return (key.op, key.dtype, key.ranks, key.bytes, key.implementation, key.algorithm, key.buffers)
+    return CollectivesResults(provenance, tuple(sorted(configurations, key=order)))

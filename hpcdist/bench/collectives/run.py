@@ -1,15 +1,15 @@
-"""Run a benchmark of collectives: time every contender on every cell, and give rank 0's results as they come.
+"""Run the benchmark of collectives: measure every contender on every cell, and return the results on rank 0.
 
-In a cell the contenders take turns, every call begins behind a barrier, and the time of every rank is recorded. The
-time of an iteration is that of the slowest rank. A rank that leaves the barrier early waits for the others within its
-own time, so the figure includes the skew of the barrier; on one node, where the ranks read one clock, the skew is
-recorded beside it.
+In a cell the contenders take turns. Every call begins after a barrier, and every rank records its time. The time of an
+iteration is the time of the slowest rank. A rank that leaves the barrier early waits for the others within its timed
+call, so the time includes the skew of the barrier. On one node, where all ranks read the same clock, the skew is
+recorded too.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,17 +37,17 @@ from hpcdist.errors import UsageError
 from hpcdist.reporting.units import format_bytes
 
 MOST_ITERATIONS: Final = 5000
-_FIRST: Final = 3  # rounds before the first look at the clock
+_FIRST: Final = 3  # rounds before the first estimate of the number of rounds
 _TAG: Final = 7001
-Say = Callable[[str], None]
-Keep = Callable[[Sequence[CollectivesConfiguration]], None]
+Print = Callable[[str], None]
+Save = Callable[[Sequence[CollectivesConfiguration]], None]
 
 
 @dataclass(frozen=True)
 class CellLimits:
-    """Length of the measurement of a cell: ``iterations`` of each contender; for None about ``seconds`` in all.
+    """Length of the measurement of a cell, after ``warmup`` iterations of each contender.
 
-    In those seconds ``least`` iterations are made, however long they take.
+    If ``iterations`` is None, all contenders together take about ``seconds``, with at least ``least`` iterations each.
     """
 
     seconds: float
@@ -58,10 +58,10 @@ class CellLimits:
 
 @dataclass(frozen=True)
 class CellSamples:
-    """Raw times of one contender, on rank 0 (elsewhere empty): (iteration, rank).
+    """Samples of one contender on rank 0. Arrays have shape (iteration, rank) and are in seconds.
 
-    ``start_s`` is when a rank began after the first rank did; NaN where ranks have no common clock. ``wrong`` says what
-    was wrong first with a result, "" for nothing; ``verified`` is how many iterations' results were compared.
+    ``start_s``: delay of each rank's begin after the first rank's begin; NaN if ranks have no common clock. ``wrong``
+    describes the first wrong result, or is "". ``verified``: number of iterations whose results were compared.
     """
 
     time_s: np.ndarray
@@ -71,50 +71,54 @@ class CellSamples:
 
 
 class CellTiming:
-    """One cell under way on one rank. Making it is collective over ``comm``."""
+    """Measurement of one cell on one rank. Building it is collective over ``comm``.
+
+    ``pools`` holds a pool for each kind of memory. Results are compared with ``contents`` if ``check`` is set.
+    """
 
     def __init__(
         self,
         comm: Communicator,
-        taking_part: Sequence[CollectivesContender],
+        cell_contenders: Sequence[CollectivesContender],
         pools: dict[str, BufferPool],
         contents: BufferContents,
         check: bool,
     ) -> None:
-        self._comm, self._contenders = comm, taking_part
-        used = {contender.buffers for contender in taking_part}
-        self._pools = {kind: pool for kind, pool in pools.items() if kind in used}
-        self._contents, self._check = contents, check
-        self._one_clock = comm.nodes().count == 1  # here, on every rank: the first call is collective
+        self._comm, self._contenders, self._contents, self._check = comm, cell_contenders, contents, check
+        used_kinds = {contender.buffers for contender in cell_contenders}
+        self._pools = {kind: pool for kind, pool in pools.items() if kind in used_kinds}
+        self._one_clock = comm.nodes().count == 1  # on every rank: the first call of nodes() is collective
         self._wrong: dict[int, str] = {}
         self._rows: list[tuple[list[float], list[float]]] = []  # per round: begin and duration of each contender
 
     def run(self, limits: CellLimits, seed: Sequence[int]) -> list[CellSamples]:
-        """Measure and return the samples of each contender. Collective over the communicator."""
+        """Measure, and return the samples of each contender on rank 0, or an empty list. Collective over the ranks.
+
+        ``seed`` determines the order of the contenders in each round.
+        """
         order = np.random.default_rng(list(seed))  # the same on every rank
         for pool in self._pools.values():
             pool.fill(self._contents, self._comm.rank)
         with without_collection():
             self._rounds(limits.warmup, order)
             self._rows.clear()
-            self._until_enough(limits, order)
-        for name in self._pools:
-            self._verify(name)
+            self._rounds_within(limits, order)
+        for kind in self._pools:
+            self._verify(kind)
         return self._gather()
 
-    def _until_enough(self, limits: CellLimits, order: np.random.Generator) -> None:
+    def _rounds_within(self, limits: CellLimits, order: np.random.Generator) -> None:
         if limits.iterations is not None:
             self._rounds(limits.iterations, order)
             return
         begin, count = time.perf_counter(), min(_FIRST, limits.least)
-        while count:
+        while count > 0:
             self._rounds(count, order)
-            # Rank 0 decides by its clock, refills and checks included: ranks that made different numbers of rounds
-            # would wait for each other forever. At most 4 times what was done, since the first rounds can mislead.
+            # Rank 0 decides with its clock, including refills and checks: ranks with different numbers of rounds would
+            # deadlock. At most 4 times as many rounds as so far, because the first rounds can be slow or fast.
             done, spent_s = len(self._rows), time.perf_counter() - begin
             fits = int((limits.seconds - spent_s) / spent_s * done)
             count = self._comm.broadcast_object(min(max(fits, limits.least - done), MOST_ITERATIONS - done, 4 * done))
-            count = max(0, count)
 
     def _rounds(self, count: int, order: np.random.Generator) -> None:
         for _ in range(count):
@@ -123,7 +127,7 @@ class CellTiming:
             for turn in turns:
                 contender = self._contenders[turn]
                 buffer, result = self._next(contender.buffers, int(turn))
-                # Behind the barrier nothing but the call: its skew is in the time, and in start_s where it can be seen.
+                # Only the call follows the barrier. Its skew is in the time, and in start_s if clocks can be compared.
                 self._comm.barrier()
                 begin = time.perf_counter()
                 contender.run(buffer, result)
@@ -135,63 +139,50 @@ class CellTiming:
         pool = self._pools[kind]
         if pool.is_used_up:
             self._verify(kind)
-            self._comm.barrier()  # others may still read what is shared
+            self._comm.barrier()  # other ranks may still read shared buffers
             pool.fill(self._contents, self._comm.rank)
             self._comm.barrier()
         return pool.take(contender)
 
     def _verify(self, kind: str) -> None:
-        for index, contender in enumerate(self._contenders):
-            if (
-                self._check
-                and contender.buffers == kind
-                and contender.expected is not None
-                and index not in self._wrong
-            ):
-                pool = self._pools[kind]
-                what = pool.first_wrong(self._contents, index, contender.expected, in_result=contender.in_result)
-                if what:
-                    self._wrong[index] = what
+        for index, contender in enumerate(self._contenders) if self._check else ():
+            if contender.buffers == kind and contender.expected is not None and index not in self._wrong:
+                wrong = self._pools[kind].first_wrong(
+                    self._contents, index, contender.expected, in_result=contender.in_result
+                )
+                if wrong:
+                    self._wrong[index] = f"rank {self._comm.rank}: {wrong}"
 
     def _gather(self) -> list[CellSamples]:
-        """Bring all times to rank 0. Collective."""
         wrong_by_rank = self._comm.allgather_object(self._wrong)
-        own = np.array(self._rows, np.float64)  # (rounds, begin and duration, contenders)
+        local_rows = np.array(self._rows, np.float64)  # (rounds, begin and duration, contenders)
         if self._comm.rank > 0:
-            self._comm.send(own.reshape(-1), 0, _TAG)
+            self._comm.send(local_rows.reshape(-1), 0, _TAG)
             return []
-        ranks = np.empty((self._comm.size, *own.shape))
-        ranks[0] = own
+        rows = np.empty((self._comm.size, *local_rows.shape))
+        rows[0] = local_rows
         for peer in range(1, self._comm.size):
-            self._comm.recv(ranks[peer].reshape(-1), peer, _TAG)
-        # Monotonic clocks of one node are one clock, so begins can be compared; those of several nodes cannot.
-        begin_s, time_s = ranks[:, :, 0], ranks[:, :, 1]  # (ranks, rounds, contenders)
-        start_s = begin_s - begin_s.min(axis=0)
-        if not self._one_clock:
-            start_s[...] = np.nan
+            self._comm.recv(rows[peer].reshape(-1), peer, _TAG)
+        # The ranks of one node read the same monotonic clock. Clocks of several nodes cannot be compared.
+        begin_s, time_s = rows[:, :, 0], rows[:, :, 1]  # (ranks, rounds, contenders)
+        start_s = begin_s - begin_s.min(axis=0) if self._one_clock else np.full_like(begin_s, np.nan)
         return [
             CellSamples(
                 np.ascontiguousarray(time_s[:, :, index].T),
                 np.ascontiguousarray(start_s[:, :, index].T),
-                _first_wrong(wrong_by_rank, index),
-                len(own) if self._check and contender.expected is not None else 0,
+                next((wrong[index] for wrong in wrong_by_rank if index in wrong), ""),
+                len(local_rows) if self._check and contender.expected is not None else 0,
             )
             for index, contender in enumerate(self._contenders)
         ]
 
 
-def _first_wrong(wrong_by_rank: Sequence[dict[int, str]], contender: int) -> str:
-    """Return what was wrong first with a result of ``contender``, with the rank; "" for nothing."""
-    return next(
-        (f"rank {rank}: {wrong[contender]}" for rank, wrong in enumerate(wrong_by_rank) if contender in wrong), ""
-    )
-
-
 @dataclass(frozen=True)
 class PoolMemory:
-    """Memory of the pools of all cells, one piece of each kind, and one for results that do not fit in place.
+    """Memory for the pools of all cells: a piece for the buffers of each kind, and a piece for all results.
 
-    It also remembers what "auto" stands for, by dtype and kind of memory: runs that share it compare the same.
+    ``chosen``: the algorithm table that "auto" selected for each (dtype, kind of memory). Runs with the same memory
+    share it.
     """
 
     pieces: dict[str, np.ndarray]
@@ -199,76 +190,66 @@ class PoolMemory:
     cache_bytes: int
     hot: bool
     chosen: dict[tuple[str, str], AlgorithmTable] = field(default_factory=dict)
-    shared_result: np.ndarray | None = None  # for buffers that are shared: both kinds count slots of their own
 
     def slots(self, nbytes: int) -> int:
-        """Return how many buffers of ``nbytes`` take turns in a piece."""
+        """Return the number of slots of ``nbytes`` bytes in a pool."""
         most = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
         return min(most, contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
 
 
-def take_memory(comm: Communicator, wanted: CollectivesRequest, notes: list[str]) -> PoolMemory:
-    """Take memory for all that is ``wanted`` at once, and touch it. Collective over ``comm``.
+def take_memory(comm: Communicator, request: CollectivesRequest, notes: list[str]) -> PoolMemory:
+    """Allocate and touch the memory for all cells of ``request``. Collective over ``comm``.
 
-    ``notes`` gets what is to be said of it. Raises UsageError where there is too little.
+    Appends a note to ``notes`` if the memory is smaller than the cache. Raises UsageError if it is too small to run.
     """
-    kinds = dict.fromkeys([ORDINARY, *wanted.buffers])
-    limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (2 * len(kinds))
-    # All ranks need the same number of slots: the least memory and the largest cache of all decide.
-    cache = contenders.last_level_cache_bytes()
-    of_ranks = comm.allgather_object((limit, cache or contenders.UNKNOWN_CACHE_BYTES))
-    limit, cache_bytes = min(value for value, _ in of_ranks), max(value for _, value in of_ranks)
-    sizes = {cell.bytes for cell in cells(wanted, comm.size)[0]}  # of some operations, more than was asked for
-    largest = max(sizes)
-    if largest > limit:
+    kinds = dict.fromkeys([ORDINARY, *request.buffers])
+    limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (1 + len(kinds))
+    # All ranks need the same number of slots: use the minimum of the memory and the maximum of the cache.
+    cache = contenders.last_level_cache_bytes() or contenders.UNKNOWN_CACHE_BYTES
+    limits, caches = zip(*comm.allgather_object((limit, cache)), strict=True)
+    limit, cache_bytes = min(limits), max(caches)
+    sizes = {cell.bytes for cell in cells(request, comm.size)[0]}  # rounded, up to more than the request
+    if max(sizes) > limit:
         raise UsageError(
-            f"a buffer of {format_bytes(largest)} does not fit: {format_bytes(limit)} are left for each kind of buffer "
-            "of a rank on the fullest node; choose smaller --bytes, or fewer ranks on a node"
+            f"a buffer of {format_bytes(max(sizes))} does not fit into memory: the buffers of a rank may take "
+            f"{format_bytes(limit)}; choose smaller --bytes, or fewer ranks per node"
         )
-    counts = {nbytes: contenders.slots(nbytes, cache_bytes, limit, wanted.hot) for nbytes in sizes}
-    if not wanted.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
-        notes.append("the memory left is too small for buffers beyond the last-level cache: some lie in it")
+    counts = {nbytes: contenders.slots(nbytes, cache_bytes, limit, request.hot) for nbytes in sizes}
+    if not request.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
+        notes.append("the free memory is too small: the buffers of some sizes fit into the last-level cache")
     total = max(align_up(nbytes, ALIGN_BYTES) * count for nbytes, count in counts.items())
-    pieces = {ORDINARY: np.empty(total, np.uint8)}  # its pages are touched when it is filled, before it is used
+    pieces = {ORDINARY: np.empty(total, np.uint8)}  # the first fill of the pool touches its pages
     if SHARED in kinds:
         pieces[SHARED] = shared_memory.allocate(comm, total, np.dtype(np.uint8))
-    result = np.empty(total, np.uint8)
-    result.fill(0)
-    other = np.zeros(total, np.uint8) if SHARED in kinds else None
-    return PoolMemory(pieces, result, cache_bytes, wanted.hot, shared_result=other)
-
-
-def _pools(memory: PoolMemory, cell: CollectivesCell) -> dict[str, BufferPool]:
-    dtype, count = dtype_of(cell.dtype), memory.slots(cell.bytes)
-    results = {ORDINARY: memory.result, SHARED: memory.shared_result}
-    return {
-        kind: BufferPool(piece, memory.result if (own := results[kind]) is None else own, cell.size, dtype, count)
-        for kind, piece in memory.pieces.items()
-    }
+    return PoolMemory(pieces, np.full(total, 0, np.uint8), cache_bytes, request.hot)
 
 
 class _ContenderChoice:
-    """Choice of the contenders of each cell; "auto" is measured once for each dtype and kind of memory."""
+    """Choice of the contenders of each cell. "auto" is measured once for each dtype and kind of memory."""
 
     def __init__(
         self,
         comm: Communicator,
-        wanted: CollectivesRequest,
+        request: CollectivesRequest,
         chosen: dict[tuple[str, str], AlgorithmTable],
         mpi_library: str,
-        say: Say,
+        print_line: Print,
     ) -> None:
-        self._comm, self._wanted, self._chosen, self._library, self._say = comm, wanted, chosen, mpi_library, say
+        self._comm, self._request, self._chosen = comm, request, chosen
+        self._library, self._print = mpi_library, print_line
 
-    def of(
+    def contenders(
         self, cell: CollectivesCell, pools: dict[str, BufferPool], contents: BufferContents
     ) -> list[CollectivesContender]:
-        """Return the contenders, native first and references last; none where no algorithm runs. Collective."""
-        known = contenders.algorithms(cell.op)
-        named = [name for name in self._wanted.algorithms if name in known]
+        """Return the contenders of ``cell``, "native" first and references last, or [] if no algorithm runs.
+
+        Collective over the ranks. Tries each contender on slot 0 of ``pools``, filled from ``contents``.
+        """
+        names = contenders.algorithms(cell.op)
+        named = [name for name in self._request.algorithms if name in names]
         runnable = []
-        for name in dict.fromkeys([contenders.NATIVE, *(named if self._wanted.algorithms else known)]):
-            for kind in contenders.kinds(name, cell.op, self._wanted.buffers):
+        for name in dict.fromkeys([contenders.NATIVE, *(named if self._request.algorithms else names)]):
+            for kind in contenders.kinds(name, cell.op, self._request.buffers):
                 chosen = self._auto(cell, kind) if name == contenders.AUTO else ""
                 contender = contenders.contender(self._comm, cell, name, kind, chosen)
                 contents.fill(pools[kind].buffer(0), self._comm.rank, 0)
@@ -278,94 +259,79 @@ class _ContenderChoice:
                 elif name in named:
                     raise UsageError(f"{name} does not run {cell.op} of {cell.dtype} here: {reason}")
                 else:
-                    self._say(f"{name} is left out of {cell.op} of {cell.dtype}: {reason}")
-        return [*runnable, *contenders.references(self._comm, cell)] if runnable else []
+                    self._print(f"{name} is left out of {cell.op} of {cell.dtype}: {reason}")
+        return [*runnable, *contenders.references(self._comm)] if runnable else []
 
     def _auto(self, cell: CollectivesCell, kind: str) -> str:
         key = cell.dtype, kind
         if key not in self._chosen:
-            dtype, most = dtype_of(cell.dtype), max(self._wanted.bytes)
-            self._chosen[key] = contenders.chosen(self._comm, dtype, kind, most, self._library)
-            self._say(f"auto is {self._chosen[key]} for {cell.dtype} in {kind} memory")
+            dtype, max_bytes = dtype_of(cell.dtype), max(self._request.bytes)
+            self._chosen[key] = contenders.chosen(self._comm, dtype, kind, max_bytes, self._library)
+            self._print(f"auto is {self._chosen[key]} for {cell.dtype} in {kind} memory")
         return self._chosen[key].at(cell.bytes)
 
 
 def run(
     comm: Communicator,
-    wanted: CollectivesRequest,
+    request: CollectivesRequest,
     mpi_library: str,
-    keep: Keep,
-    say: Say,
+    save: Save,
+    print_line: Print,
     memory: PoolMemory | None = None,
 ) -> None:
-    """Measure all that is ``wanted``; ``keep`` and ``say`` are called on rank 0. Collective over ``comm``.
+    """Measure all cells of ``request``. Collective over ``comm``.
 
-    Buffers lie in ``memory``, which several runs may share (`take_memory`), or in some of this run. ``keep`` gets the
-    configurations of a cell when it is done. An algorithm that was named and does not run here raises
-    UsageError; one that was not named is left out, and ``say`` gets the reason.
+    Rank 0 calls ``save`` with the configurations of each finished cell, and ``print_line`` with each message.
+    ``mpi_library`` is the version text of the MPI library. ``memory`` comes from `take_memory`, and several runs may
+    share it; by default it is allocated here. A named algorithm that does not run here raises UsageError. Without
+    names, such an algorithm is left out with a message.
     """
-    order, notes = cells(wanted, comm.size)
-    memory = memory or take_memory(comm, wanted, notes)
-    contents = {name: BufferContents(comm.size, dtype_of(name)) for name in wanted.dtypes}
+    order, notes = cells(request, comm.size)
+    memory = memory or take_memory(comm, request, notes)
+    contents = {name: BufferContents(comm.size, dtype_of(name)) for name in request.dtypes}
     printed: set[str] = set()
 
-    def say_once(text: str) -> None:
+    def print_once(text: str) -> None:
         if comm.rank == 0 and text not in printed:
             printed.add(text)
-            say(text)
+            print_line(text)
 
     if comm.size == 1:
         notes.append("one rank: nothing is exchanged, and no bandwidth is shown")
     for note in notes:
-        say_once(note)
-    limits, measured = CellLimits(wanted.seconds, wanted.iterations, wanted.warmup, wanted.least), False
-    choice = _ContenderChoice(comm, wanted, memory.chosen, mpi_library, say_once)
+        print_once(note)
+    limits, has_measured = CellLimits(request.seconds, request.iterations, request.warmup, request.least), False
+    choice = _ContenderChoice(comm, request, memory.chosen, mpi_library, print_once)
     for number, cell in enumerate(order):
-        pools = _pools(memory, cell)
-        taking_part = choice.of(cell, pools, contents[cell.dtype])
-        if not taking_part:
+        dtype, slots = dtype_of(cell.dtype), memory.slots(cell.bytes)
+        # Only contenders on ordinary memory write to the results.
+        pools = {
+            kind: BufferPool(piece, memory.result, cell.size, dtype, slots) for kind, piece in memory.pieces.items()
+        }
+        chosen = choice.contenders(cell, pools, contents[cell.dtype])
+        if not chosen:
             continue
-        measured = True
-        timing = CellTiming(comm, taking_part, pools, contents[cell.dtype], wanted.check)
-        samples = timing.run(limits, (wanted.seed, number))
+        has_measured = True
+        timing = CellTiming(comm, chosen, pools, contents[cell.dtype], request.check)
+        samples = timing.run(limits, (request.seed, number))
         if comm.rank == 0:
-            pool = pools[ORDINARY]
-            cache = HOT if wanted.hot else COLD
-            keep(
-                [
-                    _configuration(comm, cell, contender, times, pool.count, cache, mpi_library)
-                    for contender, times in zip(taking_part, samples, strict=True)
-                ]
-            )
-    if not measured:
-        raise UsageError(
-            "no algorithm runs what was asked for here, for the reasons above; choose another --op or --dtype"
-        )
+            key = {**asdict(cell), "ranks": comm.size, "nodes": comm.nodes().count, "mpi_library": mpi_library}
+            key |= {"cache": HOT if request.hot else COLD, "implementation": OURS}
+            save([_configuration(key, *pair, slots) for pair in zip(chosen, samples, strict=True)])
+    if not has_measured:
+        raise UsageError("no algorithm runs this request, for the reasons above; choose another --op or --dtype")
 
 
 def _configuration(
-    comm: Communicator,
-    cell: CollectivesCell,
-    contender: CollectivesContender,
-    samples: CellSamples,
-    slots: int,
-    cache: str,
-    mpi_library: str,
+    key: dict[str, Any], contender: CollectivesContender, samples: CellSamples, slots: int
 ) -> CollectivesConfiguration:
-    key = ConfigurationKey(
-        op=cell.op,
-        dtype=cell.dtype,
-        bytes=cell.bytes,
-        ranks=comm.size,
-        nodes=comm.nodes().count,
-        algorithm=contender.algorithm,
-        buffers=contender.buffers,
-        cache=cache,
-        implementation=OURS,
-        mpi_library=mpi_library,
-    )
-    session = np.zeros(len(samples.time_s), np.int32)
-    is_reference = contender.expected is None
     return CollectivesConfiguration(
-        key, is_reference, slots, samples.verified, samples.wrong, samples.time_s, samples.start_s, session
+        ConfigurationKey(**key, algorithm=contender.algorithm, buffers=contender.buffers),
+        contender.expected is None,
+        slots,
+        samples.verified,
+        samples.wrong,
+        samples.time_s,
+        samples.start_s,
+        np.zeros(len(samples.time_s), np.int32),
     )

@@ -1,4 +1,4 @@
-"""Benchmark of training steps: the same gpt here, wrapped, and in PyTorch, phase by phase.
+"""Benchmark of training steps: the same GPT built in, wrapped, and in PyTorch, measured phase by phase.
 
-Imports `bench.pipeline.run` for its timer of operations. Begin with `request.StepRequest` and `run.run`.
+Begin with `request.StepRequest` and `run.run`.
 """

@@ -1,6 +1,6 @@
-"""Contenders outside of hpcdist: the gpt in PyTorch, trained there phase by phase, and as pure functions of JAX.
+"""Contenders from other frameworks: the GPT as a PyTorch module, its training in PyTorch, and the GPT in JAX.
 
-torch and jax are loaded when a contender begins.
+torch and jax are imported when a contender starts.
 """
 
 import functools
@@ -23,21 +23,21 @@ from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
 
-_NAMES: Final = {"scale": "weight"}  # of tensors: ours -> PyTorch's
+EPSILON: Final = 1e-5  # of layer norms
 
 
 def load_torch() -> Any:
-    """Return the library. Raises MissingCapabilityError."""
+    """Return the module torch. Raises MissingCapabilityError if PyTorch is not installed."""
     try:
-        import torch as library
+        import torch
     except ImportError as error:
         raise MissingCapabilityError(f"PyTorch is not installed: pip install 'hpcdist[torch]' ({error})") from error
-    return library
+    return torch
 
 
 @functools.cache
 def _modules() -> tuple[Any, Any, Any]:
-    """Return the classes of the first, a middle and the last stage."""
+    """Return the PyTorch classes of the embedding stage, of a block, and of the head."""
     nn = load_torch().nn
 
     class Embed(nn.Module):  # type: ignore[name-defined]
@@ -78,28 +78,32 @@ def _modules() -> tuple[Any, Any, Any]:
 
 
 def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
-    """Return the gpt as an ``nn.Sequential`` of its stages, with the parameters of ``store`` (local)."""
-    library = load_torch()
+    """Return the GPT ``model`` of ``shape`` as an ``nn.Sequential`` with the parameters in ``store``. Local."""
+    torch = load_torch()
     embed, block, head = _modules()
-    twin = library.nn.Sequential(embed(shape), *(block(shape) for _ in range(shape.layers)), head(shape))
+    twin = torch.nn.Sequential(embed(shape), *(block(shape) for _ in range(shape.layers)), head(shape))
     shapes = {key: value.shape for key, value in twin.state_dict().items()}
     state = {}
     for segment in model.layout.segments:
-        stem, _, last = segment.key.rpartition(".")
-        key = f"{stem}.{_NAMES.get(last, last)}"
-        # Query, key and value are one matrix there.
-        state[key] = library.tensor(np.array(store.view(segment.key))).reshape(shapes[key])
+        stem, _, name = segment.key.rpartition(".")
+        key = f"{stem}.{'weight' if name == 'scale' else name}"
+        # PyTorch has a single matrix for query, key and value.
+        state[key] = torch.tensor(np.array(store.view(segment.key))).reshape(shapes[key])
     twin.load_state_dict(state)
     return twin
 
 
 def cross_entropy(logits: Any, targets: Any) -> Any:
-    """Return the mean over all tokens of logits (batch, context, vocabulary)."""
+    """Return the mean loss of ``logits`` (batch, context, vocabulary) for the tokens ``targets`` (batch, context)."""
     return load_torch().nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class TorchRun:
-    """The twin in training; replicas of several ranks by DistributedDataParallel. Building one is collective."""
+    """The GPT in training in PyTorch, replicated with DistributedDataParallel on several ranks of ``comm``.
+
+    Building it is collective over ``comm``. ``name`` is the contender's name; COMPILED uses torch.compile.
+    ``total_steps`` determines the learning rates. `torch_twin` explains ``shape``, ``model`` and ``store``.
+    """
 
     def __init__(
         self,
@@ -111,24 +115,28 @@ class TorchRun:
         optimizer: OptimizerConfig,
         total_steps: int,
     ) -> None:
-        library = load_torch()
+        torch = load_torch()
         self.name, self._config, self._total, self._number = name, optimizer, total_steps, 0
         module = torch_twin(shape, model, store)
         self._parameters = list(module.parameters())
-        adapted = [parameter for parameter in self._parameters if parameter.ndim > 1]
-        rest = [parameter for parameter in self._parameters if parameter.ndim <= 1]
-        groups = [{"params": adapted, "weight_decay": optimizer.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        groups = [
+            {"params": [tensor for tensor in self._parameters if tensor.ndim > 1], "weight_decay": optimizer.weight_decay},
+            {"params": [tensor for tensor in self._parameters if tensor.ndim <= 1], "weight_decay": 0.0},
+        ]
         betas = optimizer.beta1, optimizer.beta2
-        # The quickest of its implementations.
-        self._optimizer = library.optim.AdamW(groups, lr=0.0, betas=betas, eps=optimizer.epsilon, fused=True)
+        # fused=True is the fastest implementation of AdamW in PyTorch.
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optimizer.epsilon, fused=True)
         if comm.size > 1:
-            module = library.nn.parallel.DistributedDataParallel(module)
-        self._module = library.compile(module) if name == COMPILED else module
+            module = torch.nn.parallel.DistributedDataParallel(module)
+        self._module = torch.compile(module) if name == COMPILED else module
 
     def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
-        """Make a step on this rank's samples, from a barrier on. Collective over ``together``."""
-        library = load_torch()
-        wide_x, wide_targets = (library.from_numpy(array.astype(np.int64)) for array in (x, targets))
+        """Run a step after a barrier of ``together``, and return its times and loss. Collective over ``together``.
+
+        ``x`` and ``targets`` are this rank's input and target tokens, of shape (samples, context).
+        """
+        torch = load_torch()
+        wide_x, wide_targets = (torch.from_numpy(array.astype(np.int64)) for array in (x, targets))
         self._number += 1
         for group in self._optimizer.param_groups:
             group["lr"] = rates.learning_rate(self._config, self._number, self._total)
@@ -139,22 +147,21 @@ class TorchRun:
         times_s.append(time.perf_counter())
         loss.backward()
         times_s.append(time.perf_counter())
-        library.nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self._parameters, self._config.clip_norm)
         times_s.append(time.perf_counter())
         self._optimizer.step()
         loss_value = float(loss.detach())
         times_s.append(time.perf_counter())
         cpu_s = time.process_time() - cpu_s
-        forward, backward, clipping, update = np.diff(times_s).tolist()
-        # What DDP communicates is in its backward.
-        phases = {"forward": forward, "backward": backward, "clipping": clipping, "update": update}
+        # "backward" includes the communication of DistributedDataParallel.
+        phases = dict(zip(("forward", "backward", "clipping", "update"), np.diff(times_s).tolist(), strict=True))
         return StepSample(loss=loss_value, own_loss=True, step_s=times_s[-1] - times_s[0], cpu_s=cpu_s, phases=phases)
 
 
 def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
-    """Let PyTorch use so many threads, and its ranks find each other in ``folder``. Collective, once in a process.
+    """Set PyTorch's number of threads, and start its process group. Collective over ``comm``, once per process.
 
-    Every rank has to have PyTorch: one that raises here leaves the others waiting.
+    The ranks share ``folder`` for the rendezvous. If a rank without PyTorch raises here, the other ranks wait forever.
     """
     load_torch().set_num_threads(threads)
     if comm.size > 1:
@@ -162,34 +169,33 @@ def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
 
 
 def try_compile() -> None:
-    """Compile a function and call it. Raises RuntimeError where there is no compiler for it, or no support."""
-    library = load_torch()
-    value = library.ones(8, requires_grad=True)
-    library.compile(lambda x: (x * x + x).sum())(value).backward()
+    """Compile a function with torch.compile and call it. Raises RuntimeError if there is no compiler or no support."""
+    torch = load_torch()
+    torch.compile(lambda x: (x * x + x).sum())(torch.ones(8, requires_grad=True)).backward()
 
 
 def torch_product(side: int) -> Callable[[], float]:
-    """Return what multiplies float32 matrices (side, side) once in PyTorch, and returns the seconds."""
-    library = load_torch()
-    a, b = library.randn(2, side, side)
-    into = library.empty(side, side)
+    """Return a function that multiplies two float32 matrices (side, side) in PyTorch and returns the seconds."""
+    torch = load_torch()
+    a, b = torch.randn(2, side, side)
+    product = torch.empty(side, side)
 
     def multiply() -> float:
         begin_s = time.perf_counter()
-        library.matmul(a, b, out=into)
+        torch.matmul(a, b, out=product)
         return time.perf_counter() - begin_s
 
     return multiply
 
 
-ONE_THREAD: Final = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-EPSILON: Final = 1e-5
-
-
 def begin_jax(threads: int) -> None:
-    """Load JAX, with one thread where ``threads`` is 1, else as many as it likes. Raises MissingCapabilityError."""
-    if threads == 1:  # it looks when it is loaded
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()
+    """Import JAX. Raises MissingCapabilityError if JAX is not installed.
+
+    If ``threads`` is 1, JAX computes with one thread, otherwise with a number of threads that JAX chooses.
+    """
+    if threads == 1:  # JAX reads XLA_FLAGS when it is imported
+        one_thread = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {one_thread}".strip()
     try:
         import jax  # noqa: F401
     except ImportError as error:
@@ -197,7 +203,10 @@ def begin_jax(threads: int) -> None:
 
 
 def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
-    """Return the gpt with the parameters of ``store``, through `hpcdist.adapters.jax.model` (local)."""
+    """Return the GPT in JAX as a model of hpcdist, wrapped by `hpcdist.adapters.jax.model`. Local.
+
+    It has the ``shape`` of the built-in ``model``, and starts with the parameters in ``store``.
+    """
     from hpcdist.adapters.jax.model import wrap
 
     block = partial(_block, heads=shape.heads)
@@ -207,7 +216,7 @@ def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
 
 
 def _params(model: Model, store: FlatStore) -> list[dict[str, np.ndarray]]:
-    """Return the tensors of each stage by name; matrices are (inputs, outputs), as is usual there."""
+    """Return the tensors of each stage by name. Matrices have shape (inputs, outputs), as is usual in JAX."""
     tensors: list[dict[str, np.ndarray]] = [{} for _ in model.stages]
     for segment in model.layout.segments:
         values, name = np.array(store.view(segment.key)), segment.spec.name
@@ -251,7 +260,6 @@ def _linear(params: Any, name: str, x: Any) -> Any:
 
 
 def _losses(logits: Any, targets: Any) -> Any:
-    """Return the loss of each token."""
     import jax
     import jax.numpy as jnp
 

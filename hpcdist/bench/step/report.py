@@ -1,4 +1,4 @@
-"""Report of a benchmark of training steps: speeds, phases, operations, losses and memory; text, JSON, picture."""
+"""Report of the benchmark of training steps as text, JSON or plot: speeds, phases, operations, losses and memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,16 +15,18 @@ from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import MISSING, text_of
 from hpcdist.reporting.units import counted
 
+PASSES: Final = ("forward", "backward", "step")
+
 
 @dataclass(frozen=True)
 class StepTableRow:
-    """The figures of one contender: medians over the steps of the slowest rank.
+    """Figures of one contender. Times are medians over the steps of the slowest rank's time.
 
-    ``x_eager`` is the median, over the turns, of the time of PyTorch eager over that of this contender: above 1 is
-    faster than that; ``x_eager_cpu`` the same of the processor's time, summed over ranks, which counts no waiting and
-    no neighbours. ``flops_per_s`` are the operations of the model (`hpcdist.models.counts`) a second, of all ranks
-    together, and ``mfu`` their share of the peak. ``phases_s`` are medians of the slowest rank, None where a phase is
-    not told apart. ``loss_difference`` is the largest relative one to the first contender, over 100 steps at most.
+    ``x_eager``: median over the turns of (time of PyTorch eager) / (time of this contender). ``x_eager_cpu``: the same
+    ratio of CPU times, summed over ranks, without waiting times and other jobs. ``flops_per_s``: speed of all ranks
+    in operations of `hpcdist.models.counts`. ``mfu``: ratio of ``flops_per_s`` to the peak. ``phases_s``: None if a
+    phase is not measured separately. ``loss_difference``: largest relative difference of a loss to the first
+    contender's loss, over at most 100 steps.
     """
 
     name: str
@@ -45,13 +47,16 @@ class StepTableRow:
 
 
 def peak_flops_per_s(results: StepResults) -> dict[str, float]:
-    """Return the fastest product of each library, of all ranks together: a turn is as fast as its slowest rank."""
+    """Return the peak speed of matrix products on all ranks in flop/s, by library.
+
+    The speed of a turn is the number of ranks times the slowest rank's speed.
+    """
     rates = results.matmul_flops_per_s
     return {name: results.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
 
 def rows(results: StepResults) -> list[StepTableRow]:
-    """Return a row for each contender, in the order of the file."""
+    """Return a row for each contender in ``results``, in the same order."""
     eager = next((case for case in results.cases if case.name == EAGER), None)
     return [_row(results, case, eager) for case in results.cases]
 
@@ -61,7 +66,7 @@ def _row(results: StepResults, case: StepCase, eager: StepCase | None) -> StepTa
     slowest_s = case.step_s.max(axis=1)
     low, median, high = (float(value) for value in np.percentile(slowest_s, [25, 50, 75]))
     samples = about["ranks"] * shape.samples
-    rate = samples * (about["forward_flops"] + about["backward_flops"]) / median
+    flops_per_s = samples * (about["forward_flops"] + about["backward_flops"]) / median
     phases = np.median(case.phase_s.max(axis=1), axis=0)
     first = results.cases[0].loss[:COMPARED]
     losses = case.loss[:COMPARED]
@@ -73,8 +78,8 @@ def _row(results: StepResults, case: StepCase, eager: StepCase | None) -> StepTa
         tokens_per_s=samples * shape.context / median,
         x_eager=None if eager is None else float(np.median(eager.step_s.max(axis=1) / slowest_s)),
         x_eager_cpu=None if eager is None else float(np.median(eager.cpu_s.sum(axis=1) / case.cpu_s.sum(axis=1))),
-        flops_per_s=rate,
-        mfu=rate / max(peak_flops_per_s(results).values()),
+        flops_per_s=flops_per_s,
+        mfu=flops_per_s / max(peak_flops_per_s(results).values()),
         phases_s={name: None if np.isnan(value) else float(value) for name, value in zip(PHASES, phases, strict=True)},
         loss_first=float(case.loss[0]),
         loss_last=float(case.loss[-1]),
@@ -98,93 +103,94 @@ _COLUMNS: Final[text_table.Columns[StepTableRow]] = (
 
 
 def text(results: StepResults) -> str:
-    """Return the report as lines for people."""
+    """Format ``results`` as text: the model, the table of contenders, operations, losses, memory, left-out contenders."""
     table, shape, about = rows(results), results.shape, results.provenance
     flops = about["forward_flops"] + about["backward_flops"]
     peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in peak_flops_per_s(results).items())
-    model = (
-        f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, context {shape.context}, "
-        f"vocabulary {shape.vocabulary}"
+    return "\n".join(
+        [
+            f"gpt of {about['parameters']:,} parameters: {shape.layers} layers, hidden {shape.hidden}, "
+            f"{shape.heads} heads, context {shape.context}, vocabulary {shape.vocabulary}; {shape.samples} samples a rank",
+            f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}; "
+            f"{flops / 1e9:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
+            f"numpy's BLAS: {about['blas']}",
+            "",
+            *text_table.aligned(text_table.rows_of(_COLUMNS, table)),
+            "x eager: median over the turns of (time of PyTorch eager) / (time of the contender)",
+            "",
+            *_operations(results),
+            *_losses(table, results),
+            *(_memory(row, row.activation_bytes) for row in table if row.activation_bytes is not None),
+            *(f"left out: {name}: {reason}" for name, reason in results.left_out.items()),
+        ]
     )
-    machine = f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}"
-    lines = [
-        f"gpt of {about['parameters']:,} parameters: {model}; {shape.samples} samples a rank",
-        f"{machine}; {flops / 1e9:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
-        f"numpy's BLAS: {about['blas']}",
-        "",
-        *text_table.aligned(text_table.rows_of(_COLUMNS, table)),
-        "x eager: the median, over turns next to each other, of PyTorch eager's time over that of the line",
-        "",
-        *_operations(results),
-        *_losses(table, results),
-        *_memory(table),
-    ]
-    return "\n".join([*lines, *(f"left out: {name}: {why}" for name, why in results.left_out.items())])
 
 
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
-    """Return the median seconds of each kind of operation and way in a step, and what none of them explains."""
-    taken = dict(case.operation_s)
-    whole = taken.pop(("all", "step"), None)
+    """Return the median seconds per profiled step of ``case``, by (kind of operation, pass).
+
+    The key ("other", "step") holds the time of a step outside of all measured operations.
+    """
+    seconds = dict(case.operation_s)
+    whole = seconds.pop(("all", "step"), None)
     if whole is not None:
-        taken["other", "step"] = whole - sum(taken.values())
-    return {key: float(np.median(seconds)) for key, seconds in taken.items()}
+        seconds["other", "step"] = whole - sum(seconds.values())
+    return {key: float(np.median(values)) for key, values in seconds.items()}
+
+
+def _profiles(results: StepResults) -> tuple[dict[str, dict[tuple[str, str], float]], list[str]]:
+    """Return the `operations` of each profiled contender by name, and the kinds of operations."""
+    profiles = {case.name: operations(case) for case in results.cases if case.operation_s}
+    return profiles, list(dict.fromkeys(kind for seconds in profiles.values() for kind, _ in seconds))
 
 
 def _operations(results: StepResults) -> list[str]:
-    known = [(case, operations(case)) for case in results.cases if case.operation_s]
-    if not known:
+    profiles, kinds = _profiles(results)
+    if not profiles:
         return []
-    kinds = list(dict.fromkeys(kind for _, taken in known for kind, _ in taken))
-    ways = ("forward", "backward", "step")
     cells = [["ms of an operation, forward + backward", *kinds]]
-    for case, taken in known:
-        row = [case.name]
-        for kind in kinds:
-            parts = [1e3 * taken[kind, way] for way in ways if (kind, way) in taken]
-            row.append(" + ".join(f"{part:.1f}" for part in parts) if parts else MISSING)
-        cells.append(row)
+    for name, seconds in profiles.items():
+        texts = [[f"{1e3 * seconds[kind, key]:.1f}" for key in PASSES if (kind, key) in seconds] for kind in kinds]
+        cells.append([name, *(" + ".join(parts) or MISSING for parts in texts)])
     return [*text_table.aligned(cells), ""]
 
 
 def _losses(table: Sequence[StepTableRow], results: StepResults) -> list[str]:
     steps = min(COMPARED, len(results.cases[0].loss))
     lines = [
-        f"{row.name}: loss {row.loss_first:.4f} -> {row.loss_last:.4f}, at most {row.loss_difference:.1e} of it from "
-        f"{table[0].name} in {steps} steps" + ("" if row.loss_difference <= SAME else f": more than {SAME:g}")
+        f"{row.name}: loss {row.loss_first:.4f} -> {row.loss_last:.4f}; largest relative difference to "
+        f"{table[0].name} in {steps} steps: {row.loss_difference:.1e}"
+        + ("" if row.loss_difference <= SAME else f", more than {SAME:g}")
         for row in table[1:]
     ]
     return [*lines, ""] if lines else []
 
 
-def _memory(table: Sequence[StepTableRow]) -> list[str]:
-    return [
-        f"{row.name}: activations {row.activation_bytes / 2**20:.1f} MiB at their peak"
-        + (
-            ""
-            if row.activation_closed_bytes is None
-            else f", {row.activation_bytes / row.activation_closed_bytes:.3f} of the closed form"
-        )
-        for row in table
-        if row.activation_bytes is not None
-    ]
+def _memory(row: StepTableRow, nbytes: float) -> str:
+    closed = row.activation_closed_bytes
+    ratio = "" if closed is None else f", {nbytes / closed:.3f} of the closed form"
+    return f"{row.name}: peak of the activations {nbytes / 2**20:.1f} MiB{ratio}"
 
 
 def jsonable(results: StepResults) -> dict[str, Any]:
-    """Return the report as JSON values; what there is not is null."""
-    taken = {case.name: {" ".join(key): value for key, value in operations(case).items()} for case in results.cases}
+    """Return ``results`` as values for JSON, with one object per contender. Missing figures are null."""
     return {
         "provenance": dict(results.provenance),
         "shape": asdict(results.shape),
         "peak_flops_per_s": peak_flops_per_s(results),
         "rows": [{name: plain(value) for name, value in asdict(row).items()} for row in rows(results)],
-        "operations_s": taken,
+        "operations_s": {
+            case.name: {" ".join(key): value for key, value in operations(case).items()} for case in results.cases
+        },
         "left_out": dict(results.left_out),
     }
 
 
 def plot(results: StepResults, file: Path) -> None:
-    """Draw it. Raises MissingCapabilityError without matplotlib, UsageError, StorageError."""
+    """Plot the phases, operations and loss differences of ``results`` to ``file``.
+
+    Raises MissingCapabilityError without matplotlib, and UsageError or StorageError if ``file`` cannot be written.
+    """
     profiled = any(case.operation_s for case in results.cases)
     panels = [_draw_phases, *[_draw_operations] * profiled, *[_draw_losses] * (len(results.cases) > 1)]
     with drawing(file, 5.5 * len(panels), 5.0) as figure:
@@ -193,15 +199,14 @@ def plot(results: StepResults, file: Path) -> None:
 
 
 def _draw_phases(axis: Any, results: StepResults) -> None:
-    """Draw a bar for each contender, of its phases and what is left of the step."""
     table = rows(results)
     names = [row.name for row in table]
     left = np.zeros(len(table))
     for name in PHASES:
-        taken = 1e3 * np.array([row.phases_s[name] or 0.0 for row in table])
-        if taken.any():
-            axis.barh(names, taken, left=left, label=name)
-            left += taken
+        phase_ms = 1e3 * np.array([row.phases_s[name] or 0.0 for row in table])
+        if phase_ms.any():
+            axis.barh(names, phase_ms, left=left, label=name)
+            left += phase_ms
     rest = np.maximum(0.0, 1e3 * np.array([row.step_s for row in table]) - left)
     axis.barh(names, rest, left=left, label="other", color="0.8")
     for number, row in enumerate(table):
@@ -216,33 +221,30 @@ def _draw_phases(axis: Any, results: StepResults) -> None:
 
 
 def _draw_operations(axis: Any, results: StepResults) -> None:
-    """Draw what each kind of operation takes, forward below backward, for every contender that was profiled."""
-    known = [(case.name, operations(case)) for case in results.cases if case.operation_s]
-    kinds = list(dict.fromkeys(kind for _, taken in known for kind, _ in taken))
-    places, height = np.arange(len(kinds)), 0.8 / len(known)
-    for number, (name, taken) in enumerate(known):
+    profiles, kinds = _profiles(results)
+    positions, height = np.arange(len(kinds)), 0.8 / len(profiles)
+    for number, (name, seconds) in enumerate(profiles.items()):
         left = np.zeros(len(kinds))
-        for way, shade in (("forward", 1.0), ("backward", 0.6), ("step", 0.35)):
-            values = 1e3 * np.array([taken.get((kind, way), 0.0) for kind in kinds])
-            label = f"{name}: {way}" if way != "step" else None
-            at = places + number * height
-            axis.barh(at, values, height, left=left, label=label, color=f"C{number}", alpha=shade)
+        for key, shade in zip(PASSES, (1.0, 0.6, 0.35), strict=True):
+            values = 1e3 * np.array([seconds.get((kind, key), 0.0) for kind in kinds])
+            label = f"{name}: {key}" if key != "step" else None
+            bars = {"left": left, "label": label, "color": f"C{number}", "alpha": shade}
+            axis.barh(positions + number * height, values, height, **bars)
             left += values
-    axis.set_yticks(places + 0.4 - height / 2, kinds)
+    axis.set_yticks(positions + 0.4 - height / 2, kinds)
     axis.invert_yaxis()
     axis.set_xlabel("ms a step, by kind of operation")
     axis.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _draw_losses(axis: Any, results: StepResults) -> None:
-    """Draw the relative difference of every loss to that of the first contender."""
     first = results.cases[0].loss
     for number, case in enumerate(results.cases[1:], 1):
-        apart = np.abs(case.loss - first) / np.abs(first)
-        axis.plot(np.arange(1, len(apart) + 1), np.maximum(apart, 1e-9), ".-", label=case.name, color=f"C{number}")
+        difference = np.maximum(np.abs(case.loss - first) / np.abs(first), 1e-9)
+        axis.plot(np.arange(1, len(first) + 1), difference, ".-", label=case.name, color=f"C{number}")
     axis.axhline(SAME, color="black", linestyle="--", linewidth=1)
     axis.set_yscale("log")
     axis.set_xlabel("step")
-    axis.set_ylabel(f"loss, relative to {results.cases[0].name}")
+    axis.set_ylabel(f"relative difference of the loss to {results.cases[0].name}")
     axis.grid(True, alpha=0.3)
     axis.legend(fontsize=8)

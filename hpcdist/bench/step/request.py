@@ -1,34 +1,33 @@
-"""Request of a benchmark of training steps: a gpt, the contenders that train it, and how long.
+"""Request of the benchmark of training steps: the shape of a GPT, its contenders, and the number of steps.
 
-Light: no array, no file, so that `hpcdist bench step --list` loads none.
+Imports neither NumPy nor h5py, for a quick `hpcdist bench step --list`.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
-# name -> what it is
 OURS: Final = "hpcdist"
 RECOMPUTING: Final = "hpcdist, recomputing"
 WRAPPED_TORCH: Final = "wrapped PyTorch"
 WRAPPED_JAX: Final = "wrapped JAX"
 EAGER: Final = "PyTorch eager"
 COMPILED: Final = "torch.compile"
-CONTENDERS: Final = {
-    OURS: "the built-in model; several ranks reduce gradients by the algorithm that shares memory, where they can",
-    RECOMPUTING: "the same, which keeps the input of a block and computes the rest of it again in backward",
-    WRAPPED_TORCH: "the PyTorch model through hpcdist.adapters.torch.model, trained as the built-in one",
-    WRAPPED_JAX: "the same model as functions of JAX, through hpcdist.adapters.jax.model",
-    EAGER: "the PyTorch model as one trains it in PyTorch: AdamW (fused), clipping; several ranks by DDP over gloo",
-    COMPILED: "the same behind torch.compile",
+CONTENDERS: Final = {  # name -> description
+    OURS: "the built-in model; on several ranks with the node_shared allreduce if ranks can share memory",
+    RECOMPUTING: "the built-in model with recomputation: it stores the input of each block for the backward pass",
+    WRAPPED_TORCH: "the model as a PyTorch module, wrapped by hpcdist.adapters.torch.model and trained by hpcdist",
+    WRAPPED_JAX: "the model as JAX functions, wrapped by hpcdist.adapters.jax.model and trained by hpcdist",
+    EAGER: "the PyTorch module trained in PyTorch: fused AdamW, clipping; on several ranks with DDP over gloo",
+    COMPILED: "like PyTorch eager, with torch.compile",
 }
 PHASES: Final = ("forward", "backward", "communication", "clipping", "update")
-COMPARED: Final = 100  # steps over which losses have to agree
-SAME: Final = 1e-4  # relative
+COMPARED: Final = 100  # number of steps whose losses must agree
+SAME: Final = 1e-4  # largest relative difference of losses that agree
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Shape of a gpt, and the samples of each rank in a step."""
+    """Shape of a GPT, and the number of samples per rank in a step."""
 
     layers: int = 4
     hidden: int = 256
@@ -40,7 +39,10 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Request of the caller; ``steps`` are timed, after ``warmup`` that are only compared."""
+    """Settings of a run. Each contender in ``names`` makes ``warmup`` untimed steps, then ``steps`` timed steps.
+
+    The built-in contenders then make ``profiled`` steps with timed operations.
+    """
 
     shape: StepShape
     names: tuple[str, ...]
@@ -52,6 +54,6 @@ class StepRequest:
     threads: int = 1
 
     @property
-    def every(self) -> int:
-        """Steps of a contender that are not profiled."""
+    def num_turns(self) -> int:
+        """Number of steps of each contender, without the profiled steps."""
         return self.steps + self.warmup

@@ -1,16 +1,16 @@
-"""Results file of a benchmark of training steps: every phase of every step, and the batches of tokens.
+"""Results file of the benchmark of training steps: the time of every phase of every step. Also the token batches.
 
-It is HDF5:
+The file is HDF5:
 
-/                            provenance, shape of the model, parameters and operations of a sample
-/phases                      names of the phases
-/matmul_flops_per_s/<library> (turn, rank), operations a second of the fastest product of square matrices
-/left_out                    attributes: why a contender did not take part
-/cases/<n>                   name; activation_bytes, activation_closed_bytes: NaN where not known
-    step_s, cpu_s            (step, rank)
-    phase_s                  (step, rank, phase): NaN where it is not measured apart
-    loss                     (step), those before the timed ones included
-    operations               names of kinds and ways, operation_s (operation, step)
+/                             provenance, shape of the model, number of parameters, flops per sample
+/phases                       names of the phases
+/matmul_flops_per_s/<library> (turn, rank): speed of the fastest product of square matrices
+/left_out                     attributes: the reason for each contender that was left out
+/cases/<n>                    name; activation_bytes, activation_closed_bytes: NaN if unknown
+    step_s, cpu_s             (step, rank)
+    phase_s                   (step, rank, phase): NaN if the phase is not measured separately
+    loss                      (step), including the warm-up steps
+    operations                kind and pass of each operation; operation_s (operation, step)
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,17 +25,16 @@ from hpcdist.bench.output_file import ResultsFormat, SampleColumn
 from hpcdist.bench.step.request import PHASES, StepRequest, StepShape
 
 FORMAT: Final = ResultsFormat("hpcdist.step", 1)
-CHOICES: Final = 4  # of successors of each token: a text that can be learnt
-_SEPARATOR: Final = " | "
+CHOICES: Final = 4  # possible successors of each token, which a model can learn
 _RATES: Final = SampleColumn("fastest product of square float32 matrices, by turn and rank", units="1/s")
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """Measurements of a step on one rank, from a barrier to its end.
+    """Measurements of a step on one rank, from a barrier to the end of the step.
 
-    ``loss`` is the mean over the tokens of the whole batch, or of this rank's (``own_loss``). ``phases`` has seconds by
-    the names of `hpcdist.bench.step.request.PHASES`; what is missing was not told apart.
+    ``loss``: mean over the tokens of the whole batch, or of this rank's samples if ``own_loss`` is set. ``phases``:
+    seconds by name, from `hpcdist.bench.step.request.PHASES`. Phases that are not measured separately are missing.
     """
 
     loss: float
@@ -46,40 +45,41 @@ class StepSample:
 
 
 def token_type(shape: StepShape) -> "np.dtype[Any]":
-    """Return the smallest integers that all tokens fit in."""
+    """Return the smallest unsigned integer type for the tokens of the vocabulary of ``shape``."""
     return np.min_scalar_type(shape.vocabulary - 1)
 
 
-def batches(wanted: StepRequest, steps: int) -> Iterator[np.ndarray]:
-    """Yield the tokens (ranks samples, context + 1) of so many steps: the same on every rank.
+def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
+    """Yield the tokens of ``steps`` batches for ``request``, of shape (ranks x samples, context + 1). Local.
 
-    Each token is followed by one of `CHOICES` others, so that losses fall as they do in a training.
+    All ranks get equal batches. A token has `CHOICES` possible successors, so that the loss falls as in real training.
     """
-    shape = wanted.shape
-    draw = np.random.default_rng([wanted.seed, 1])
-    successors: np.ndarray = draw.integers(0, shape.vocabulary, (shape.vocabulary, CHOICES))
-    samples = wanted.ranks * shape.samples
+    shape = request.shape
+    rng = np.random.default_rng([request.seed, 1])
+    successors: np.ndarray = rng.integers(0, shape.vocabulary, (shape.vocabulary, CHOICES))
+    samples = request.ranks * shape.samples
     for _ in range(steps):
         tokens = np.empty((samples, shape.context + 1), token_type(shape))
-        tokens[:, 0] = draw.integers(0, shape.vocabulary, samples)
-        taken: np.ndarray = draw.integers(0, CHOICES, (samples, shape.context + 1))
-        for place in range(1, shape.context + 1):
-            tokens[:, place] = successors[tokens[:, place - 1], taken[:, place]]
+        tokens[:, 0] = rng.integers(0, shape.vocabulary, samples)
+        choices: np.ndarray = rng.integers(0, CHOICES, (samples, shape.context + 1))
+        for index in range(1, shape.context + 1):
+            tokens[:, index] = successors[tokens[:, index - 1], choices[:, index]]
         yield tokens
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """One contender. Times are (step, rank), phases (step, rank, phase); what was not measured is NaN or None.
+    """Measurements of one contender. Times have shape (step, rank), phases (step, rank, phase). NaN: not measured.
 
-    ``operation_s`` are the seconds, in a step, of each kind of operation and way (forward, backward, step) on rank 0.
+    ``operation_s``: seconds per profiled step on rank 0, by (kind of operation, "forward", "backward" or "step").
+    ``activation_bytes``: measured peak of the activations. ``activation_closed_bytes``: their size by a formula.
     """
 
     name: str
-    step_s: Annotated[np.ndarray, SampleColumn("from a barrier to the end of the step")]
-    cpu_s: Annotated[np.ndarray, SampleColumn("time of the processor in it, all threads of the rank")]
-    phase_s: Annotated[np.ndarray, SampleColumn("its phases, by /phases")]
-    loss: Annotated[np.ndarray, SampleColumn("mean over the batch", units="nats")]
+    step_s: Annotated[np.ndarray, SampleColumn("time from a barrier to the end of the step")]
+    cpu_s: Annotated[np.ndarray, SampleColumn("CPU time of the step, all threads of the rank")]
+    phase_s: Annotated[np.ndarray, SampleColumn("time of each phase in /phases")]
+    loss: Annotated[np.ndarray, SampleColumn("mean loss of the batch", units="nats")]
     operation_s: Mapping[tuple[str, str], np.ndarray]
     activation_bytes: float | None
     activation_closed_bytes: float | None
@@ -87,7 +87,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class StepResults:
-    """Contents of a results file."""
+    """Contents of a results file of the benchmark of training steps."""
 
     provenance: Mapping[str, Any]
     shape: StepShape
@@ -97,7 +97,7 @@ class StepResults:
 
 
 def write(path: Path, results: StepResults) -> None:
-    """Write a new file, as a whole or not at all. Raises StorageError."""
+    """Write ``results`` to the new file ``path``, completely or not at all. Raises StorageError."""
     with FORMAT.edit(path, {**results.provenance, **asdict(results.shape)}) as file:
         file.create_dataset("phases", data=list(PHASES))
         file.create_group("left_out").attrs.update(results.left_out)
@@ -107,6 +107,6 @@ def write(path: Path, results: StepResults) -> None:
             group = file.create_group(f"cases/{number}")
             output_file.write_record(group, case)
             if case.operation_s:
-                group.create_dataset("operations", data=[_SEPARATOR.join(key) for key in case.operation_s])
-                taken = group.create_dataset("operation_s", data=np.stack(list(case.operation_s.values())))
-                taken.attrs.update({"units": "s", "long_name": "in a step timed operation by operation, on rank 0"})
+                group.create_dataset("operations", data=[" | ".join(key) for key in case.operation_s])
+                seconds = group.create_dataset("operation_s", data=np.stack(list(case.operation_s.values())))
+                seconds.attrs.update({"units": "s", "long_name": "time per profiled step on rank 0"})

@@ -1,9 +1,8 @@
-"""Run a benchmark of training steps: contenders train the same gpt in turns, and each phase is timed.
+"""Run the benchmark of training steps: the contenders train the same GPT in turns, and each phase is timed.
 
-All begin with the same parameters. In every turn each contender makes a step, in a new order, and then the array
-libraries multiply large matrices, all ranks at once: the fastest product is the peak for the utilisations. Afterwards
-the built-in models make steps whose operations are timed one by one. `TimedRun` is the built-in gpt, or a wrapped one,
-in training, with its phases and kinds of operation timed.
+All contenders start with the same parameters. In every turn each contender makes a step, in random order. Then the
+array libraries multiply large matrices on all ranks at the same time. The fastest product is the peak for the model
+flop utilisation. Finally the built-in contenders make steps in which each operation is timed.
 """
 
 import tempfile
@@ -52,19 +51,18 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule import observers
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
-# What the entries of the table of operations are called in a report.
+# Field of `Operations` -> kind of operation in the report, if the names differ
 KINDS: Final = {"linear_column": "matmul", "linear_row": "matmul", "embed": "embedding", "positions": "embedding"}
-_WAYS: Final = {
+_PASSES: Final = {
     "forward": "forward",
     "backward": "backward",
     "backward_input": "backward",
     "backward_weight": "backward",
 }
-Seconds = dict[tuple[str, str], float]  # (kind of operation, "forward" or "backward") -> in one step
-Say = Callable[[str], None]
-Multiply = Callable[[], float]  # once; returns the seconds
-FLOAT32: Final[np.dtype[Any]] = np.dtype(np.float32)
-SIDES: Final = (512, 1024)  # of the matrices: the larger are quicker where nobody interrupts
+Seconds = dict[tuple[str, str], float]  # (kind of operation, "forward", "backward" or "step") -> seconds per step
+Print = Callable[[str], None]
+Multiply = Callable[[], float]  # multiplies once and returns the seconds
+SIDES: Final = (512, 1024)  # rows of the matrices: larger matrices are faster on an idle machine
 PRODUCT_REPEATS: Final = 3
 OPTIMIZER: Final = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)  # AdamW, clipping at 1
 BUILT_IN: Final = (OURS, RECOMPUTING)
@@ -72,9 +70,10 @@ _NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
 
 
 class TimedRun(TimedTraining):
-    """A model in training, replicated over the ranks of ``comm``. Building one is collective.
+    """The contender ``name``: ``model`` in training, replicated on all ranks of ``comm``. Building it is collective.
 
-    ``initial`` are its first parameters, on the host; None: those that it has itself. ``on`` is where it computes.
+    ``total_steps`` determines the learning rates. ``initial``: initial parameters on the host, or None to let the model
+    initialise them. ``on``: "cpu" or "gpu", the device that computes.
     """
 
     def __init__(
@@ -88,8 +87,7 @@ class TimedRun(TimedTraining):
         on: str = "cpu",
     ) -> None:
         self.name, self.model, self.ledger, self._comm = name, model, Ledger(), comm
-        # Both are collective: whether ranks can share memory is asked of all.
-        shares = comm.size > 1 and shared_memory.is_available(comm)
+        shares = comm.size > 1 and shared_memory.is_available(comm)  # collective
         context = RankContext(
             world=comm,
             data=comm,
@@ -104,7 +102,10 @@ class TimedRun(TimedTraining):
         super().__init__(context, ParallelConfig(), initial)
 
     def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
-        """Make a step on this rank's samples, from a barrier on. Collective over ``together``."""
+        """Run a step after a barrier of ``together``, and return its times and the global loss. Collective over it.
+
+        ``x`` and ``targets`` are this rank's input and target tokens, of shape (samples, context).
+        """
         done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, together)
         phases: defaultdict[str, float] = defaultdict(float)
         for operation, (first_s, last_s) in zip(self.operations, self.timer.timed, strict=True):
@@ -112,9 +113,10 @@ class TimedRun(TimedTraining):
         return StepSample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 
     def profile(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> Seconds:
-        """Make a step whose operations are timed one by one, which costs some microseconds each. Collective.
+        """Run `step` with timed operations, and return the seconds of each kind of operation. Collective.
 
-        The update of the step is in there, too, and clipping with the norm that it needs; "all" is the step.
+        The timer costs some microseconds per operation. The result includes the phases "clipping" (with the gradient
+        norm), "update" and "communication", and the whole step as "all".
         """
         seconds: Seconds = defaultdict(float)
         before = self.model.operations
@@ -130,12 +132,11 @@ class TimedRun(TimedTraining):
         return dict(seconds)
 
     def activation_bytes(self) -> int:
-        """Return the most that activations have taken so far on this rank (local)."""
+        """Return the peak size of the activations on this rank so far, in bytes. Local."""
         return self.ledger.peak["activations"]
 
 
 def _phase(operation: Operation) -> str:
-    """Return the phase, by its name in `hpcdist.bench.step.request.PHASES`, that an operation belongs to."""
     if operation.kind is Kind.FORWARD:
         return "backward" if operation.recompute else "forward"
     if operation.kind is Kind.AGREE:
@@ -144,66 +145,68 @@ def _phase(operation: Operation) -> str:
     return "backward" if phase == "compute" else phase
 
 
-def timed_operations(table: Operations, into: Seconds) -> Operations:
-    """Return ``table`` with operations that add the seconds of each of their calls to ``into``, by kind and way."""
+def timed_operations(table: Operations, seconds: Seconds) -> Operations:
+    """Return a copy of ``table`` with a timer around each operation. Each call adds its time to ``seconds``."""
     entries = {field.name: getattr(table, field.name) for field in fields(table)}
-    return replace(
-        table, **{name: _Timed(operation, KINDS.get(name, name), into) for name, operation in entries.items()}
-    )
+    return replace(table, **{name: _Timed(entry, KINDS.get(name, name), seconds) for name, entry in entries.items()})
 
 
 class _Timed:
-    """One operation, with a clock around each of its passes."""
+    """The operation ``inner`` with a timer around each forward and backward pass."""
 
-    def __init__(self, inner: Any, kind: str, into: Seconds) -> None:
-        self._inner, self._kind, self._into = inner, kind, into
+    def __init__(self, inner: Any, kind: str, seconds: Seconds) -> None:
+        self._inner, self._kind, self._seconds = inner, kind, seconds
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._inner, name)
-        return self._measured(attribute, (self._kind, _WAYS[name])) if name in _WAYS else attribute
+        return self._measured(attribute, (self._kind, _PASSES[name])) if name in _PASSES else attribute
 
     def _measured(self, call: Callable[..., Any], key: tuple[str, str]) -> Callable[..., Any]:
-        def measured(*given: Any, **named: Any) -> Any:
+        def measured(*arguments: Any, **named: Any) -> Any:
             begin_s = time.perf_counter()
-            result = call(*given, **named)
-            for array in (*given, result):
-                if backend.is_device(array):  # what it computes is waited for
-                    backend.synchronise(array)
-                    break
-            self._into[key] = self._into.get(key, 0.0) + time.perf_counter() - begin_s
+            result = call(*arguments, **named)
+            array = next(filter(backend.is_device, (*arguments, result)), None)
+            if array is not None:  # wait for the GPU kernels
+                backend.synchronise(array)
+            self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - begin_s
             return result
 
         return measured
 
 
-def run(comm: Communicator, wanted: StepRequest, provenance: dict[str, Any], say: Say) -> StepResults | None:
-    """Measure all that is ``wanted`` and return it on rank 0; ``say`` is called there. Collective over ``comm``."""
-    config = model_config(wanted.shape)
-    with tempfile.TemporaryDirectory() as folder:  # where PyTorch's ranks find each other
-        runs, left_out = _contenders(comm, wanted, config, Path(folder), say)
+def run(comm: Communicator, request: StepRequest, provenance: dict[str, Any], print_line: Print) -> StepResults | None:
+    """Measure all contenders of ``request``. Return the results on rank 0, None elsewhere. Collective over ``comm``.
+
+    The results contain ``provenance``. Rank 0 calls ``print_line`` with each progress message. Raises UsageError if no
+    contender can run here.
+    """
+    config = model_config(request.shape)
+    with tempfile.TemporaryDirectory() as folder:  # for the rendezvous of PyTorch's ranks
+        runs, left_out = _contenders(comm, request, config, Path(folder), print_line)
         if not runs:
-            raise UsageError("nobody can take part: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+            raise UsageError(f"no contender in --only can run here: {reasons}")
         if comm.rank == 0:
-            say(f"{wanted.every} turns of {', '.join(runs)}")
+            print_line(f"{request.num_turns} turns of {', '.join(runs)}")
         with without_collection():
-            samples, rates = _turns(comm, wanted, runs)
-            profiles = _profiles(comm, wanted, runs)
-    cases = [_case(comm, wanted, contender, samples[name], profiles.get(name, [])) for name, contender in runs.items()]
-    products = {library: np.array(comm.allgather_object(own)).T for library, own in rates.items()}
+            samples, rates = _turns(comm, request, runs)
+            profiles = _profiles(comm, request, runs)
+    cases = [_case(comm, request, run, samples[name], profiles.get(name, [])) for name, run in runs.items()]
+    products = {library: np.array(comm.allgather_object(speeds)).T for library, speeds in rates.items()}
     if comm.rank:
         return None
-    numbers = counts(config, context=wanted.shape.context)
+    numbers = counts(config, context=request.shape.context)
     return StepResults(
         provenance={
             **provenance,
-            **{name: value for name, value in asdict(wanted).items() if name not in ("shape", "names")},
+            **{name: value for name, value in asdict(request).items() if name not in ("shape", "names")},
             "parameters": numbers.parameters,
             "forward_flops": numbers.forward_flops,
             "backward_flops": numbers.backward_flops,
             "optimizer": "AdamW, clipped at 1",
             "blas": blas(),
         },
-        shape=wanted.shape,
+        shape=request.shape,
         matmul_flops_per_s=products,
         cases=tuple(cases),
         left_out=left_out,
@@ -211,7 +214,7 @@ def run(comm: Communicator, wanted: StepRequest, provenance: dict[str, Any], say
 
 
 def model_config(shape: StepShape) -> ModelConfig:
-    """Return the configuration of the gpt that is trained."""
+    """Return the model configuration of a GPT with this ``shape``."""
     return ModelConfig(layers=shape.layers, hidden=shape.hidden, heads=shape.heads, vocabulary=shape.vocabulary)
 
 

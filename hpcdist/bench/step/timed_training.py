@@ -1,4 +1,4 @@
-"""A training under the plain allreduce whose operations are timed one by one."""
+"""A training with the plain allreduce that times each of its operations."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from hpcdist.strategies.schedule.step import Handler, StepObserver
 
 
 class OperationTimer(StepObserver):
-    """Observer that stores the begin and end of each operation of the last step, by `time.perf_counter`."""
+    """Observer that stores the begin and end of each operation of the last step, from `time.perf_counter`."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._array = exchange.parameters.array
@@ -39,9 +39,9 @@ class OperationTimer(StepObserver):
 
 
 class TimedTraining:
-    """A model that trains with the plain allreduce and an `OperationTimer`. Building it is collective.
+    """A training with the plain allreduce and an `OperationTimer`. Building it is collective over ``context.world``.
 
-    ``initial``: initial parameters on the host. If it is None, the model's initial parameters for ``seed`` are used.
+    ``initial``: initial parameters on the host, or None to initialise the model with ``seed``.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class TimedTraining:
     ) -> tuple[StepResult, float, float, float]:
         """Run a step after a barrier of ``together``. Collective over ``together``.
 
+        ``batches`` holds (inputs, targets) of each micro-batch, ``samples`` is the number of samples on all ranks.
         Return the result, the begin on this rank's clock, the elapsed seconds and the CPU seconds.
         """
         self._number += 1

@@ -1,4 +1,4 @@
-"""Sweeps: whole trainings over many configurations, their results file, merging and report.
+"""Sweeps: trainings of many configurations, their results file, the merge of results files, and the report.
 
-Uses no other benchmark; `bench.data` builds on it. Begin with `definition.Sweep` and `series.run`.
+The entry points are `definition.Sweep` and `series.run`. This package uses no other benchmark.
 """

@@ -1,36 +1,36 @@
-"""Definition of a sweep: a TOML file, expanded into trials; one trial chosen; the trials frozen for a job.
+"""Definition of a sweep: a TOML file that expands into trials, the selection of a trial, and a frozen copy for a job.
 
     [sweep]
-    ranks = [2, 4]
+    ranks = [2, 4]                                  # numbers of MPI ranks
     repeats = 3
-    recipe = "base.toml"                            # or the sections themselves, as [recipe.model]
+    recipe = "base.toml"                            # or inline tables, such as [recipe.model]
 
     [axes]                                          # every combination of these values
     communication.bucket_bytes = [1048576, 4194304]
 
-    [[trial]]                                       # what sets several keys at once; each meets every combination
+    [[trial]]                                       # settings that are combined with every combination of [axes]
     name = "ring"
-    ranks = [4]                                     # instead of those of [sweep]
+    ranks = [4]                                     # replaces sweep.ranks
     communication.algorithm = "ring"
 
-    [[exclude]]                                     # drops the trials that meet all of its conditions
+    [[exclude]]                                     # drops the trials that match all conditions of the table
     ranks = 2
-    communication.bucket_bytes = [1048576]          # any of these
+    communication.bucket_bytes = [1048576]          # a list matches any of its values
 
-Keys are those of recipes; values must be of the types that a recipe has. A condition that no trial meets is an error.
+The dotted keys are recipe keys, and their values must have the recipe's types.
 
-A trial is chosen by its place in the file, its id or its name (`trial_position`). `freeze` writes a sweep as it was
-when it was submitted: one file that needs no other, and that no other file changes. Variables (``HPCDIST_SET__...``)
-override it, as they override any base recipe: a job that reads it unsets them.
+`freeze` writes a submitted sweep to one file that needs no other file. Variables ``HPCDIST_SET__...`` override the base
+recipe in a frozen file too, so a job that reads a frozen file must unset these variables.
 """
 
 import hashlib
 import itertools
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
@@ -39,29 +39,29 @@ from hpcdist.reporting.table import aligned
 from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import counted
 
-TABLES: Final = ("sweep", "recipe", "axes", "trial", "exclude")
-HEAD: Final = ("ranks", "repeats", "recipe")
-
 
 class ResolvedTrial(NamedTuple):
-    """A recipe with every key: as TOML, and as values by key."""
+    """A complete recipe: the TOML text, and the values by dotted key."""
 
     text: str
     values: Mapping[str, Any]
 
 
 class RecipeResolver(Protocol):
-    """Reader of recipes, and the base recipe of a sweep. Both raise ConfigurationError."""
+    """Converter of recipe settings, with the base recipe of a sweep. Its methods raise ConfigurationError."""
 
     def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of ``settings`` (by key) in the types of a recipe; refuse unknown keys and wrong types."""
+        """Return ``settings``, a dict by dotted recipe key, in the recipe's types. Rejects unknown keys."""
 
     def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> ResolvedTrial:
-        """Put ``settings`` over the base recipe; refuse what cannot be run, and with ``ranks`` not on so many."""
+        """Return the base recipe overridden by ``settings``, a dict by dotted recipe key. Rejects invalid recipes.
+
+        If ``ranks`` is not None, also reject a recipe that cannot be trained on ``ranks`` MPI ranks.
+        """
 
 
 class TrialCandidate(NamedTuple):
-    """A trial that the ``[[exclude]]`` tables may drop; ``values`` are the settings in the types of a recipe."""
+    """A trial before exclusion. ``values`` are the ``settings`` in the recipe's types."""
 
     name: str
     variant: str
@@ -72,7 +72,7 @@ class TrialCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialVariant:
-    """A ``[[trial]]`` table; ``ranks`` is empty where those of the sweep count."""
+    """A ``[[trial]]`` table. If ``ranks`` is empty, the ranks of the sweep apply."""
 
     name: str
     settings: Mapping[str, Any]
@@ -81,7 +81,7 @@ class TrialVariant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file as it was written. ``recipe`` is the path of the base recipe, or its sections."""
+    """A sweep file before expansion. ``recipe`` is the path of the base recipe, or the inline recipe tables."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -94,45 +94,40 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """One configuration on one number of ranks; ``id`` depends on nothing but these two."""
+    """A complete recipe, as TOML text, on a number of MPI ranks. ``id`` is a hash of ``recipe`` and ``ranks`` only."""
 
     id: str
     name: str
     ranks: int
     settings: Mapping[str, Any]
-    recipe: str  # resolved, as TOML
+    recipe: str
 
 
 def read(path: Path) -> Sweep:
-    """Read a sweep file. Raises StorageError where it cannot be read, ConfigurationError when it is not one."""
+    """Read the sweep file ``path``. Raises StorageError if reading fails, ConfigurationError for invalid content."""
     tree = regular.settings(path, "sweep")
-    _check_names(tree, TABLES, f"sweep {path}")
+    _check_names(tree, ("sweep", "recipe", "axes", "trial", "exclude"), f"sweep file {path}")
     head = _table(tree, "sweep", path)
-    _check_names(head, HEAD, f"[sweep] of {path}")
+    _check_names(head, ("ranks", "repeats", "recipe"), f"[sweep] of sweep file {path}")
     repeats = head.get("repeats", 1)
     if not _is_count(repeats):
-        raise ConfigurationError(f"sweep.repeats = {repeats!r} in {path}; give a whole number of at least 1")
-    axes = dict(_flat(_table(tree, "axes", path)))
+        raise ConfigurationError(f"sweep.repeats = {repeats!r} in {path} is invalid; give a whole number, at least 1")
+    axes = dict(flat(_table(tree, "axes", path)))
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigurationError(f"axes.{key} = {values!r} in {path}; give a list of one value or more")
+            raise ConfigurationError(f"axes.{key} = {values!r} in {path} is invalid; give a list of at least one value")
     variants = tuple(_variants(tree.get("trial", []), axes, path))
-    # A sweep whose trials all name their ranks needs none of its own.
-    named = bool(variants) and all(variant.ranks for variant in variants)
-    ranks = () if named and "ranks" not in head else _ranks(head.get("ranks"), f"sweep.ranks in {path}")
-    excludes = tuple(dict(_flat(table)) for table in _list_of_tables(tree.get("exclude", []), "exclude", path))
-    return Sweep(path, ranks, repeats, _base(tree, head, path), axes, variants, excludes)
-
-
-def _base(tree: Mapping[str, Any], head: Mapping[str, Any], path: Path) -> Path | Mapping[str, Any]:
-    named, sections = head.get("recipe"), _table(tree, "recipe", path)
-    if named is None:
-        return sections
-    if not isinstance(named, str) or sections:
+    # The sweep needs no ranks if every [[trial]] table sets ranks.
+    is_optional = bool(variants) and all(variant.ranks for variant in variants)
+    ranks = () if is_optional and "ranks" not in head else _ranks(head.get("ranks"), "sweep.ranks", f"{path}")
+    excludes = tuple(dict(flat(table)) for table in _list_of_tables(tree.get("exclude", []), "exclude", path))
+    recipe, inline = head.get("recipe"), _table(tree, "recipe", path)
+    if recipe is not None and (not isinstance(recipe, str) or inline):
         raise ConfigurationError(
-            f"sweep.recipe = {named!r} in {path}; name one recipe file, or leave it out and write [recipe.*] sections"
+            f"sweep.recipe = {recipe!r} in {path} is invalid; give one recipe file, or only write [recipe.*] tables"
         )
-    return path.parent / Path(named).expanduser()
+    base = inline if recipe is None else path.parent / Path(recipe).expanduser()
+    return Sweep(path, ranks, repeats, base, axes, variants, excludes)
 
 
 def _variants(tables: Any, axes: Mapping[str, Any], path: Path) -> Iterator[TrialVariant]:
@@ -141,45 +136,42 @@ def _variants(tables: Any, axes: Mapping[str, Any], path: Path) -> Iterator[Tria
         settings = dict(table)
         name = settings.pop("name", None)
         if not isinstance(name, str) or not name or name in names:
-            raise ConfigurationError(f"[[trial]] {number} of {path} has name = {name!r}; give each a name of its own")
+            raise ConfigurationError(f"[[trial]] {number} of {path} has name = {name!r}; give each trial a unique name")
         names.add(name)
-        ranks = _ranks(settings.pop("ranks"), f"ranks of trial {name!r} in {path}") if "ranks" in settings else ()
-        flat = dict(_flat(settings))
-        both = sorted(flat.keys() & axes.keys())
-        if both:
-            raise ConfigurationError(f"{both[0]} is an axis of {path} and set by its trial {name!r}; keep one of them")
-        yield TrialVariant(name, flat, ranks)
+        ranks = _ranks(settings.pop("ranks"), "ranks", f"trial {name!r} of {path}") if "ranks" in settings else ()
+        values = dict(flat(settings))
+        if duplicates := sorted(values.keys() & axes.keys()):
+            raise ConfigurationError(
+                f"key {duplicates[0]} is an axis of {path} and is set by trial {name!r}; remove the axis or the setting"
+            )
+        yield TrialVariant(name, values, ranks)
 
 
 def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
-    """Return the trials of ``sweep`` in the order of the file.
+    """Return the trials of ``sweep`` in the order of the sweep file. ``recipes`` checks and completes each recipe.
 
-    Raises ConfigurationError for a key, type or value that ``recipes`` refuses, for degrees of parallelism that do not
-    fit the ranks of a trial, for two trials that are the same, for an exclusion that drops nothing, and when nothing is
-    left.
+    Raises ConfigurationError for an invalid key or value, for parallel degrees that do not fit the ranks of a trial,
+    for two equal trials, for an exclusion that matches no trial, and if no trial remains.
     """
     candidates = list(_candidates(sweep, recipes))
-    dropped = _dropped(sweep, recipes, candidates)
+    excluded = _excluded(sweep, recipes, candidates)
     trials: dict[str, SweepTrial] = {}
-    for number, candidate in enumerate(candidates):
-        if number in dropped:
-            continue
-        trial = _trial(candidate, recipes)
+    for trial in (_trial(candidate, recipes) for at, candidate in enumerate(candidates) if at not in excluded):
         if trial.id in trials:
             raise ConfigurationError(
                 f"trials {trials[trial.id].name!r} and {trial.name!r} of {sweep.path} are the same configuration "
-                f"on {trial.ranks} ranks; remove one"
+                f"on {trial.ranks} ranks; remove one of these trials"
             )
         trials[trial.id] = trial
     if not trials:
-        raise ConfigurationError(f"sweep {sweep.path} has no trial left; loosen its [[exclude]] tables")
+        raise ConfigurationError(f"sweep file {sweep.path} has no trial left; remove an [[exclude]] table")
     return list(trials.values())
 
 
 def _candidates(sweep: Sweep, recipes: RecipeResolver) -> Iterator[TrialCandidate]:
     for variant in sweep.variants or (TrialVariant("", {}, ()),):
-        for chosen in itertools.product(*sweep.axes.values()):
-            choice = dict(zip(sweep.axes, chosen, strict=True))
+        for combination in itertools.product(*sweep.axes.values()):
+            choice = dict(zip(sweep.axes, combination, strict=True))
             settings = {**variant.settings, **choice}
             name = " ".join([*([variant.name] if variant.name else []), *labels(choice)]) or "base"
             values = recipes.convert(settings)
@@ -190,142 +182,137 @@ def _candidates(sweep: Sweep, recipes: RecipeResolver) -> Iterator[TrialCandidat
 def _trial(candidate: TrialCandidate, recipes: RecipeResolver) -> SweepTrial:
     name, _, ranks, settings, _ = candidate
     try:
-        return resolved(name, ranks, settings, recipes)
+        text = recipes.resolve(settings, ranks).text
     except ConfigurationError as error:
         raise ConfigurationError(f"trial {name!r} on {ranks} ranks: {error}") from error
-
-
-def resolved(name: str, ranks: int, settings: Mapping[str, Any], recipes: RecipeResolver) -> SweepTrial:
-    """Return the trial of ``settings`` on ``ranks``. Raises ConfigurationError where they cannot be trained so."""
-    text = recipes.resolve(settings, ranks).text
     digest = hashlib.blake2b(f"{ranks}\n{text}".encode(), digest_size=6).hexdigest()
     return SweepTrial(digest, name, ranks, settings, text)
 
 
-def _dropped(sweep: Sweep, recipes: RecipeResolver, candidates: Sequence[TrialCandidate]) -> set[int]:
-    """Return which of ``candidates`` meet all conditions of an ``[[exclude]]`` table.
+def _excluded(sweep: Sweep, recipes: RecipeResolver, candidates: Sequence[TrialCandidate]) -> set[int]:
+    """Return the indices of the ``candidates`` that match all conditions of an ``[[exclude]]`` table of ``sweep``.
 
-    A trial that does not set the key of a condition has the value of the base recipe. A table, or one of its values,
-    that no trial meets is a slip of the pen: it raises ConfigurationError.
+    A key that a trial does not set has its value in the base recipe of ``recipes``. Raises ConfigurationError if a
+    table, or one value of a condition, matches no trial.
     """
     if not sweep.excludes:
         return set()
     try:
         base = recipes.resolve({}).values
     except ConfigurationError as error:
-        raise ConfigurationError(f"the base recipe of {sweep.path}, which its [[exclude]] compares: {error}") from error
-    known = [{**base, **of.values, "ranks": of.ranks, "trial": of.variant} for of in candidates]
-    dropped: set[int] = set()
+        raise ConfigurationError(f"the base recipe of sweep file {sweep.path} is invalid: {error}") from error
+    rows = [{**base, **trial.values, "ranks": trial.ranks, "trial": trial.variant} for trial in candidates]
+    excluded: set[int] = set()
     for number, table in enumerate(sweep.excludes, 1):
         place = f"[[exclude]] {number} of {sweep.path}"
         conditions = {key: _condition(key, value, recipes, place) for key, value in table.items()}
         for key, values in conditions.items():
-            there = list(dict.fromkeys(actual[key] for actual in known))
+            choices = list(dict.fromkeys(row[key] for row in rows))
             for value in values:
-                if value not in there:
-                    raise ConfigurationError(f"{key} = {value!r} in {place} meets no trial: they have {there}")
-        met = {n for n, actual in enumerate(known) if all(actual[key] in conditions[key] for key in conditions)}
-        if not met:
-            raise ConfigurationError(f"{place} drops nothing: no trial meets all of its conditions, {dict(table)}")
-        dropped |= met
-    return dropped
+                if value not in choices:
+                    raise ConfigurationError(
+                        f"{key} = {value!r} in {place} matches no trial; use a value of {choices}"
+                    )
+        matches = {at for at, row in enumerate(rows) if all(row[key] in values for key, values in conditions.items())}
+        if not matches:
+            raise ConfigurationError(f"no trial matches all conditions of {place}, {dict(table)}; remove the table")
+        excluded |= matches
+    return excluded
 
 
 def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> list[Any]:
-    """Return the values that meet a condition, as a recipe would have them. Raises ConfigurationError."""
-    values = _as_list(value)
-    if not values:
-        raise ConfigurationError(f"{key} = [] in {place} meets no trial; give a value or more")
+    """Return the values that match the condition ``key = value``, in the recipe's types. ``place`` is for errors."""
+    if value == []:
+        raise ConfigurationError(f"{key} = [] in {place} matches no trial; give at least one value")
     if key == "ranks":
-        return list(_ranks(value, f"ranks in {place}"))
+        return list(_ranks(value, key, place))
+    values = value if isinstance(value, list) else [value]
     if key == "trial":
         return values
     try:
-        return [recipes.convert({key: each})[key] for each in values]
+        return [recipes.convert({key: item})[key] for item in values]
     except ConfigurationError as error:
         raise ConfigurationError(f"{place}: {error}") from error
 
 
 def labels(choice: Mapping[str, Any]) -> list[str]:
-    """Return key=value of each axis, the key without its section where no other axis has the same."""
-    leaves = [key.rpartition(".")[2] for key in choice]
-    short = {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(choice, leaves, strict=True)}
-    return [f"{short[key]}={value}" for key, value in choice.items()]
+    """Return "key=value" for each item of ``choice``. The section of a key is omitted if the name stays unique."""
+    names = [key.rpartition(".")[2] for key in choice]
+    return [
+        f"{name if names.count(name) == 1 else key}={value}"
+        for name, (key, value) in zip(names, choice.items(), strict=True)
+    ]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix`` is put before each key."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _ranks(value: Any, what: str) -> tuple[int, ...]:
-    counts = _as_list(value)
+def _ranks(value: Any, key: str, place: str) -> tuple[int, ...]:
+    counts = value if isinstance(value, list) else [value]
     if not counts or not all(_is_count(count) for count in counts):
-        raise ConfigurationError(f"{what} = {value!r}; give a list of numbers of ranks, such as [2, 4]")
+        raise ConfigurationError(f"{key} = {value!r} in {place} is invalid; give numbers of ranks, such as [2, 4]")
     return tuple(counts)
 
 
 def _table(tree: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
     table = tree.get(name, {})
     if not isinstance(table, dict):
-        raise ConfigurationError(f"{name} = {table!r} in {path}; write a table, [{name}]")
+        raise ConfigurationError(f"{name} = {table!r} in {path} is not a table; write a table [{name}]")
     return table
 
 
 def _list_of_tables(tables: Any, name: str, path: Path) -> list[Mapping[str, Any]]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) and table for table in tables):
-        raise ConfigurationError(f"{name} in {path} must be tables with keys, each under a line [[{name}]]")
+        raise ConfigurationError(f"{name} in {path} is invalid; write non-empty tables, each below a line [[{name}]]")
     return tables
 
 
-def _check_names(table: Iterable[str], known: tuple[str, ...], place: str) -> None:
+def _check_names(table: Iterable[str], names: tuple[str, ...], place: str) -> None:
     for name in table:
-        if name not in known:
-            raise ConfigurationError(f"unknown name {name!r} in {place}; {suggestion(name, known)}")
-
-
-_INTEGER: Final = re.compile(r"[+-]?\d+", re.ASCII)
+        if name not in names:
+            raise ConfigurationError(f"unknown name {name!r} in {place}; {suggestion(name, names)}")
 
 
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
-    """Return where the trial that ``text`` names stands in ``trials``, counted from 0; ``place`` is their sweep file.
+    """Return the index in ``trials`` of the trial that ``text`` selects by index, id or name.
 
-    A number that is such a place is one, whatever a trial is called. Raises UsageError, with the nearest, for none, and
-    for the name of several.
+    A valid index takes precedence over an equal name. ``place`` is the name of the sweep file, for errors. Raises
+    UsageError if ``text`` selects no trial, or is the name of several trials.
     """
-    number = int(text) if _INTEGER.fullmatch(text) else None
-    if number is not None and 0 <= number < len(trials):
+    number = int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
+    last = len(trials) - 1
+    if number is not None and 0 <= number <= last:
         return number
     positions = [at for at, trial in enumerate(trials) if text in (trial.id, trial.name)]
     if len(positions) == 1:
         return positions[0]
     if positions:
-        each = ", ".join(f"{at} ({counted(trials[at].ranks, 'rank')})" for at in positions)
-        raise UsageError(f"--trial {text!r} of {place} is {len(positions)} trials: {each}; give a number, or an id")
-    last = len(trials) - 1
+        matches = ", ".join(f"{at} ({counted(trials[at].ranks, 'rank')})" for at in positions)
+        raise UsageError(
+            f"--trial {text!r} is the name of {len(positions)} trials of {place}: {matches}; give a number or an id"
+        )
     if number is not None:
         raise UsageError(
-            f"--trial {text}: {place} has {counted(len(trials), 'trial')}, counted from 0 to {last}; the nearest is "
-            f"{0 if number < 0 else last}"
+            f"--trial {text}: sweep file {place} has {counted(len(trials), 'trial')}, with numbers from 0 to {last}; "
+            f"the nearest is {max(0, min(number, last))}"
         )
-    close = nearest(text, [word for trial in trials for word in (trial.name, trial.id)])
-    cure = f"the nearest is {close!r}" if close else f"give a number from 0 to {last}; --list shows them"
-    raise UsageError(f"--trial {text!r}: {place} has no trial of this id or name; {cure}")
+    name = nearest(text, [word for trial in trials for word in (trial.name, trial.id)])
+    advice = f"the nearest is {name!r}" if name else f"give a number from 0 to {last}; --list shows the trials"
+    raise UsageError(f"--trial {text!r}: sweep file {place} has no trial with this id or name; {advice}")
 
 
 def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any]]:
-    """Return what each trial is, in the order of the file, in values that JSON has."""
+    """Return a dict of JSON values for each of ``trials``: index, id, name, ranks, and the repeats of ``sweep``."""
     return [
         {"index": at, "id": trial.id, "name": trial.name, "ranks": trial.ranks, "repeats": sweep.repeats}
         for at, trial in enumerate(trials)
@@ -333,40 +320,31 @@ def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any
 
 
 def trial_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the trials as a table; the name, which may hold spaces, comes last."""
+    """Format ``rows``, the result of `trial_rows`, as a text table. The name is last, because it may hold spaces."""
     titles = ("index", "id", "ranks", "repeats", "name")
     return "\n".join(aligned([titles, *([str(row[title]) for title in titles] for row in rows)], (-1,)))
 
 
-_SECTION: Final = re.compile(r"\[(\w+)\]", re.ASCII)
-
-
 def freeze(trials: Sequence[SweepTrial], repeats: int) -> str:
-    """Return a sweep file that expands into ``trials``: the same ids, names and order.
+    """Return the text of a sweep file that expands into ``trials``, with the same ids, names and order.
 
-    What all trials have in common is its recipe, with every key; each trial has its others.
+    ``repeats`` is the number of runs of each trial. The recipe tables hold the values that all trials share. Each trial
+    sets the remaining keys.
     """
-    keys = {trial.id: _keys(trial.recipe) for trial in trials}
-    first = keys[trials[0].id]
-    common = {key: value for key, value in first.items() if all(of.get(key) == value for of in keys.values())}
+    keys = {trial.id: _toml_by_key(trial.recipe) for trial in trials}
+    first, *others = keys.values()
+    common = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
     lines = ["[sweep]", f"repeats = {repeats}"]
     for section, names in itertools.groupby(common, lambda key: key.partition(".")[0]):
         lines += ["", f"[recipe.{section}]", *(f"{key.partition('.')[2]} = {common[key]}" for key in names)]
-    for name, of_name in itertools.groupby(trials, lambda trial: trial.name):
-        alike = list(of_name)  # one configuration on several numbers of ranks
-        own = [f"{key} = {value}" for key, value in keys[alike[0].id].items() if key not in common]
-        lines += ["", "[[trial]]", f"name = {toml_value(name)}", f"ranks = {[trial.ranks for trial in alike]}", *own]
+    for name, group in itertools.groupby(trials, lambda trial: trial.name):
+        variants = list(group)  # the same settings on several numbers of ranks
+        lines += ["", "[[trial]]", f"name = {toml_value(name)}", f"ranks = {[trial.ranks for trial in variants]}"]
+        lines += [f"{key} = {value}" for key, value in keys[variants[0].id].items() if key not in common]
     return "\n".join(lines) + "\n"
 
 
-def _keys(recipe: str) -> Mapping[str, str]:
-    """Return the values of a resolved recipe by key, as TOML: it has one key on a line."""
-    values: dict[str, str] = {}
-    section = ""
-    for line in recipe.split("\n"):
-        head = _SECTION.fullmatch(line)
-        section = head[1] if head else section
-        name, equals, value = line.partition(" = ")
-        if equals and not head:
-            values[f"{section}.{name}"] = value
-    return values
+def _toml_by_key(recipe: str) -> dict[str, str]:
+    """Return the values of a complete recipe, given as TOML text, as TOML by dotted key."""
+    tree = tomllib.loads(recipe)
+    return {f"{section}.{name}": toml_value(value) for section, keys in tree.items() for name, value in keys.items()}

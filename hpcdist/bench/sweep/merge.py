@@ -1,13 +1,12 @@
-"""Merge results files of one sweep that was measured in parts, such as the tasks of a job array.
+"""Merging of results files that hold parts of one sweep, such as the tasks of a job array.
 
-The result is the file that one process would have written. It does not depend on the order of the parts, and to put
-the same parts into it again changes nothing.
+The merged file equals the file of a single process that measures the whole sweep. It does not depend on the order of
+the parts, and merging the same parts again does not change it.
 """
 
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,30 +17,29 @@ from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.trial import FAILED, OK
 from hpcdist.errors import StorageError, UsageError
 
-_LINKS: Final = ("CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST")  # how HDF5 ties samples to their scales
-_OF_A_TRIAL: Final = ("name", "ranks", "recipe")  # what one id cannot have two of
-_OF_A_REPEAT: Final = ("status", "started_utc", "git_commit", "mpi_library")
-_OF_A_START: Final = ("created_utc", "hosts", "git_commit")  # differ between parts, or are looked at more closely
-_AND: Final = " | "  # between the values of parts that differ
+_SCALE_LINKS: Final = ("CLASS", "NAME", "DIMENSION_LIST", "REFERENCE_LIST")  # HDF5 attributes of dimension scales
+_TRIAL_ATTRIBUTES: Final = ("name", "ranks", "recipe")  # equal in all parts that hold the trial
+_EXPECTED_DIFFERENCES: Final = ("created_utc", "hosts", "git_commit")  # provenance that `MergeSummary` omits
+_SEPARATOR: Final = " | "  # between different values of one provenance attribute
 
-_Key = tuple[str, str]  # id of a trial, name of the group of its repeat
+_Key = tuple[str, str]  # trial id, and name of the repeat's HDF5 group
 
 
 @dataclass(frozen=True)
 class _Repeat:
-    """A repeat in the file at ``path``; ``digest`` is that of all that the file says of it."""
+    """A repeat in the file ``path``. ``digest`` is a hash of all attributes and datasets."""
 
-    path: Path
+    path: Path = field(compare=False)
+    digest: str
     status: str
     started_utc: str
     git_commit: str
     mpi_library: str
-    digest: str
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Contents of a results file: attributes of its root and its trials, and its repeats."""
+    """Content of a results file: attributes of the root, attributes of each trial, and repeats."""
 
     path: Path
     provenance: Mapping[str, str]
@@ -51,7 +49,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class MergeSummary:
-    """Number of repeats that the file has now, and the differences of machines and versions of its parts."""
+    """Numbers of ok and failed repeats after a merge, and one text for each difference of machine or versions."""
 
     ok: int
     failed: int
@@ -59,134 +57,108 @@ class MergeSummary:
 
 
 def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeSummary:
-    """Put the results at ``paths`` into those at ``output``, which need not exist (local).
+    """Merge the results files ``paths`` into the file ``output``, which need not exist. Local.
 
-    Of two tries of one repeat a good one counts, and of two failed ones the later. Raises StorageError for files that
-    are missing or cannot be read or written, and UsageError for two good tries of one repeat that are not the same, for
-    a trial that is another one under the same id, and, unless they may be ``mixed``, for trials of different commits of
-    hpcdist. ``output`` is then as it was before.
+    If a repeat was measured twice, an ok result wins over a failure, and a later failure over an earlier one. Raises
+    StorageError if a file is missing, unreadable or unwritable. Raises UsageError for two different ok results of one
+    repeat, for different trials with the same id, and for several git commits of hpcdist, unless the keyword ``mixed``
+    is True. After an error, ``output`` is unchanged.
     """
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        raise StorageError(
-            f"{', '.join(missing)}: no such file; its trial was not recorded: run it, or leave the file out"
-        )
-    apart = [path for path in paths if not (output.exists() and path.samefile(output))]
-    parts = [_read(path) for path in (*([output] if output.exists() else []), *apart)]
-    chosen = _chosen(parts)
-    trials = _trials(parts)
-    commits = {repeat.git_commit for repeat in chosen.values()}
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        raise StorageError(f"{', '.join(missing)}: no such file; run the trials of these files, or leave the files out")
+    is_new = not output.exists()
+    inputs = paths if is_new else [output, *(path for path in paths if not path.samefile(output))]
+    parts = [_read(path) for path in inputs]
+    repeats, trials, provenance = _repeats(parts), _trials(parts), _provenance(parts)
+    commits = {repeat.git_commit for repeat in repeats.values()}
     if len(commits) > 1 and not mixed:
         raise UsageError(
-            f"the trials are of different commits of hpcdist, and cannot be compared: {_AND.join(sorted(commits))}; "
-            "measure them again with one, or take them as they are with --mixed"
+            f"the trials are from different commits of hpcdist, {_SEPARATOR.join(sorted(commits))}, and cannot be "
+            "compared; measure all trials with one commit, or accept the difference with --mixed"
         )
-    provenance = _provenance(parts)
-    before = parts[0] if output.exists() else _Part(output, {}, {}, {})
-    if (before.provenance, before.trials) != (provenance, trials) or _digests(before.repeats) != _digests(chosen):
-        _write(
-            output,
-            provenance,
-            trials,
-            {key: chosen_repeat for key, chosen_repeat in chosen.items() if chosen_repeat.path != output},
-        )
-    statuses = [repeat.status for repeat in chosen.values()]
-    return MergeSummary(statuses.count(OK), statuses.count(FAILED), tuple(_differences(parts, chosen.values())))
+    if is_new or (parts[0].provenance, parts[0].trials, parts[0].repeats) != (provenance, trials, repeats):
+        new_repeats = {key: repeat for key, repeat in repeats.items() if repeat.path != output}
+        _write(_Part(output, provenance, trials, new_repeats))
+    statuses = [repeat.status for repeat in repeats.values()]
+    libraries = {repeat.mpi_library for repeat in repeats.values() if repeat.mpi_library}
+    versions = [*provenance.items(), ("mpi_library", _SEPARATOR.join(sorted(libraries)))]
+    differences = tuple(f"{name}: {value}" for name, value in versions if _is_difference(name, value))
+    return MergeSummary(statuses.count(OK), statuses.count(FAILED), differences)
 
 
 def _read(path: Path) -> _Part:
-    results.read(path)  # it is whole
+    results.read(path)  # raises StorageError for a damaged file
     with results.FORMAT.read(path) as (provenance, groups):
         trials, repeats = {}, {}
         for trial, group in groups.items():
-            trials[trial] = {name: plain(group.attrs[name]) for name in (*_OF_A_TRIAL, "position")}
+            trials[trial] = {name: plain(group.attrs[name]) for name in (*_TRIAL_ATTRIBUTES, "position")}
             for name, member in group.items():
-                attributes = {key: str(member.attrs[key]) for key in _OF_A_REPEAT}
-                repeats[trial, name] = _Repeat(path=path, digest=_digest(member), **attributes)
+                attributes = ("status", "started_utc", "git_commit", "mpi_library")
+                repeats[trial, name] = _Repeat(path, _digest(member), *(str(member.attrs[key]) for key in attributes))
     return _Part(path, {name: str(value) for name, value in provenance.items()}, trials, repeats)
 
 
-def _chosen(parts: Sequence[_Part]) -> dict[_Key, _Repeat]:
-    """Return the try of every repeat that counts. Raises UsageError."""
-    chosen: dict[_Key, _Repeat] = {}
-    for key, attempt in itertools.chain.from_iterable(part.repeats.items() for part in parts):
-        other = chosen.setdefault(key, attempt)
-        if attempt.digest == other.digest:
-            continue
-        if attempt.status == other.status == OK:
-            trial, repeat = key
+def _repeats(parts: Sequence[_Part]) -> dict[_Key, _Repeat]:
+    """Return the result to keep for each repeat in ``parts``. Raises UsageError for two different ok results."""
+    repeats: dict[_Key, _Repeat] = {}
+    for key, repeat in (item for part in parts for item in part.repeats.items()):
+        other = repeats.setdefault(key, repeat)
+        if repeat != other and repeat.status == other.status == OK:
             raise UsageError(
-                f"{other.path} and {attempt.path} hold different results of {repeat} of trial {trial}; "
-                "which one counts cannot be told: leave one of the files out"
+                f"{other.path} and {repeat.path} hold different ok results of {key[1]} of trial {key[0]}; leave one of "
+                "the two files out"
             )
-        chosen[key] = max(
-            other, attempt, key=lambda candidate: (candidate.status == OK, candidate.started_utc, candidate.digest)
-        )
-    return chosen
+        repeats[key] = max(other, repeat, key=lambda result: (result.status == OK, result.started_utc, result.digest))
+    return repeats
 
 
 def _trials(parts: Sequence[_Part]) -> dict[str, Mapping[str, Any]]:
-    """Return the attributes of every trial, at the first of its positions in the sweep file. Raises UsageError."""
+    """Return the attributes of each trial in ``parts``, with the lowest position. Raises UsageError for a conflict."""
     trials: dict[str, Mapping[str, Any]] = {}
-    of: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for part in parts:
         for trial, attributes in part.trials.items():
-            other = trials.setdefault(trial, attributes)
-            place = of.setdefault(trial, part.path)
-            for name in _OF_A_TRIAL:
-                if other[name] != attributes[name]:
+            first, path = trials.setdefault(trial, attributes), paths.setdefault(trial, part.path)
+            for name in _TRIAL_ATTRIBUTES:
+                if first[name] != attributes[name]:
                     raise UsageError(
-                        f"trial {trial} has the {name} {other[name]!r} in {place} and {attributes[name]!r} in "
-                        f"{part.path}; these are not parts of one sweep"
+                        f"trial {trial} has the {name} {first[name]!r} in {path} and {attributes[name]!r} in "
+                        f"{part.path}; merge only parts of one sweep"
                     )
-            trials[trial] = {**other, "position": min(other["position"], attributes["position"])}
+            trials[trial] = {**first, "position": min(first["position"], attributes["position"])}
     return trials
 
 
 def _provenance(parts: Sequence[_Part]) -> dict[str, str]:
-    """Return where the parts come from: what they agree on, all hosts, and all values of what differs."""
+    """Return the provenance attributes of ``parts``: all hosts, the earliest time, and all values of the others."""
     provenance: dict[str, str] = {}
     for name in dict.fromkeys(name for part in parts for name in part.provenance):
-        separator = "," if name == "hosts" else _AND
+        separator = "," if name == "hosts" else _SEPARATOR
         values = {value for part in parts for value in part.provenance.get(name, "").split(separator) if value}
         provenance[name] = min(values) if name == "created_utc" else separator.join(sorted(values))
     return provenance
 
 
-def _differences(parts: Sequence[_Part], chosen: Iterable[_Repeat]) -> Iterator[str]:
-    for name, value in _provenance(parts).items():
-        if _AND in value and name not in _OF_A_START and not name.startswith("slurm_"):
-            yield f"{name}: {value}"
-    libraries = {repeat.mpi_library for repeat in chosen if repeat.mpi_library}
-    if len(libraries) > 1:
-        yield f"mpi_library: {_AND.join(sorted(libraries))}"
+def _is_difference(name: str, value: str) -> bool:
+    return _SEPARATOR in value and name not in _EXPECTED_DIFFERENCES and not name.startswith("slurm_")
 
 
-def _digests(repeats: Mapping[_Key, _Repeat]) -> dict[_Key, str]:
-    return {key: repeat.digest for key, repeat in repeats.items()}
-
-
-def _write(
-    output: Path,
-    provenance: Mapping[str, str],
-    trials: Mapping[str, Mapping[str, Any]],
-    repeats: Mapping[_Key, _Repeat],
-) -> None:
-    with results.FORMAT.edit(output, provenance) as groups:
-        groups.parent.attrs.update(provenance)
-        for trial, attributes in trials.items():
+def _write(changes: _Part) -> None:
+    """Write ``changes`` to the results file ``changes.path``. Copies the repeats from their files."""
+    with results.FORMAT.edit(changes.path, changes.provenance) as groups:
+        groups.parent.attrs.update(changes.provenance)
+        for trial, attributes in changes.trials.items():
             groups.require_group(trial).attrs.update(attributes)
-        for path in dict.fromkeys(repeat.path for repeat in repeats.values()):
+        for path in dict.fromkeys(repeat.path for repeat in changes.repeats.values()):
             with results.FORMAT.read(path) as (_, source):
-                for (trial, name), repeat in repeats.items():
-                    if repeat.path == path:
-                        if name in groups[trial]:
-                            del groups[trial][name]
-                        _copy(source[trial][name], groups[trial].create_group(name))
+                for trial, name in (key for key, repeat in changes.repeats.items() if repeat.path == path):
+                    if name in groups[trial]:
+                        del groups[trial][name]
+                    _copy(source[trial][name], groups[trial].create_group(name))
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Copy a repeat; its scales are tied anew, since HDF5 copies no reference into another file."""
+    """Copy the HDF5 group ``source`` to ``target``. Attaches scales again: HDF5 cannot copy references to a file."""
     target.attrs.update(_attributes(source))
     for name, member in source.items():
         if name == results.SUMMARY:
@@ -199,20 +171,18 @@ def _copy(source: Any, target: Any) -> None:
 
 
 def _attributes(member: Any) -> dict[str, Any]:
-    """Return the attributes that are no links, as h5py takes them again: it reads texts as objects."""
-    own = {name: value for name, value in member.attrs.items() if name not in _LINKS}
+    """Return the HDF5 attributes of ``member`` without links. Arrays of texts become lists, which h5py can write."""
     return {
         name: value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
-        for name, value in own.items()
+        for name, value in member.attrs.items()
+        if name not in _SCALE_LINKS
     }
 
 
 def _digest(repeat: Any) -> str:
-    """Return one text for all that a repeat holds, which another file would have only for the same."""
+    """Return a hash of all attributes and datasets of the HDF5 group ``repeat``."""
     digest = hashlib.blake2b(digest_size=16)
-    members = {"": repeat, **dict(repeat.items())}
-    for name in sorted(members):
-        member = members[name]
+    for name, member in sorted({"": repeat, **repeat}.items()):
         attributes = sorted((key, plain(value)) for key, value in _attributes(member).items())
         digest.update(repr((name, attributes)).encode())
         if hasattr(member, "shape"):

@@ -1,11 +1,11 @@
-"""Results file of a sweep: one HDF5 file with every measured figure and every failed trial.
+"""Results file of a sweep: one HDF5 file with the measurements of each trial and the reasons of failures.
 
     /                            provenance
     /trials/<id>                 name, ranks, recipe (TOML): one configuration
     /trials/<id>/repeat-<n>      status, exit_code, reason, wall_s, ...; iteration, rank, step_s (iteration, rank), ...
     /trials/<id>/repeat-<n>/summary
 
-The file is opened, appended to and closed for each trial, all or nothing (`hpcdist.bench.output_file`).
+Each trial is appended atomically: `hpcdist.bench.output_file` opens, changes and closes the file.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ import numpy as np
 from hpcdist import __version__
 from hpcdist.bench import output_file
 from hpcdist.bench.output_file import ResultsFormat, SampleColumn, plain
-from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.bench.sweep.definition import SweepTrial, flat
 from hpcdist.bench.sweep.trial import ITERATION, OK, TrialOutcome
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
@@ -31,19 +31,17 @@ from hpcdist.reporting.atomic import check_folder
 
 SCHEMA: Final = "hpcdist.bench"
 VERSION: Final = 1
-TRIALS: Final = "trials"
-FORMAT: Final = ResultsFormat(SCHEMA, VERSION, TRIALS)
+FORMAT: Final = ResultsFormat(SCHEMA, VERSION, "trials")
 SUMMARY: Final = "summary"
-RANK: Final = "rank"  # the scale of what is measured on each rank
+RANK: Final = "rank"  # dimension scale of samples that are measured on each rank
 SCALES: Final = (ITERATION, RANK)
-LOCK: Final = ".lock"  # the file beside the results while a sweep runs, whose name ends so
 _REPEAT: Final = "repeat-"
-check_place: Final = check_folder  # of results that may be there, and are appended to
+check_place: Final = check_folder
 
 
 @dataclass(frozen=True)
 class TrialRepeat:
-    """One start of a configuration; ``samples`` are (iteration, rank) or (iteration,), NaN where not measured."""
+    """One run of a configuration. ``samples`` have shape (iteration, rank) or (iteration,); NaN is a missing value."""
 
     number: int
     status: str
@@ -52,13 +50,13 @@ class TrialRepeat:
     wall_s: float
     git_commit: str
     hpcdist_version: str
-    summary: Mapping[str, Any]  # flat: "peak_bytes.gradients"; None where not measured
+    summary: Mapping[str, Any]  # by dotted key such as "peak_bytes.gradients"; None is a missing value
     samples: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class SweepConfiguration:
-    """A recipe on a number of ranks, and its repeats by number."""
+    """A recipe, as TOML text, on a number of MPI ranks, and its repeats in the order of their numbers."""
 
     id: str
     name: str
@@ -68,27 +66,27 @@ class SweepConfiguration:
 
     @property
     def good(self) -> list[TrialRepeat]:
-        """Repeats that ended well."""
+        """Repeats with the status "ok"."""
         return [repeat for repeat in self.repeats if repeat.status == OK]
 
     @property
     def failed(self) -> list[TrialRepeat]:
-        """Repeats that did not."""
+        """Repeats with the status "failed"."""
         return [repeat for repeat in self.repeats if repeat.status != OK]
 
     def figures(self, name: str) -> list[Any]:
-        """Return a figure of the summaries of the good repeats that measured it."""
+        """Return the values of the summary key ``name`` in the ok repeats that measured it."""
         return [value for repeat in self.good if (value := repeat.summary.get(name)) is not None]
 
 
 def status_text(ok: int, failed: int) -> str:
-    """Return the numbers of repeats by the way they ended."""
+    """Format the numbers of ok and failed repeats, such as "2 ok, 1 failed". Omits zeros."""
     return ", ".join([f"{ok} ok"] * (ok > 0) + [f"{failed} failed"] * (failed > 0))
 
 
 @dataclass(frozen=True)
 class SweepResults:
-    """A results file in memory; configurations in the order of their sweep, few ranks first."""
+    """Content of a results file. Configurations are sorted by ranks, then by position in the sweep."""
 
     provenance: Mapping[str, str]
     configurations: tuple[SweepConfiguration, ...]
@@ -96,91 +94,80 @@ class SweepResults:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep every other sweep from the results at ``path``, without waiting; a lock ends with its process at the latest.
+    """Hold the exclusive lock of the results file ``path`` in a ``with`` block. The lock ends with its process.
 
-    Raises StorageError when another has them, or when the directory cannot be written.
+    Does not wait. Raises StorageError if another process holds the lock, or if the lock file cannot be created.
     """
-    name = path.with_name(path.name + LOCK)
+    lock = path.with_name(path.name + ".lock")
     try:
-        held = _lock(name)
+        descriptor = _lock(lock)
     except BlockingIOError:
         raise StorageError(f"another sweep writes {path}; wait for its end, or choose another --output") from None
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {name.name} cannot be locked: {error.strerror}") from error
+        raise StorageError(f"{path} cannot be written: cannot lock the file {lock.name}: {error.strerror}") from error
     try:
         yield
     finally:
-        atomic.discard(name)  # while it is held: whoever opened it in time sees that it has lost its name
-        os.close(held)
+        atomic.discard(lock)  # before the unlock: a process that waits at this file then sees that the name is gone
+        os.close(descriptor)
 
 
-def _lock(name: Path) -> int:
-    """Return the descriptor of the locked file ``name``. Raises BlockingIOError when somebody else has it."""
+def _lock(path: Path) -> int:
+    """Create and lock the file ``path``. Return the file descriptor. Raises BlockingIOError if the lock is held."""
     while True:
-        held = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(held), os.stat(name)):
-                return held
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
         except FileNotFoundError:
-            pass  # removed by the one that held it: try again with a new file
+            pass  # the previous holder removed the file: create a new file
         except BaseException:
-            os.close(held)
+            os.close(descriptor)
             raise
-        os.close(held)
+        os.close(descriptor)
 
 
 def prepare(path: Path, provenance: Mapping[str, str]) -> None:
-    """Make the file at ``path``, or see that the one there is a results file. Raises StorageError."""
+    """Create the results file ``path`` with the attributes ``provenance``, or check its format. Raises StorageError."""
     if path.exists():
         files.open_read(path, SCHEMA, VERSION).close()
-        return
-    with FORMAT.edit(path, provenance):
-        pass
+    else:
+        with FORMAT.edit(path, provenance):
+            pass
 
 
 def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: TrialOutcome, git_commit: str) -> None:
-    """Put one trial into the prepared file ``path``, in place of an earlier try of the same.
+    """Write the ``outcome`` of one ``repeat`` of ``trial`` to the existing file ``path``. Replaces an earlier outcome.
 
-    ``position`` is that of the configuration in its sweep. Raises StorageError; the file is then as it was before.
+    ``position`` is the index of the trial in the sweep, and ``git_commit`` the commit of hpcdist. Raises StorageError.
+    After an error, the file is unchanged.
     """
     if not path.exists():
-        raise StorageError(f"{path}: cannot be written: it has been removed while the sweep ran")
-    with FORMAT.edit(path, {}) as groups:
-        group = groups.require_group(trial.id)
-        group.attrs.update({"name": trial.name, "ranks": trial.ranks, "recipe": trial.recipe, "position": position})
+        raise StorageError(f"{path} cannot be written: the file was removed while the sweep ran; run the sweep again")
+    with FORMAT.edit(path, {}) as trials:
+        configuration = trials.require_group(trial.id)
+        configuration.attrs.update(name=trial.name, ranks=trial.ranks, recipe=trial.recipe, position=position)
         name = f"{_REPEAT}{repeat}"
-        if name in group:
-            del group[name]
-        _write(group.create_group(name), outcome, git_commit)
-
-
-def _write(group: Any, outcome: TrialOutcome, git_commit: str) -> None:
-    output_file.write_record(group, outcome)
-    group.attrs.update({"git_commit": git_commit, "hpcdist_version": __version__})
-    if not outcome.samples:
-        return
-    group.create_group(SUMMARY).attrs.update(dict(_flat(outcome.summary)))
-    columns = {
-        name: (sample.values, SampleColumn(sample.meaning, *SCALES[: sample.values.ndim], units=sample.units))
-        for name, sample in sorted(outcome.samples.items(), key=lambda item: item[0] != "step_s")  # what a viewer shows
-    }
-    output_file.write_samples(group, columns)
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the scalars of a summary by dotted name: NaN for None, and nothing that HDF5 has no attribute for."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif value is None:
-            yield prefix + name, math.nan
-        elif isinstance(value, str | bool | int | float) and name != "run_dir":  # a directory that is gone
-            yield prefix + name, value
+        if name in configuration:
+            del configuration[name]
+        group = configuration.create_group(name)
+        output_file.write_record(group, outcome)
+        group.attrs.update(git_commit=git_commit, hpcdist_version=__version__)
+        if outcome.samples:
+            summary = group.create_group(SUMMARY).attrs
+            for key, value in flat(outcome.summary):
+                if isinstance(value, str | bool | int | float | None) and key != "run_dir":  # a temporary directory
+                    summary[key] = math.nan if value is None else value
+            columns = {
+                name: (sample.values, SampleColumn(sample.meaning, *SCALES[: sample.values.ndim], units=sample.units))
+                for name, sample in sorted(outcome.samples.items(), key=lambda item: item[0] != "step_s")
+            }
+            output_file.write_samples(group, columns)  # HDF5 viewers show the first column, step_s
 
 
 def statuses(path: Path) -> dict[tuple[str, int], str]:
-    """Return the status of every trial in the file by (id, repeat). Raises StorageError."""
+    """Return the status of each repeat in the file ``path`` by (trial id, repeat number). Raises StorageError."""
     return {
         (configuration.id, repeat.number): repeat.status
         for configuration in read(path).configurations
@@ -189,7 +176,7 @@ def statuses(path: Path) -> dict[tuple[str, int], str]:
 
 
 def read(path: Path) -> SweepResults:
-    """Read a results file; its sweep may be under way. Raises StorageError."""
+    """Read the results file ``path``, to which a sweep may still append. Raises StorageError."""
     with FORMAT.read(path) as (provenance, trials):
         groups = sorted(trials.values(), key=lambda group: (group.attrs["ranks"], group.attrs["position"]))
         return SweepResults(provenance, tuple(_configuration(group) for group in groups))

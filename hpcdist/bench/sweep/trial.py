@@ -1,4 +1,4 @@
-"""Run one trial: a whole training as `hpcdist run` starts it, in a session of its own and under a time limit."""
+"""Execution of one trial: a training by `hpcdist run`, in a new session and with a time limit."""
 
 import ctypes
 import json
@@ -16,32 +16,31 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hpcdist.bench.sweep.definition import SweepTrial
-from hpcdist.errors import OK as DONE
+from hpcdist.errors import OK as EXIT_OK
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
 
 OK: Final = "ok"
 FAILED: Final = "failed"
-GRACE_S: Final = 5.0  # what the ranks get to stop after the time limit
-TEARDOWN_S: Final = 10.0  # and `hpcdist run` to end what is left of them
-TAIL_BYTES: Final = 4000
-METRICS: Final = "hpcdist.metrics"
+GRACE_S: Final = 5.0  # time for the ranks to stop after the time limit
+TEARDOWN_S: Final = 10.0  # additional time for `hpcdist run` to kill the remaining ranks
+TAIL_BYTES: Final = 4000  # of stderr, kept for a failed trial
 PHASES: Final = ("compute_s", "communication_s", "update_s")
-PER_RANK: Final = ("step_s", *PHASES, "sent_bytes")
-COMMON: Final = ("loss", "tokens")
-ITERATION: Final = "iteration"  # the sample that numbers the others: the optimizer steps that were completed
+ITERATION: Final = "iteration"  # sample with the number of completed optimizer steps, from the metrics column "step"
+_COLUMNS: Final = ("step_s", *PHASES, "sent_bytes", "loss", "tokens")  # of the metrics file
 
 _PR_SET_PDEATHSIG: Final = 1
-_ANSWERED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # by whoever runs a trial
-# The line of a traceback, or of our own words, that says what went wrong.
-_SAID: Final = re.compile(r"^(?:\[rank \d+\] )?((?:Error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*\S)\s*$", re.MULTILINE)
+_BLOCKED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the caller may handle these signals
+# The line of a traceback, or of an error message of hpcdist, that names the error.
+_ERROR_LINE: Final = re.compile(
+    r"^(?:\[rank \d+\] )?((?:Error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*\S)\s*$", re.MULTILINE
+)
 
-# (trial, recipe file, run directory) -> the command line of the trial
-Command = Callable[[SweepTrial, Path, Path], list[str]]
+Command = Callable[[SweepTrial, Path, Path], list[str]]  # (trial, recipe file, run directory) -> command line
 
 
 class TrialSample(NamedTuple):
-    """Raw figures: (iteration, rank), or (iteration,) where they are common to all ranks."""
+    """Samples of one quantity, with shape (iteration, rank), or (iteration,) if all ranks have the same value."""
 
     values: np.ndarray
     units: str
@@ -50,7 +49,7 @@ class TrialSample(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Outcome of a trial. ``summary`` and ``samples`` are empty unless ``status`` is "ok"; then ``reason`` is."""
+    """Outcome of a trial. Only an ok trial has ``summary`` and ``samples``; only a failed trial has a ``reason``."""
 
     status: str
     started_utc: str
@@ -64,24 +63,27 @@ class TrialOutcome:
 
 
 def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] = ()) -> list[str]:
-    """Return the command line that trains ``recipe`` on the ranks of ``trial``, with ``options`` of `hpcdist run`."""
+    """Return the command line that trains the recipe file ``recipe`` on the ranks of ``trial``.
+
+    ``out`` is the run directory, and ``options`` are additional options of `hpcdist run`.
+    """
     ranks = str(trial.ranks)
     launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", ranks, "--grace", f"{GRACE_S:g}", *options]
     return [*launcher, "train", str(recipe), "--out", str(out), "--json"]
 
 
 def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environment: Mapping[str, str]) -> TrialOutcome:
-    """Run ``trial`` with its files in the empty ``folder`` and return how it ended (local).
+    """Run ``trial`` by the command ``line`` with its files in the empty directory ``folder``. Return the outcome. Local.
 
-    A trial that fails, or takes longer than ``limit_s``, is an outcome; an exception is one of this process, and ends
-    the trial.
+    A trial that fails, or runs longer than ``limit_s`` seconds, has a failed outcome. An exception of this process,
+    such as one from a signal handler, ends the trial. ``environment`` holds the environment variables of the trial.
     """
     recipe, out, stderr = folder / "recipe.toml", folder / "run", folder / "stderr"
     recipe.write_text(trial.recipe, encoding="utf-8")
     started_utc, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with (folder / "stdout").open("wb") as to_stdout, stderr.open("wb") as to_stderr:
-        # While this process forks, Python's own hooks run, and an exception that a signal raises there is lost.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
+        # Python runs hooks while it forks. An exception that a signal handler raises in a hook is lost.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             process = subprocess.Popen(
                 line(trial, recipe, out),
@@ -90,32 +92,29 @@ def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environm
                 stderr=to_stderr,
                 env=dict(environment),
                 start_new_session=True,
-                preexec_fn=_with_parent(before),  # single-threaded here: a function between fork and exec is safe
+                preexec_fn=_child_setup(mask),  # safe between fork and exec: this process has a single thread
             )
         except BaseException:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             raise
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            ended = _wait(process, limit_s)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            has_ended = _wait(process, limit_s)
         except BaseException:
             _end(process)
             raise
     wall_s = time.monotonic() - start
-    if not ended:
-        reason = f"no end within {limit_s:g} s"
-    elif process.returncode != DONE:
-        reason = f"exit code {process.returncode}"
-    else:
-        return _successful(folder, TrialOutcome(OK, started_utc, wall_s, DONE))
+    if has_ended and process.returncode == EXIT_OK:
+        return _with_measurements(TrialOutcome(OK, started_utc, wall_s, EXIT_OK), folder)
+    reason = f"exit code {process.returncode}" if has_ended else f"timed out after {limit_s:g} s"
     tail = _tail(stderr)
-    errors = _SAID.findall(tail)
-    reason += f": {errors[-1].removeprefix('Error: ')}" if errors else ""
+    if errors := _ERROR_LINE.findall(tail):
+        reason += f": {errors[-1].removeprefix('Error: ')}"
     return TrialOutcome(FAILED, started_utc, wall_s, process.returncode, reason, tail)
 
 
-def _with_parent(mask: "set[signal.Signals | int]") -> Callable[[], None]:
-    """Return what a child calls to answer signals again, and to be told to stop, should this process be killed."""
+def _child_setup(mask: "set[signal.Signals | int]") -> Callable[[], None]:
+    """Return a function for the child process: it sets the signal ``mask``, and SIGTERM at the parent's death."""
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -126,7 +125,7 @@ def _with_parent(mask: "set[signal.Signals | int]") -> Callable[[], None]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
-    """Wait for the end and return whether it came in time; ends the process when it did not."""
+    """Return True if ``process`` exits within ``limit_s`` seconds. Otherwise end the process and return False."""
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -136,41 +135,33 @@ def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Have `hpcdist run` stop the ranks; kill it when even that takes too long."""
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # `hpcdist run` then stops the ranks
     try:
         process.wait(GRACE_S + TEARDOWN_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # its launcher is told by the kernel, and ends the ranks
+        process.kill()  # the kernel then signals the launcher, which ends the ranks
         process.wait()
 
 
-def _successful(folder: Path, outcome: TrialOutcome) -> TrialOutcome:
-    """Return ``outcome`` with what the training measured; a failure when that cannot be read."""
+def _with_measurements(outcome: TrialOutcome, folder: Path) -> TrialOutcome:
+    """Add the summary and samples in ``folder`` to ``outcome``. Return a failed outcome if they are unreadable."""
     try:
         summary = json.loads((folder / "stdout").read_text(encoding="utf-8").strip().splitlines()[-1])
-        samples, mpi_library = _measured(folder / "run" / "metrics.h5")
+        with files.open_read(folder / "run" / "metrics.h5", "hpcdist.metrics") as file:
+            rows, group = datasets.read(file, "steps"), file["steps"]
+            samples = {
+                name: TrialSample(rows[column], str(group[column].attrs["units"]), str(group[column].attrs["long_name"]))
+                for name, column in ((ITERATION, "step"), *zip(_COLUMNS, _COLUMNS, strict=True))
+            }
+            library = str(file.attrs.get("mpi_library", ""))
     except (IndexError, ValueError, StorageError, KeyError) as error:
-        reason = f"it ended well, but its summary or metrics cannot be read: {error!r}"
+        reason = f"the training succeeded, but its summary or metrics cannot be read: {error!r}"
         return replace(outcome, status=FAILED, reason=reason, stderr_tail=_tail(folder / "stderr"))
-    return replace(outcome, summary=summary, samples=samples, mpi_library=mpi_library)
-
-
-def _measured(path: Path) -> tuple[dict[str, TrialSample], str]:
-    """Return the raw samples of a metrics file, and the MPI library that made them."""
-    with files.open_read(path, METRICS) as file:
-        rows = datasets.read(file, "steps")
-        attributes = {name: file["steps"][name].attrs for name in rows}
-        samples = {
-            copied: TrialSample(rows[name], str(attributes[name]["units"]), str(attributes[name]["long_name"]))
-            for name, copied in {"step": ITERATION, **{name: name for name in (*PER_RANK, *COMMON)}}.items()
-        }
-        library = str(file.attrs.get("mpi_library", ""))
-    return samples, library
+    return replace(outcome, summary=summary, samples=samples, mpi_library=library)
 
 
 def _tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-        # NUL ends a string in HDF5; launchers are known to print some.
+        # NUL ends a text in HDF5, and some launchers print NUL.
         return file.read().decode(errors="replace").replace("\0", "")

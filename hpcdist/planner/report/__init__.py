@@ -1,5 +1,5 @@
-"""Reports of plans: text for a terminal, tables, comparisons, caveats and pictures.
+"""Reports of plans: terminal text, tables, comparisons, warnings, JSON and plots.
 
-Imports all of the planner but `calibrate` (the types of `search` for annotations only). matplotlib is loaded by
-`plot` alone, when it draws. Begin with `text.text` (one plan) and `table.search_table` (several).
+Builds on the estimates of `hpcdist.planner`. Only `plot` loads matplotlib, and only to check or draw a plot. Start
+reading with `text.text` (one plan) and `table.search_table` (several plans).
 """

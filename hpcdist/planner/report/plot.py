@@ -1,14 +1,11 @@
-"""Picture of a plan: memory of the fullest device against its limit, terms of a step, and timeline.
+"""Plot of a plan: memory by term, step time by term, and the timeline of the pipeline ranks.
 
-`timeline` gives the bars of each pipeline rank in one step. Passes are those of the simulator, with the seconds of each
-chunk; recomputation comes at the beginning of the backward that needs it. The exchange of the data axis ends where
-`hpcdist.planner.time.step` says: a part of it during the last backward, the rest after it; the update begins when all
-ranks have finished.
-
-Colours differ in brightness as well as in hue, so that they can be told apart without colours. matplotlib is loaded
-when a picture is checked or drawn.
+The simulator gives the passes of each pipeline rank. Recomputation precedes its backward pass. The exchange of the data
+axis overlaps with the last backward pass, as far as `hpcdist.planner.time.step` allows. The update starts when all
+ranks have finished their exchange. The colours differ in brightness, so that greyscale prints stay readable.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -71,20 +68,19 @@ TIMELINE: Final = {
 MEANINGS: Final = {
     "input": "gradient of the input",
     "weight": "gradients of the weights",
-    "recompute": "computed again",
-    "input_data": "reading of data",
+    "recompute": "recomputation",
+    "input_data": "reading of samples",
 }
 _OTHER: Final = "#555555"
-_WIDE: Final = 12.0  # inches
-_MOST_ROWS: Final = 32  # of a timeline; of more stages, evenly chosen ones are drawn
-_ROOM: Final = 150  # bars beside each other; of rows with more, beginning and end are drawn
-_CHARACTER: Final = 0.007  # of the width
+_MOST_ROWS: Final = 32  # rows of the timeline: of more stages, evenly spaced ones are drawn
+_MOST_BARS: Final = 150  # bars of a row: of longer steps, the beginning and the end are drawn
 
 
 class TimelineBar(NamedTuple):
-    """Bar of the timeline: what pipeline rank ``stage`` does in a span of time; ``kind`` is one of `TIMELINE`.
+    """Bar of the timeline of a step: pipeline rank ``stage`` is busy from ``begin_s`` to ``end_s`` seconds.
 
-    -1: of no micro-batch. An "exchange" may lie beside passes; nothing else overlaps.
+    ``kind``: key of `TIMELINE`. Bars of one rank overlap only if one of them is an "exchange". ``microbatch``: number
+    of the micro-batch from 0, or -1 without one. ``chunk``: number of the model chunk.
     """
 
     stage: int
@@ -97,7 +93,7 @@ class TimelineBar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedTimeline:
-    """Step of ``end_s`` seconds on ``stages`` ranks of the pipeline; bars are in the order of ranks and of time."""
+    """Timeline of a step of ``end_s`` seconds on ``stages`` pipeline ranks. ``bars``: sorted by rank, then by time."""
 
     stages: int
     bars: tuple[TimelineBar, ...]
@@ -107,116 +103,112 @@ class PlannedTimeline:
 def timeline(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> PlannedTimeline:
-    """Return one step, as the simulator runs it (local). Raises what `hpcdist.planner.time.step.timing` raises."""
+    """Return the timeline of a simulated step of ``global_batch`` samples. Local.
+
+    Raises the errors of `hpcdist.planner.time.step.timing`.
+    """
     m = layout.microbatches(global_batch)
-    piped = layout.pipeline > 1
-    of_chunks = chunk_loads(description, layout, cluster) if piped else (loads(description, layout, cluster)[0][0],)
-    took = timing(description, layout, cluster, global_batch, simulate=piped)
+    is_pipelined = layout.pipeline > 1
+    chunks = chunk_loads(description, layout, cluster) if is_pipelined else (loads(description, layout, cluster)[0][0],)
+    terms = timing(description, layout, cluster, global_batch, simulate=is_pipelined).terms
     hop_s = border(description, layout, cluster).seconds
-    held_s = hop_s if piped and messages_block(layout) else 0.0
-    chunks = [stage_of(load, layout, cluster, m).seconds for load in of_chunks]
-    padded = [PlannedSeconds(chunk.forward_s + held_s, chunk.input_s + held_s, chunk.weight_s) for chunk in chunks]
-    schedule = layout.schedule if piped else "sequential"
-    ran = simulated_timeline(
-        schedule, padded, layout.pipeline, m, message_s=hop_s - held_s, recompute=recomputes_ahead(layout)
+    blocking_s = hop_s if is_pipelined and messages_block(layout) else 0.0
+    passes = [stage_of(load, layout, cluster, m).seconds for load in chunks]
+    padded = [PlannedSeconds(each.forward_s + blocking_s, each.input_s + blocking_s, each.weight_s) for each in passes]
+    schedule = layout.schedule if is_pipelined else "sequential"
+    steps = simulated_timeline(
+        schedule, padded, layout.pipeline, m, message_s=hop_s - blocking_s, recompute=recomputes_ahead(layout)
     )
-    begin_s = took.terms["input"]
+    begin_s, tied_s = terms["input"], tied_sum(description, layout, cluster).seconds
     bars = [TimelineBar(rank, "input_data", 0.0, begin_s) for rank in range(layout.pipeline) if begin_s]
-    bars += _passes(ran, of_chunks, held_s, begin_s)
-    ends_s = [begin_s + stage.begin_s + stage.span_s for stage in ran.stages]
-    ready_s, tied_s = max(ends_s), tied_sum(description, layout, cluster).seconds
-    for rank, (end_s, load) in enumerate(zip(ends_s, _of_ranks(ran, of_chunks), strict=True)):
-        swap = data_exchange(description, layout, cluster, m, stage_of(load, layout, cluster, m))
-        after_s = swap.exposed_s + (tied_s if rank in (0, layout.pipeline - 1) else 0.0)
-        after_s += rows_sum(load, layout, cluster).seconds
-        if swap.hidden_s or after_s:
-            bars.append(TimelineBar(rank, "exchange", end_s - swap.hidden_s, end_s + after_s))
-        ready_s = max(ready_s, end_s + after_s)
-    bars += [TimelineBar(rank, "update", ready_s, ready_s + took.terms["update"]) for rank in range(layout.pipeline)]
-    return PlannedTimeline(
-        stages=layout.pipeline,
-        bars=tuple(sorted(bars, key=lambda bar: (bar.stage, bar.begin_s, bar.end_s))),
-        end_s=ready_s + took.terms["update"],
-    )
+    bars += _passes(steps, chunks, blocking_s, begin_s)
+    ready_s = 0.0
+    for rank, (stage, load) in enumerate(zip(steps.stages, _rank_loads(steps, chunks), strict=True)):
+        end_s = begin_s + stage.begin_s + stage.span_s
+        exchange = data_exchange(description, layout, cluster, m, stage_of(load, layout, cluster, m))
+        exposed_s = exchange.exposed_s + (tied_s if rank in (0, layout.pipeline - 1) else 0.0)
+        exposed_s += rows_sum(load, layout, cluster).seconds
+        if exchange.hidden_s or exposed_s:
+            bars.append(TimelineBar(rank, "exchange", end_s - exchange.hidden_s, end_s + exposed_s))
+        ready_s = max(ready_s, end_s + exposed_s)
+    end_s = ready_s + terms["update"]
+    bars += [TimelineBar(rank, "update", ready_s, end_s) for rank in range(layout.pipeline)]
+    ordered = sorted(bars, key=lambda bar: (bar.stage, bar.begin_s, bar.end_s))
+    return PlannedTimeline(stages=layout.pipeline, bars=tuple(ordered), end_s=end_s)
 
 
 def _passes(
-    ran: "StepTimeline", of_chunks: tuple[StageLoad, ...], held_s: float, after_s: float
+    steps: "StepTimeline", chunks: Sequence[StageLoad], blocking_s: float, offset_s: float
 ) -> Iterator[TimelineBar]:
-    """Yield the passes, without the messages that they hold ranks up for, and these beside them."""
+    """Yield the bars of all passes, and of the ``blocking_s`` seconds of message after each, ``offset_s`` later."""
     from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
 
-    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight", AGAIN: "recompute"}
-    program, times = ran.program, ran.times
-    early = bool((program.work == AGAIN).any())
+    kinds = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight", AGAIN: "recompute"}
+    program, times = steps.program, steps.times
+    is_recomputed_ahead = bool((program.work == AGAIN).any())
     for rank in range(program.ranks):
         row = program.row(rank)
         columns = (program.work[row], program.microbatch[row], program.chunk[row], times.begin_s[row], times.end_s[row])
-        for way, microbatch, chunk, begin_s, end_s in zip(*(column.tolist() for column in columns), strict=True):
-            if way not in names:
+        for work, microbatch, chunk, begin_s, end_s in zip(*(column.tolist() for column in columns), strict=True):
+            if work not in kinds:
                 continue
-            at_s, until_s = begin_s + after_s, end_s + after_s
-            again_s = of_chunks[chunk].again_s if way in (BACKWARD, INPUT) and not early else 0.0
+            start_s, stop_s = begin_s + offset_s, end_s + offset_s
+            again_s = chunks[chunk].again_s if work in (BACKWARD, INPUT) and not is_recomputed_ahead else 0.0
             if again_s:
-                yield TimelineBar(rank, "recompute", at_s, at_s + again_s, microbatch, chunk)
-            over_s = until_s - (0.0 if way in (WEIGHT, AGAIN) else held_s)
-            yield TimelineBar(rank, names[way], at_s + again_s, over_s, microbatch, chunk)
-            if over_s < until_s:
-                yield TimelineBar(rank, "message", over_s, until_s, microbatch, chunk)
+                yield TimelineBar(rank, "recompute", start_s, start_s + again_s, microbatch, chunk)
+            message_s = stop_s - (0.0 if work in (WEIGHT, AGAIN) else blocking_s)
+            yield TimelineBar(rank, kinds[work], start_s + again_s, message_s, microbatch, chunk)
+            if message_s < stop_s:
+                yield TimelineBar(rank, "message", message_s, stop_s, microbatch, chunk)
 
 
-def _of_ranks(ran: "StepTimeline", of_chunks: tuple[StageLoad, ...]) -> list[StageLoad]:
-    """Return the load of each rank: its chunks together."""
-    program = ran.program
-    owned = [sorted(set(program.chunk[program.row(rank)].tolist())) for rank in range(program.ranks)]
-    return [reduce(combined, (of_chunks[number] for number in own)) for own in owned]
+def _rank_loads(steps: "StepTimeline", chunks: Sequence[StageLoad]) -> list[StageLoad]:
+    """Return the load of each pipeline rank: the sum of the loads of its model chunks."""
+    program = steps.program
+    numbers = [sorted(set(program.chunk[program.row(rank)].tolist())) for rank in range(program.ranks)]
+    return [reduce(combined, (chunks[number] for number in row)) for row in numbers]
 
 
 def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster: Cluster, file: Path) -> None:
-    """Draw a plan into ``file`` (.png, .pdf, .svg). Raises what `plotting.check_plot` and `plotting.save` do."""
-    rows = _rows(timeline)
-    high = [1.0, 1.0, 0.7 + 0.28 * len(rows)]
-    figure = plotting.check_plot(file).Figure(figsize=(_WIDE, 2.2 + sum(high)), layout="constrained")
-    spans = _windows(timeline)
-    grid = figure.add_gridspec(3, len(spans), height_ratios=high)
+    """Save a plot of a plan as ``file``: .png, .pdf or .svg. Local.
+
+    ``timeline``: result of `timeline`. ``title``: name of the model. Raises the errors of `plotting.check_plot` and of
+    `plotting.save`.
+    """
+    stages = _stages(timeline)
+    heights = [1.0, 1.0, 0.7 + 0.28 * len(stages)]
+    figure = plotting.check_plot(file).Figure(figsize=(12.0, 2.2 + sum(heights)), layout="constrained")
+    windows = _windows(timeline)
+    grid = figure.add_gridspec(3, len(windows), height_ratios=heights)
     figure.suptitle(f"{title} on {cluster.name}: {equation(estimate.layout)}", fontsize=11, x=0.01, ha="left")
     _memory(figure.add_subplot(grid[0, :]), estimate.memory)
     _step(figure.add_subplot(grid[1, :]), estimate)
-    axes = [figure.add_subplot(grid[2, place]) for place in range(len(spans))]
-    _timeline(axes, timeline, rows, spans)
+    axes = [figure.add_subplot(grid[2, column]) for column in range(len(windows))]
+    _timeline(axes, timeline, stages, windows)
     plotting.save(figure, file)
 
 
 def _memory(axis: Any, memory: MemoryEstimate) -> None:
-    """Draw the terms of the memory as one bar, and the limit as a line."""
     verdict = "fits" if memory.fits else "DOES NOT FIT"
-    axis.set_title(
-        f"memory: {bytes_in_both(memory.bytes)} of {bytes_in_both(memory.limit_bytes)}, {verdict}",
-        fontsize=10,
-        loc="left",
-    )
     parts = [(name, size / 1e9, MEMORY.get(name, _OTHER), nbytes(size)) for name, size in memory.terms.items() if size]
-    longest = max(memory.bytes, memory.limit_bytes) / 1e9
-    _stacked(axis, parts, longest * 1.02)
+    _stacked(axis, parts, max(memory.bytes, memory.limit_bytes) / 1e9 * 1.02)
     axis.axvline(memory.limit_bytes / 1e9, color="#b00020", linewidth=2.0)
+    title = f"memory: {bytes_in_both(memory.bytes)} of {bytes_in_both(memory.limit_bytes)}, {verdict}"
+    axis.set_title(title, fontsize=10, loc="left")
     axis.set_xlabel("GB (10^9 bytes); the limit is red", fontsize=8)
 
 
 def _step(axis: Any, estimate: PlanEstimate) -> None:
-    """Draw the terms of a step, which add up to it, as one bar."""
-    axis.set_title(
-        f"step: {seconds(estimate.step_s)}, MFU {share(estimate.mfu)}, HFU {share(estimate.hfu)}",
-        fontsize=10,
-        loc="left",
-    )
     terms = estimate.timing.terms
-    parts = [(name, taken, STEP.get(name, _OTHER), seconds(taken)) for name, taken in terms.items() if taken]
+    parts = [(name, term_s, STEP.get(name, _OTHER), seconds(term_s)) for name, term_s in terms.items() if term_s]
     _stacked(axis, parts, estimate.step_s)
+    title = f"step: {seconds(estimate.step_s)}, MFU {share(estimate.mfu)}, HFU {share(estimate.hfu)}"
+    axis.set_title(title, fontsize=10, loc="left")
     axis.set_xlabel("seconds on the critical path", fontsize=8)
 
 
 def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: float) -> None:
-    """Draw ``parts`` (name, size, colour, size in words) behind each other; names go into those that have room."""
+    """Draw ``parts`` (name, size, colour, size as text) as one stacked bar. ``longest``: end of the axis."""
     begin = 0.0
     for name, size, colour, amount in parts:
         axis.barh(0, size, left=begin, color=colour, edgecolor="white", linewidth=0.6, label=f"{name} {amount}")
@@ -232,59 +224,53 @@ def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: f
     axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.15), fontsize=7, frameon=False, handlelength=1.0)
 
 
-def _rows(timeline: PlannedTimeline) -> list[int]:
-    """Return the stages to draw."""
+def _stages(timeline: PlannedTimeline) -> list[int]:
+    """Return the pipeline ranks to draw: all, or `_MOST_ROWS` evenly spaced ranks."""
     if timeline.stages <= _MOST_ROWS:
         return list(range(timeline.stages))
     return sorted({round(row * (timeline.stages - 1) / (_MOST_ROWS - 1)) for row in range(_MOST_ROWS)})
 
 
 def _windows(timeline: PlannedTimeline) -> list[tuple[float, float]]:
-    """Return the times to draw: all of the step, or its beginning and end where it has too many passes for a page.
+    """Return the time windows (begin, end) to draw: the whole step, or its beginning and its end if it has many bars.
 
-    The pipeline has filled within its beginning, and its end is as long.
+    The beginning contains the fill phase of the pipeline. The end is as long as the beginning.
     """
-    many: dict[int, int] = {}
-    for bar in timeline.bars:
-        many[bar.stage] = many.get(bar.stage, 0) + 1
-    most = max(many.values(), default=0)
-    if most <= _ROOM:
-        return [(0.0, timeline.end_s)]
+    most = max(Counter(bar.stage for bar in timeline.bars).values(), default=0)
     filled_s = max((bar.end_s for bar in timeline.bars if bar.microbatch == 0 and bar.kind != "forward"), default=0.0)
-    part = max(timeline.end_s * _ROOM / most / 2, 1.1 * filled_s)
-    if part > timeline.end_s / 2:
+    part_s = max(timeline.end_s * _MOST_BARS / max(1, most) / 2, 1.1 * filled_s)
+    if most <= _MOST_BARS or part_s > timeline.end_s / 2:
         return [(0.0, timeline.end_s)]
-    return [(0.0, part), (timeline.end_s - part, timeline.end_s)]
+    return [(0.0, part_s), (timeline.end_s - part_s, timeline.end_s)]
 
 
 def _timeline(
-    axes: Sequence[Any], timeline: PlannedTimeline, rows: Sequence[int], spans: Sequence[tuple[float, float]]
+    axes: Sequence[Any], timeline: PlannedTimeline, stages: Sequence[int], windows: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw a row for each of the stages in ``rows``: passes above, exchanges as a thin line below; an axis a span."""
-    place = {stage: row for row, stage in enumerate(rows)}
-    drawn: set[str] = set()
-    for axis, (begin_s, end_s) in zip(axes, spans, strict=True):
+    """Draw a row for each rank in ``stages``, and one window per axis. Exchanges are thin lines below the passes."""
+    rows = {stage: row for row, stage in enumerate(stages)}
+    kinds: set[str] = set()
+    for axis, (begin_s, end_s) in zip(axes, windows, strict=True):
         bars = [
-            GanttBar(place[bar.stage], max(bar.begin_s, begin_s), min(bar.end_s, end_s), bar.kind, _number(bar))
+            GanttBar(rows[bar.stage], max(bar.begin_s, begin_s), min(bar.end_s, end_s), bar.kind, _label(bar))
             for bar in timeline.bars
-            if bar.stage in place and bar.end_s > begin_s and bar.begin_s < end_s
+            if bar.stage in rows and bar.end_s > begin_s and bar.begin_s < end_s
         ]
-        character_s = _CHARACTER * len(spans) * (end_s - begin_s)
-        drawn |= set(plotting.draw_gantt(axis, bars, TIMELINE, character=character_s, font={"fontsize": 6}))
+        character_s = 0.007 * len(windows) * (end_s - begin_s)  # a character takes 0.7 % of the width of the figure
+        kinds |= set(plotting.draw_gantt(axis, bars, TIMELINE, character=character_s, font={"fontsize": 6}))
         axis.set_xlim(begin_s, end_s)
-        plotting.label_rows(axis, [str(stage) for stage in rows])
+        plotting.label_rows(axis, [str(stage) for stage in stages])
         axis.set_xlabel("seconds", fontsize=8)
         axis.tick_params(labelsize=8)
     axes[0].set_ylabel("stage", fontsize=8)
     title = f"timeline of the stages: {seconds(timeline.end_s)}"
     if len(axes) > 1:
-        title += f", of which the first and the last {seconds(spans[0][1])} are drawn"
+        title += f", of which the first and the last {seconds(windows[0][1])} are drawn"
     axes[0].set_title(title, fontsize=10, loc="left")
-    handles = plotting.kind_handles([kind for kind in TIMELINE if kind in drawn], TIMELINE, MEANINGS)
-    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.05), "fontsize": 7, "frameon": False, "handlelength": 1.0}
-    axes[-1].legend(handles=handles, **beside)
+    handles = plotting.kind_handles([kind for kind in TIMELINE if kind in kinds], TIMELINE, MEANINGS)
+    style = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.05), "fontsize": 7, "frameon": False, "handlelength": 1.0}
+    axes[-1].legend(handles=handles, **style)
 
 
-def _number(bar: TimelineBar) -> str:
-    """Return the number of the micro-batch of a pass, "" for other bars."""
+def _label(bar: TimelineBar) -> str:
     return str(bar.microbatch) if bar.microbatch >= 0 else ""

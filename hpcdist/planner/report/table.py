@@ -1,12 +1,10 @@
-"""Tables of several plans, a line each, and the caveats of plans.
+"""Tables of several plans, one row per plan, and the warnings ("flags") of plans in order of importance.
 
-`search_table` shows the result of a search, `comparison_table` a layout on several clusters. Caveats are the flags of a
-plan, what its layout and batch bring with them (`layout_caveats`), and the assumptions in the file of the cluster
-(`assumption_line`); `ordered` puts the decisive ones first.
+`search_table` prints the result of a search, `comparison_table` the same model with several layouts or clusters.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hpcdist.planner.cluster import toml_file
@@ -32,121 +30,122 @@ from hpcdist.reporting import table as text_table
 if TYPE_CHECKING:
     from hpcdist.planner.search.best_layouts import SearchResult
 
-# What decides whether an answer holds, by words of its flags, and behind all others what always has to be said.
-_FIRST: Final = (
+# Phrases of flags, the most important first. Flags with none of these phrases have the rank of ().
+_ORDER: Final = (
     ("does not fit into the memory",),
     ("extrapolated",),
-    ("not built in this version", "in this version"),
-    ("was held against an estimate", "estimates were compared", "MFU is limited", "ZeRO-3: published"),
+    ("in this version",),
+    ("estimates were compared", "MFU is limited", "ZeRO-3: published"),
     ("an allocator that leaves cracks", "messages that hide"),
+    (),
+    ("neither --steps nor --tokens",),
+    ("not known", "left out"),
+    ("assumption",),
+    ("assumed in the cluster file",),
 )
-_LAST: Final = (("neither --steps nor --tokens",), ("not known", "left out"), ("assumption",), ("assumed in the file",))
+_UNSUPPORTED: Final = 2  # rank of the messages of `unsupported`
 _NUMBER: Final = re.compile(r"[0-9][0-9.,e+-]*")
-HEADS: Final = ("step", "MFU", "HFU", "memory", "of", "J/step", "data", "pipe", "tensor", "ctx", "micro", "ways")
-_SHORT: Final = {"parameter_server": "servers"}
-_LEFT: Final = ("ways", "cluster", "layout", "")  # columns of words
+HEADS: Final = ("step", "MFU", "HFU", "memory", "of", "J/step", "data", "pipe", "tensor", "ctx", "micro", "strategy")
+_LEFT: Final = ("strategy", "cluster")  # left-aligned columns
 
 
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
-    """Return each of the flags once, those first that decide whether the answer holds (local).
+    """Return the distinct texts of ``flags``, the most important first. Local.
 
-    ``layouts`` are those of the plan: what this version cannot run of them is known by its text.
+    ``layouts``: the planned layouts. Messages on features of them that this version cannot run are ranked high.
     """
-    cannot = {text for layout in layouts for text in unsupported(layout)}
-    return tuple(sorted(dict.fromkeys(flags), key=lambda flag: _place(flag, flag in cannot)))
+    unsupported_texts = {text for layout in layouts for text in unsupported(layout)}
+
+    def rank(flag: str) -> int:
+        if flag in unsupported_texts:
+            return _UNSUPPORTED
+        ranks = (index for index, phrases in enumerate(_ORDER) if any(phrase in flag for phrase in phrases))
+        return next(ranks, _ORDER.index(()))
+
+    return tuple(sorted(dict.fromkeys(flags), key=rank))
 
 
 def by_row(
     rows: Sequence[Iterable[str]], common: Iterable[str] = (), layouts: Iterable[ParallelLayout] = ()
 ) -> list[str]:
-    """Return the flags of several plans once, with the rows, from 1, that those of only some are of (local).
+    """Return the distinct flags of several plans in order of importance, with the numbers of the rows they apply to.
 
-    Flags that differ in their numbers alone are one, with the numbers of its first row. ``common`` ones may be of all.
+    Flags that differ only in their numbers are merged, with the numbers of the first row. Local.
+
+    Args:
+        rows: Flags of the plan in each row of a table. Rows are numbered from 1.
+        common: Flags of all plans, printed without row numbers.
+        layouts: The planned layouts, see `ordered`.
     """
-    first: dict[str, str] = {}
-    of: dict[str, list[int]] = {}
-    same: dict[str, bool] = {}
+    flags_by_pattern: dict[str, dict[int, str]] = {}  # flag without its numbers -> row number -> flag
     for number, flags in enumerate(rows, 1):
-        for flag in dict.fromkeys(flags):
-            alike = _NUMBER.sub("#", flag)
-            earliest = first.setdefault(alike, flag)
-            same[alike] = same.get(alike, True) and earliest == flag
-            if number not in of.setdefault(alike, []):
-                of[alike].append(number)
-    texts = {first[alike]: _rows(numbers, same[alike], len(rows)) for alike, numbers in of.items()}
-    others = [flag for flag in common if _NUMBER.sub("#", flag) not in of]
-    return [texts.get(flag, "") + flag for flag in ordered((*others, *texts), layouts)]
+        for flag in flags:
+            flags_by_pattern.setdefault(_NUMBER.sub("#", flag), {}).setdefault(number, flag)
+    prefixes = {next(iter(flags.values())): _rows(flags, len(rows)) for flags in flags_by_pattern.values()}
+    others = [flag for flag in common if _NUMBER.sub("#", flag) not in flags_by_pattern]
+    return [prefixes.get(flag, "") + flag for flag in ordered((*others, *prefixes), layouts)]
+
+
+def _rows(flags: Mapping[int, str], num_rows: int) -> str:
+    """Return the prefix that names the rows of a flag, or "" if all ``num_rows`` rows have it with equal numbers."""
+    numbers = list(map(str, flags))
+    is_same = len(set(flags.values())) == 1
+    if is_same and len(numbers) == num_rows:
+        return ""
+    if is_same:
+        return f"row{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}: "
+    return f"row {numbers[0]}, and with other numbers row{'s' if len(numbers) > 2 else ''} {', '.join(numbers[1:])}: "
 
 
 def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
-    """Return what a plan tells of its layout and batch: memory that is not there, waits, what has no effect (local)."""
+    """Return warnings on the layout of a plan: missing memory, idle replicas, and options without effect. Local."""
     memory, flags = estimate.memory, []
     if not memory.fits:
         missing = bytes_in_both(memory.bytes - memory.limit_bytes)
-        flags.append(
-            f"it does not fit into the memory: {missing} are missing, and the rest is told as if they were there"
-        )
+        flags.append(f"the plan does not fit into the memory: {missing} are missing; all other results ignore this")
     return (*flags, *_uneven(estimate.layout, estimate.global_batch), *_no_effect(estimate.layout))
 
 
 def assumption_line(cluster: Cluster) -> tuple[str, ...]:
-    """Return in one line which sections of the cluster's file hold assumptions; nothing where none does (local)."""
+    """Return a line with the sections of the cluster file that contain assumptions, or () if there are none. Local."""
     sections = list(dict.fromkeys(text.partition(":")[0] for text in toml_file.assumptions(cluster)))
     if not sections:
         return ()
     is_shipped = cluster.name in toml_file.names()
-    where = f"`hpcdist plan clusters {cluster.name}`" if is_shipped else "[sources] in it"
-    return (f"assumed in the file of {cluster.name}, at least in part: {', '.join(sections)}; {where} says what",)
-
-
-def _place(flag: str, is_unbuilt: bool) -> int:
-    if is_unbuilt:
-        return 2
-    for places, start in ((_FIRST, 0), (_LAST, len(_FIRST) + 1)):
-        for place, words in enumerate(places, start):
-            if any(word in flag for word in words):
-                return place
-    return len(_FIRST)
-
-
-def _rows(numbers: Sequence[int], is_same: bool, of: int) -> str:
-    """Return the prefix of a flag that only these rows have; nothing where all have it, word for word."""
-    if is_same and len(numbers) == of:
-        return ""
-    if is_same or len(numbers) == 1:
-        return f"{'row' if len(numbers) == 1 else 'rows'} {', '.join(map(str, numbers))}: "
-    return f"row {numbers[0]}, and with other numbers {', '.join(map(str, numbers[1:]))}: "
+    source = f"`hpcdist plan clusters {cluster.name}` prints" if is_shipped else "its section [sources] has"
+    names = ", ".join(sections)
+    return (f"assumed in the cluster file of {cluster.name}, at least in part: {names}; {source} the details",)
 
 
 def _uneven(layout: ParallelLayout, global_batch: int) -> tuple[str, ...]:
-    """Return which replicas wait, where samples do not divide into replicas, and these into micro-batches."""
-    each, more = divmod(global_batch, layout.data)
+    """Return a warning if replicas have different numbers of samples, or if the last micro-batch is smaller."""
+    samples, rest = divmod(global_batch, layout.data)
     size = layout.microbatch
-    if more:
-        batch = f"{counted(global_batch, 'sample')} on {counted(layout.data, 'replica')}: "
-        most, least = -(-(each + 1) // size), -(-each // size)
-        verb = "computes" if more == 1 else "compute"
+    if rest:
+        batch = f"{counted(global_batch, 'sample')} on {counted(layout.data, 'replica')}: {counted(rest, 'replica')}"
+        most, least = -(-(samples + 1) // size), -(-samples // size)
+        verb = "computes" if rest == 1 else "compute"
         if most > least:
-            return (f"{batch}{more} {verb} {counted(most, 'micro-batch')} while the others, with {least}, wait",)
-        return (f"{batch}{more} {verb} {counted(each + 1, 'sample')} while the others have {each}",)
-    if each > size and each % size:
-        return (f"{counted(each, 'sample')} of a replica in micro-batches of {size}: the last one has {each % size}",)
+            return (f"{batch} {verb} {counted(most, 'micro-batch')}, while the others compute {least} and wait",)
+        return (f"{batch} {verb} {counted(samples + 1, 'sample')}, while the others compute {samples}",)
+    if samples > size and samples % size:
+        batch = f"{counted(samples, 'sample')} per replica"
+        return (f"{batch} in micro-batches of {size}: the last micro-batch has {samples % size}",)
     return ()
 
 
 def _no_effect(layout: ParallelLayout) -> tuple[str, ...]:
-    """Return the settings that change nothing on so few devices."""
     flags = []
     if layout.tensor == 1 and layout.tensor_overlap:
         flags.append(f"tensor_overlap = {layout.tensor_overlap:g} has no effect with one tensor device")
     if layout.data * layout.context == 1 and layout.servers == 0:
-        asked = (("algorithm", layout.algorithm, "auto"), ("compression", layout.compression, "none"))
-        flags += [f"{name} = {value} has no effect with one replica" for name, value, none in asked if value != none]
+        options = (("algorithm", layout.algorithm, "auto"), ("compression", layout.compression, "none"))
+        flags += [f"{name} = {value} has no effect with one replica" for name, value, off in options if value != off]
     return tuple(flags)
 
 
 def row(estimate: PlanEstimate) -> list[str]:
-    """Return the cells of an estimate, in the order of HEADS (local)."""
+    """Return the table cells of a plan as texts, in the order of `HEADS`. Local."""
     layout, memory = estimate.layout, estimate.memory
     return [
         seconds(estimate.step_s) + between(estimate.step_range_s),
@@ -162,50 +161,45 @@ def row(estimate: PlanEstimate) -> list[str]:
 
 
 def strategy_cell(layout: ParallelLayout) -> str:
-    """Return strategy, schedule and so on of a layout, in a few words (local)."""
-    parts = [_SHORT.get(layout.strategy, layout.strategy)]
-    if layout.servers:
-        parts[0] = f"{layout.servers} servers"
+    """Return strategy, pipeline schedule and options of ``layout`` as a short text, e.g. "zero1, zb-v x2". Local."""
+    parts = [f"{layout.servers} servers" if layout.servers else layout.strategy]
     if layout.pipeline > 1:
         parts.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
     return ", ".join([*parts, *layout.options])
 
 
 def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: words to the left, numbers to the right (local)."""
-    return text_table.aligned([heads, *rows], [place for place, head in enumerate(heads) if head in _LEFT])
+    """Return the lines of a table. ``heads``: column names. ``rows``: cells of each row; numbers are right-aligned."""
+    return text_table.aligned([heads, *rows], [column for column, head in enumerate(heads) if head in _LEFT])
 
 
 def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str | None = None) -> str:
-    """Return what a search has found: a table, why each beats the next, and what was refused (local).
+    """Return the result of a search as text: a table, the reasons for its order, refused layouts, and notes. Local.
 
-    ``again`` is the command that plans the first of them.
+    ``notes``: further warnings to print. ``again``: the command that plans the layout of row 1, or None.
     """
     devices = counted(result.devices, "device")
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
+    is_by_time = result.objective == "time"
     plans = [ranked.estimate for ranked in result.found]
     kernels = f"; kernels and memory of {plans[0].layout.implementation}" if plans else ""
     lines = [*capped_rows(plans), f"least {result.objective} among {space}{kernels}"]
     lines += [f"no layout fits: {reason}" for reason in result.nothing]
     if result.found:
-        unit = result.found[0].unit
-        heads = ("#", *((f"{result.objective} ({unit})",) if result.objective != "time" else ()), *HEADS)
+        heads = ("#", *(() if is_by_time else (f"{result.objective} ({result.found[0].unit})",)), *HEADS)
         rows = []
-        for place, ranked in enumerate(result.found, 1):
-            value = [figures(ranked.value, 4)] if result.objective != "time" else []
-            rows.append([str(place), *value, *row(ranked.estimate)])
-        lines += ["", *aligned(heads, rows), ""]
-        lines += [
-            *((f"row 1 in full: {again}", "") if again else ()),
-            "why each is ahead of the next, and what limits it",
-        ]
-        for place, ranked in enumerate(result.found, 1):
+        for number, ranked in enumerate(result.found, 1):
+            value = [] if is_by_time else [figures(ranked.value, 4)]
+            rows.append([str(number), *value, *row(ranked.estimate)])
+        lines += ["", *aligned(heads, rows), "", *((f"command to plan row 1: {again}", "") if again else ())]
+        lines.append("why each row is better than the next row, and what limits it")
+        for number, ranked in enumerate(result.found, 1):
             reasons = [line for reason in (*ranked.why, *ranked.limits) for line in wrapped(reason, "    ")]
-            lines += [f"{place:>2}{reasons[0][2:]}", *reasons[1:]] if reasons else []
+            lines += [f"{number:>2}{reasons[0][2:]}", *reasons[1:]] if reasons else []
     refused = []
     for item in result.refused:
-        what = item.of.removesuffix("s") if item.count == 1 else item.of
-        refused.append(f"{item.limit}: {large_count(item.count)} {what}, such as: {item.example}")
+        noun = item.of.removesuffix("s") if item.count == 1 else item.of
+        refused.append(f"{item.limit}: {large_count(item.count)} {noun}, for example: {item.example}")
     lines += ["", "refused", *(line for text in refused for line in wrapped(text, "  "))] if refused else []
     if any(not plan.memory.fits for plan in plans):
         lines.append("!  does not fit")
@@ -219,35 +213,35 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str |
 
 
 def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
-    """Return in one line which rows have an MFU that nobody has measured; nothing where there is none (local)."""
-    rows = [str(place) for place, plan in enumerate(plans, 1) if plan.is_capped]
-    if not rows:
+    """Return a line that names the rows whose MFU is limited to the best published MFU, or [] without such rows."""
+    capped = {str(number): plan for number, plan in enumerate(plans, 1) if plan.is_capped}
+    if not capped:
         return []
-    most = max(plan.modelled_mfu for plan in plans)
-    limit = " and ".join(dict.fromkeys(share(plan.mfu) for plan in plans if plan.is_capped))
-    whose = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
-    line = f"* MFU of {whose} limited to {limit}, the best published on such devices: formulas give up to {share(most)}"
-    return [line]
+    limits = " and ".join(dict.fromkeys(share(plan.mfu) for plan in capped.values()))
+    numbers = f"row{'s' if len(capped) > 1 else ''} {', '.join(capped)}"
+    most = share(max(plan.modelled_mfu for plan in plans))
+    return [f"* MFU of {numbers} limited to {limits}, the best published on such devices: formulas give up to {most}"]
 
 
 def comparison_table(rows: Sequence[tuple[str, PlanEstimate]]) -> list[str]:
-    """Return a table of (cluster, estimate), and what makes the fastest that fits faster than each other (local).
+    """Return a table of plans, and why the fastest plan that fits is faster than the others. Local.
 
-    Rates are relative to the first; steps of other batches take other samples, and are not set against each other.
+    ``rows``: pairs (cluster name, plan). Speeds are samples per second relative to the first plan. Only plans of equal
+    batches are explained.
     """
     first = rows[0][1]
     cells = []
-    for place, (cluster, estimate) in enumerate(rows, 1):
+    for number, (cluster, estimate) in enumerate(rows, 1):
         rate = (estimate.global_batch / estimate.step_s) / (first.global_batch / first.step_s)
         *numbers, last = row(estimate)
-        cells.append([str(place), cluster, f"{estimate.layout.devices:,}", *numbers, f"{rate:.2f}x", last])
+        cells.append([str(number), cluster, f"{estimate.layout.devices:,}", *numbers, f"{rate:.2f}x", last])
     lines = aligned(("#", "cluster", "devices", *HEADS[:-1], "speed", HEADS[-1]), cells)
     if any(not estimate.memory.fits for _, estimate in rows):
         lines.append("!  does not fit into the memory of a device")
-    fitting = [place for place, (_, estimate) in enumerate(rows) if estimate.memory.fits]
+    fitting = [(number, estimate) for number, (_, estimate) in enumerate(rows, 1) if estimate.memory.fits]
     if fitting:
-        best = min(fitting, key=lambda place: rows[place][1].step_s / rows[place][1].global_batch)
-        for place, (_, estimate) in enumerate(rows):
-            if place != best and estimate.global_batch == rows[best][1].global_batch:
-                lines += wrapped(f"{best + 1} against {place + 1}: {slowdown_line(rows[best][1], estimate)}")
+        best_number, best = min(fitting, key=lambda item: item[1].step_s / item[1].global_batch)
+        for number, (_, estimate) in enumerate(rows, 1):
+            if number != best_number and estimate.global_batch == best.global_batch:
+                lines += wrapped(f"row {best_number} compared with row {number}: {slowdown_line(best, estimate)}")
     return lines

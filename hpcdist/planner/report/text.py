@@ -1,12 +1,12 @@
-"""Plan of one layout as text for a terminal: `summary` in six lines, `text` with every term and note."""
+"""Text of one plan for a terminal: `summary` has six lines, `text` has every term and warning."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.energy import devices_held, nodes_of
-from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate, TimeEstimate
+from hpcdist.planner.estimate import MemoryEstimate, PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.report.quantities import (
@@ -26,34 +26,44 @@ from hpcdist.planner.report.quantities import (
 )
 from hpcdist.strategies.zero.config import STAGES
 
-_LESS: Final = {  # term -> what makes it smaller
-    "parameters": "more tensor or pipeline devices, or ZeRO 3",
-    "gradients": "more tensor or pipeline devices, or ZeRO 2 or 3",
-    "optimizer": "ZeRO 1 to 3, which cut it over the data devices",
-    "messages": "more tensor or pipeline devices",
+_LESS: Final = {  # memory term -> advice to reduce it
+    "parameters": "a larger --tensor or --pipeline, or --zero 3",
+    "gradients": "a larger --tensor or --pipeline, or --zero 2 or 3",
+    "optimizer": "--zero 1, 2 or 3, which shard it over the data ranks",
+    "messages": "a larger --tensor or --pipeline",
     "reserved": "a device with more memory",
 }
-_CUT_BY: Final = {"parameters": 3, "gradients": 2, "optimizer": 1}  # stages of ZeRO that cut a term, from this one on
-_FASTER: Final = {  # term -> what makes it shorter
-    "forward": "more devices, or products of larger matrices",
-    "backward": "more devices, or products of larger matrices",
-    "recompute": "less recomputation, where there is memory for it",
-    "tensor": "tensor groups inside a node, or fewer tensor devices",
-    "context": "fewer context devices",
-    "expert": "experts over fewer devices, or faster links",
-    "pipeline": "fewer, or fuller, micro-batches or faster links",
-    "bubble": "more micro-batches, fewer pipeline devices or a schedule with a smaller bubble",
-    "data": "a larger batch, compression, or exchanges behind computation",
-    "rows": "no sequence parallelism, or tensor groups inside a node",
-    "update": "ZeRO, which cuts it over the data devices",
-    "input": "faster storage, or reading ahead",
-    "unproven": "a measurement of the device: hpcdist plan calibrate",
-    "correction": "ZeRO 1 or 2, or tensor and pipeline devices",
+_MIN_ZERO_STAGE: Final = {"parameters": 3, "gradients": 2, "optimizer": 1}  # lowest ZeRO stage that shards a term
+_FASTER: Final = {  # term of a step -> advice to reduce it
+    "forward": "more devices, or larger matrix products",
+    "backward": "more devices, or larger matrix products",
+    "recompute": "less recomputation (--recompute), if the memory suffices",
+    "tensor": "tensor groups inside a node, or a smaller --tensor",
+    "context": "a smaller --context-ranks",
+    "expert": "a smaller --expert-ranks, or faster links",
+    "pipeline": "fewer or larger micro-batches (--microbatch), or faster links",
+    "bubble": "more micro-batches, a smaller --pipeline, or a --schedule with a smaller bubble",
+    "data": "a larger --batch, --compression, or exchanges that overlap with computation",
+    "rows": "tensor groups inside a node, or no --sequence-parallel",
+    "update": "ZeRO (--zero), which shards the update over the data ranks",
+    "input": "faster storage, or prefetching of samples",
+    "unproven": "a measurement of the devices (hpcdist plan calibrate)",
+    "correction": "--zero 1 or 2, or a larger --tensor and --pipeline",
 }
+# Flag of a plan without a number of devices. It is printed next to the layout.
+ONE_REPLICA: Final = (
+    "one replica is planned, because neither the number of replicas (parallel.data, --data) nor --devices is given; "
+    "--devices N plans for N devices"
+)
+WIDTH: Final = 60  # characters of the memory bar
+PAIRS: Final = 0.05  # relative difference from which on the MFU and HFU of visible pairs are printed, too
+DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "servers")  # fields of a layout
+_HEAD: Final = 11  # width of the column of headings
+_NAME: Final = 13  # width of the column of terms
 
 
 def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return how long all steps take, with what saves and failures cost (local)."""
+    """Return the duration of the run, device hours, and the costs of checkpoints and failures as lines. Local."""
     run = estimate.run
     if not math.isfinite(run.wall_s):
         costs = f"a checkpoint takes {seconds(run.save_s)}, a restart {seconds(cluster.failures.restart_s)}"
@@ -61,13 +71,12 @@ def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
             f"{counted(run.steps, 'step')} NEVER END: a failure every {seconds(run.mtbf_s)} on this many nodes, {costs}"
         ]
     tokens = f", {large_count(run.steps * estimate.tokens)} tokens" if estimate.tokens != estimate.global_batch else ""
-    steps = counted(run.steps, "step")
-    lines = [f"{steps}{tokens}: {seconds(run.wall_s)}, of which {seconds(run.work_s)} are steps"]
+    lines = [f"{counted(run.steps, 'step')}{tokens}: {seconds(run.wall_s)}, of which {seconds(run.work_s)} are steps"]
     devices = estimate.layout.devices
-    each, what = _samples_or_tokens(estimate)
+    count, noun = _samples_or_tokens(estimate)
     hours = figures(devices * run.wall_s / 3600)
-    rate = figures(each / estimate.step_s / devices)
-    lines.append(f"{counted(devices, 'device')} for that long: {hours} device hours; {rate} {what}/s a device")
+    rate = figures(count / estimate.step_s / devices)
+    lines.append(f"{counted(devices, 'device')}: {hours} device hours; {rate} {noun}/s a device")
     expected = "fewer than 0.01" if run.failures < 0.01 else figures(run.failures)
     lines.append(
         f"a failure every {seconds(run.mtbf_s)} on this many nodes: {expected} are expected, with "
@@ -81,14 +90,16 @@ def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
 
 
 def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return joules, grams and price, as far as the cluster's file knows what makes them (local)."""
+    """Return the energy, carbon and price of the run and of a step as lines. Unknown values are named. Local."""
     energy, run, site = estimate.energy, estimate.run, cluster.site
     parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
     endless = not math.isfinite(run.wall_s)
     whole = "" if endless else f"{joules(run.joules)} for the run, "
-    lines = [f"{whole}{joules(energy.joules)} a step: {parts}"]
-    lines.append(f"a device draws {figures(energy.device_w)} W of {figures(cluster.device.peak_w)} W")
-    lines += idle_devices_line(estimate.layout, cluster)
+    lines = [
+        f"{whole}{joules(energy.joules)} a step: {parts}",
+        f"a device draws {figures(energy.device_w)} W of {figures(cluster.device.peak_w)} W",
+        *idle_devices_line(estimate.layout, cluster),
+    ]
     if site.pue is None:
         lines.append("cooling is not counted: the cluster has no site.pue")
     if endless:
@@ -97,115 +108,80 @@ def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
         source = f", {site.carbon_source}" if site.carbon_source else ""
         lines.append(f"{grams(run.carbon_g)} at {figures(site.carbon_g_per_kwh or 0.0)} g/kWh{source}")
     else:
-        lines.append("carbon: not known, the cluster has no site.carbon_g_per_kwh")
+        lines.append("carbon: unknown, the cluster has no site.carbon_g_per_kwh")
     if run.price is not None:
         lines.append(f"price {figures(run.price, 4)} {run.currency}".rstrip())
     else:
-        lines.append("price: not known, the cluster has no site.device_hour_price")
+        lines.append("price: unknown, the cluster has no site.device_hour_price")
     return lines
 
 
 def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
-    """Return that idle devices are paid for, where the layout does not fill its nodes (local)."""
-    there = devices_held(layout, cluster)
-    idle = there - layout.devices
-    if not idle:
+    """Return a line on the unused devices of the nodes, or [] if ``layout`` uses all devices. Local."""
+    held = devices_held(layout, cluster)
+    unused = held - layout.devices
+    if not unused:
         return []
-    nodes = counted(nodes_of(layout, cluster), "node")
-    waits = "is" if idle == 1 else "are"
-    return [f"energy and price are those of {nodes}: of {counted(there, 'device')} there {idle:,} {waits} not used"]
+    nodes = counted(nodes_of(layout, cluster), "whole node")
+    return [
+        f"energy and price count {nodes}: {unused:,} of {held:,} devices {'is' if unused == 1 else 'are'} not used"
+    ]
 
 
 def breaks_lines(estimate: PlanEstimate) -> list[str]:
-    """Return what limits this layout first, of memory and of time, and what helps (local)."""
-    memory, largest = estimate.memory, estimate.memory.breaks_first
-    part = memory.terms[largest] / memory.limit_bytes
-    first = f"memory: {largest}, {share(part)} of the limit; less with {_less(largest, estimate)}"
-    lost = _lost(estimate.timing.terms)
-    lines = [first]
-    if lost is not None:
-        name, taken = lost
-        less = _FASTER.get(name, "another layout")
-        lines.append(f"time: {name}, {share(taken / estimate.step_s)} of a step; shorter with {less}")
-    if estimate.run.slowdown > 1.05:
-        lines.append(
-            f"failures: {share(1 - 1 / estimate.run.slowdown)} of the run; faster checkpoints and restarts help"
-        )
+    """Return the largest memory term, the largest overhead of a step, and failures, with advice, as lines. Local."""
+    memory, largest, slowdown = estimate.memory, estimate.memory.breaks_first, estimate.run.slowdown
+    part = share(memory.terms[largest] / memory.limit_bytes)
+    lines = [f"memory: {largest}, {part} of the limit; less with {_less(largest, estimate)}"]
+    overheads = {name: term_s for name, term_s in estimate.timing.terms.items() if name not in ("forward", "backward")}
+    name = max(overheads, key=lambda term: overheads[term], default="")
+    if overheads.get(name, 0.0) > 0:
+        advice = _FASTER.get(name, "another layout")
+        lines.append(f"time: {name}, {share(overheads[name] / estimate.step_s)} of a step; shorter with {advice}")
+    if slowdown > 1.05:
+        lines.append(f"failures: {share(1 - 1 / slowdown)} of the run; faster checkpoints and restarts help")
     return lines
 
 
 def _less(term: str, estimate: PlanEstimate) -> str:
-    """Return what makes a term of the memory smaller, of what this layout has not yet."""
-    layout = estimate.layout
-    ways = {
-        "recomputation": term == "activations" and layout.recompute != "full",
-        "a smaller micro-batch": layout.microbatch > 1,
-        "sequence parallelism": term == "activations" and layout.tensor > 1 and not layout.sequence_parallel,
-        "more tensor devices": True,
-        "more context devices (--context-ranks)": estimate.tokens != estimate.global_batch,
+    """Return the options that would reduce the memory ``term``, as a text. Options in use are omitted."""
+    layout, is_activations = estimate.layout, term == "activations"
+    options = {
+        "--recompute full": is_activations and layout.recompute != "full",
+        "a smaller --microbatch": layout.microbatch > 1,
+        "--sequence-parallel": is_activations and layout.tensor > 1 and not layout.sequence_parallel,
+        "a larger --tensor": True,
+        "a larger --context-ranks": estimate.tokens != estimate.global_batch,
     }
-    if term in ("activations", "scratch"):
-        *others, last = [way for way, is_left in ways.items() if is_left]
+    if is_activations or term == "scratch":
+        *others, last = [option for option, is_unused in options.items() if is_unused]
         return f"{', '.join(others)} or {last}" if others else last
-    if term in _CUT_BY and STAGES.get(layout.strategy, 0) >= _CUT_BY[term]:
-        return "more data, tensor or pipeline devices"
+    if STAGES.get(layout.strategy, 0) >= _MIN_ZERO_STAGE.get(term, math.inf):
+        return "a larger --data, --tensor or --pipeline"
     return _LESS.get(term, "another layout")
 
 
-def _lost(terms: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return the longest part of a step that computes nothing new; None where there is none."""
-    others = {name: taken for name, taken in terms.items() if name not in ("forward", "backward") and taken > 0}
-    if not others:
-        return None
-    name = max(others, key=lambda term: others[term])
-    return name, others[name]
-
-
-# A note of a plan that nobody has told the number of devices; it stands beside the layout.
-ONE_REPLICA: Final = (
-    "neither the replicas (parallel.data, --data) nor --devices are given: one is planned; --devices N plans for N"
-)
-WIDTH: Final = 60  # characters of the bar of a memory
-PAIRS: Final = 0.05  # of MFU or HFU, that attention to later tokens may make without a word
-DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "servers")  # fields of a layout
-_HEAD: Final = 11  # of the column of headings
-_NAME: Final = 13  # of that of terms
-_LETTERS: Final = {
-    "parameters": "P",
-    "gradients": "G",
-    "optimizer": "O",
-    "activations": "A",
-    "messages": "M",
-    "scratch": "S",
-    "reserved": "R",
-}
-
-
 def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
-    """Return the answer of a plan in six lines: model, layout, memory, step, run, and how to see the rest."""
+    """Return the plan in six lines: model, layout, memory, step, run, and the number of notes. Local."""
     memory, run, layout = estimate.memory, estimate.run, estimate.layout
-    each, unit = _samples_or_tokens(estimate)
-    rate = f"{figures(each / estimate.step_s)} {unit}/s, MFU {share(estimate.mfu)}"
-    spare = memory.limit_bytes - memory.bytes
-    verdict = f"fits, {nbytes(spare)} free" if memory.fits else f"DOES NOT FIT, {nbytes(-spare)} too much"
-    largest = f"mostly {memory.breaks_first}"
+    count, noun = _samples_or_tokens(estimate)
+    rate = f"{figures(count / estimate.step_s)} {noun}/s, MFU {share(estimate.mfu)}"
     limited = ", limited to the best published" if estimate.is_capped else ""
+    nodes = counted(nodes_of(layout, cluster), "node")
     if math.isfinite(run.wall_s):
         costs = [f"{figures(layout.devices * run.wall_s / 3600)} device hours"]
         costs += [joules(run.joules)] if estimate.energy.terms else []
         costs += [f"{figures(run.price, 4)} {run.currency}".rstrip()] if run.price is not None else []
         course = f"{seconds(run.wall_s)} for {counted(run.steps, 'step')}: {', '.join(costs)}"
     else:
-        course = f"NEVER ENDS: a failure every {seconds(run.mtbf_s)} on {counted(nodes_of(layout, cluster), 'node')}"
+        course = f"NEVER ENDS: a failure every {seconds(run.mtbf_s)} on {nodes}"
     degrees = [f"{name} {getattr(layout, name):,}" for name in DEGREES if getattr(layout, name) > 1]
-    where = f"{' x '.join(degrees)} on {counted(nodes_of(layout, cluster), 'node')}" if degrees else "one device"
-    where += f" of {cluster.name}"
-    if ONE_REPLICA in estimate.flags:
-        where += " (--devices N plans more)"
+    split = f"{' x '.join(degrees)} on {nodes}" if degrees else "one device"
+    hint = " (--devices N plans more)" if ONE_REPLICA in estimate.flags else ""
     lines = {
         "model": model_line(estimate, description),
-        "layout": f"{where}; {strategy_lines(layout, estimate.global_batch)}",
-        "memory": f"{verdict}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)} on the fullest device, {largest}",
+        "layout": f"{split} of {cluster.name}{hint}; {strategy_lines(layout, estimate.global_batch)}",
+        "memory": f"{_fit(memory, nbytes, 'free')}, mostly {memory.breaks_first}",
         "step": f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {rate}{limited}",
         "run": course,
         "notes": f"{len(estimate.flags)}; --explain prints them, the terms of memory, step and energy, and advice",
@@ -213,21 +189,28 @@ def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Clus
     return "\n".join(f"{heading:{_HEAD}}{line}" for heading, line in lines.items())
 
 
+def _fit(memory: MemoryEstimate, format_bytes: Callable[[float], str], noun: str) -> str:
+    """Return the verdict on ``memory``, the free or missing bytes, and the highest use of a device, as a text."""
+    spare = memory.limit_bytes - memory.bytes
+    verdict = f"fits, {format_bytes(spare)} {noun}" if memory.fits else f"DOES NOT FIT, {format_bytes(-spare)} too much"
+    return f"{verdict}: at most {format_bytes(memory.bytes)} of {format_bytes(memory.limit_bytes)} a device"
+
+
 def _samples_or_tokens(estimate: PlanEstimate) -> tuple[int, str]:
-    """Return the number of tokens of a step and "tokens", or of samples if a sample is one token."""
+    """Return (tokens of a step, "tokens"), or (samples of a step, "samples") if a sample is one token."""
     if estimate.tokens != estimate.global_batch:
         return estimate.tokens, "tokens"
     return estimate.global_batch, "samples"
 
 
 def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
-    """Return every part of a plan in lines of a terminal (local)."""
+    """Return every part of a plan as lines for a terminal. Local."""
+    limited = [f"LIMITED: {flag}" for flag in estimate.flags if flag.startswith("MFU is limited")]
+    notes = [flag for flag in estimate.flags if flag != ONE_REPLICA]
     lines = [
-        *([f"LIMITED: {flag}" for flag in estimate.flags if flag.startswith("MFU is limited")]),
+        *limited,
         *_section("model", [model_line(estimate, description)]),
-        *_section(
-            "layout", [*layout_lines(estimate, cluster), *(flag for flag in estimate.flags if flag == ONE_REPLICA)]
-        ),
+        *_section("layout", [*layout_lines(estimate, cluster), *([ONE_REPLICA] * (ONE_REPLICA in estimate.flags))]),
         "",
         *_section("memory", memory_lines(estimate.memory, estimate.layout)),
         "",
@@ -235,14 +218,14 @@ def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster
         "",
         *_section("run", run_lines(estimate, cluster)),
         *_section("energy", energy_lines(estimate, cluster)),
-        *_section("breaks", breaks_lines(estimate)),
-        *_section("flags", (flag for flag in estimate.flags if flag != ONE_REPLICA)),
+        *_section("limits", breaks_lines(estimate)),
+        *_section("flags", notes),
     ]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
-    """Return a plan in one line: what it needs of a device, a step, the run, its energy (local)."""
+    """Return memory, step time, duration, energy and carbon of a plan in one line. Local."""
     memory, run = estimate.memory, estimate.run
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     limited = f" (MFU limited to the published {share(estimate.mfu)})" if estimate.is_capped else ""
@@ -259,99 +242,94 @@ def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
 
 
 def model_line(estimate: PlanEstimate, description: ModelDescription) -> str:
-    """Return what is trained, and what a step of it takes (local)."""
-    each = f" = {large_count(estimate.tokens)} tokens" if description.tokens > 1 else ""
+    """Return a line with the model name, its number of parameters, and the samples and tokens of a step. Local."""
+    tokens = f" = {large_count(estimate.tokens)} tokens" if description.tokens > 1 else ""
     size = f"{large_count(estimate.parameters, 4)} parameters"
-    return f"{description.name}, {size}; {estimate.global_batch:,} samples{each} a step"
+    return f"{description.name}, {size}; {estimate.global_batch:,} samples{tokens} a step"
 
 
 def layout_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return the degrees, what they are made of, and where that is (local)."""
+    """Return the parallel degrees, the devices, and the strategy of a plan as lines. Local."""
     layout = estimate.layout
-    boxes = -(-layout.devices // cluster.node.devices)
-    place = f"{counted(layout.devices, 'device')} on {counted(boxes, 'node')} of {cluster.name}"
-    each = f"{cluster.node.devices} x {cluster.device.name} a node"
-    return [f"{equation(layout)}: {place} ({each})", strategy_lines(layout, estimate.global_batch)]
+    devices = f"{counted(layout.devices, 'device')} on {counted(nodes_of(layout, cluster), 'node')} of {cluster.name}"
+    node = f"{cluster.node.devices} x {cluster.device.name} a node"
+    return [f"{equation(layout)}: {devices} ({node})", strategy_lines(layout, estimate.global_batch)]
 
 
 def equation(layout: ParallelLayout) -> str:
-    """Return the product of the degrees: 64 = data 2 x pipeline 4 x tensor 8 x context 1 (local)."""
-    product = (
-        f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}"
-        f"{f' + servers {layout.servers}' if layout.servers else ''}"
-    )
+    """Return the product of the degrees, e.g. "64 = data 2 x pipeline 4 x tensor 8 x context 1". Local."""
+    product = " x ".join(f"{name} {getattr(layout, name)}" for name in DEGREES[:4])
+    servers = f" + servers {layout.servers}" if layout.servers else ""
     experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
-    return f"{layout.devices:,} = {product}{experts}"
+    return f"{layout.devices:,} = {product}{servers}{experts}"
 
 
 def strategy_lines(layout: ParallelLayout, global_batch: int) -> str:
-    """Return how the devices share the work, beside the degrees (local)."""
-    count = layout.microbatches(global_batch)
-    samples = counted(layout.microbatch, "sample")
+    """Return strategy, schedule, micro-batches, options, precision and implementation as a text. Local."""
+    batches = f"{counted(layout.microbatches(global_batch), 'micro-batch')} of {counted(layout.microbatch, 'sample')}"
     schedule = f"{layout.schedule} over " if layout.pipeline > 1 else ""
-    parts = [layout.strategy.replace("_", " "), f"{schedule}{counted(count, 'micro-batch')} of {samples}"]
+    parts = [layout.strategy.replace("_", " "), f"{schedule}{batches}"]
     if layout.chunks > 1:
         parts.append(f"{layout.chunks} chunks each")
     return f"{', '.join([*parts, *layout.options, layout.precision])}; kernels and memory of {layout.implementation}"
 
 
 def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
-    """Return whether it fits, a bar of it, and its terms (local)."""
-    where = f", of stage {memory.stage}" if layout.pipeline > 1 else ""
-    spare = memory.limit_bytes - memory.bytes
-    verdict = f"fits, {bytes_in_both(spare)} left" if memory.fits else f"DOES NOT FIT, {bytes_in_both(-spare)} too much"
-    lines = [
-        f"{verdict}: {bytes_in_both(memory.bytes)} of {bytes_in_both(memory.limit_bytes)} on the fullest device{where}",
-        bar(memory),
-    ]
+    """Return the verdict on the memory, a bar chart, the bytes of each term, and the rule as lines. Local."""
+    stage = f", reached on stage {memory.stage}" if layout.pipeline > 1 else ""
+    lines = [f"{_fit(memory, bytes_in_both, 'left')}{stage}", bar(memory)]
     for name, size in memory.terms.items():
         if size:
-            part = f"{share(size / memory.bytes):>7}"
-            lines.append(f"{_letter(name)} {name:{_NAME}}{nbytes(size):>10} {part}")
+            lines.append(f"{_letter(name)} {name:{_NAME}}{nbytes(size):>10} {share(size / memory.bytes):>7}")
     return [*lines, f"rule: {memory.rule}"]
 
 
 def bar(memory: MemoryEstimate) -> str:
-    """Return the memory as letters of its terms, a dot for what is free and a bar where the limit is (local).
+    """Return the memory as a bar of letters, one letter per term, with dots for free memory and "|" at the limit.
 
-    The longer of what is needed and of the limit is `WIDTH` characters.
+    The larger of the memory use and the limit is `WIDTH` characters long. Local.
     """
     scale = WIDTH / max(memory.bytes, memory.limit_bytes)
-    drawn, ends = "", 0.0
+    drawn, end = "", 0.0
     for name, size in memory.terms.items():
-        ends += size * scale
-        drawn += _letter(name) * (round(ends) - len(drawn))
+        end += size * scale
+        drawn += _letter(name) * (round(end) - len(drawn))
     limit = round(memory.limit_bytes * scale)
-    drawn += "." * (limit - len(drawn))
+    drawn = drawn.ljust(limit, ".")
     return f"[{drawn[:limit]}|{drawn[limit:]}"
 
 
-def _letter(name: str) -> str:
-    return _LETTERS.get(name, name[:1].lower())
+def _letter(term: str) -> str:
+    return term[0].upper()
 
 
 def step_lines(estimate: PlanEstimate) -> list[str]:
-    """Return the terms of a step, the rates that follow, and what devices send (local)."""
+    """Return step time, its terms, overlapped messages, MFU, bubble and sent bytes as lines. Local."""
     timing = estimate.timing
-    each, what = _samples_or_tokens(estimate)
-    lines = [f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {figures(each / estimate.step_s)} {what}/s"]
-    for name, taken in timing.terms.items():
-        if taken:
-            part = taken / estimate.step_s
-            lines.append(f"{name:{_NAME}}{seconds(taken):>10} {share(part):>7}  {'#' * round(40 * part)}")
+    count, noun = _samples_or_tokens(estimate)
+    lines = [f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {figures(count / estimate.step_s)} {noun}/s"]
+    for name, term_s in timing.terms.items():
+        if term_s:
+            part = term_s / estimate.step_s
+            lines.append(f"{name:{_NAME}}{seconds(term_s):>10} {share(part):>7}  {'#' * round(40 * part)}")
     if timing.hidden_s:
-        lines.append(f"behind computation: {seconds(timing.hidden_s)} of messages")
+        lines.append(f"messages that overlap with computation: {seconds(timing.hidden_s)}")
     lines += rates(estimate)
     if estimate.layout.pipeline > 1:
         lines.append(
-            f"bubble {share(timing.bubble)} of the span of the longest stage, as papers count it: its waits for "
-            "slower stages and for messages are in it, too"
+            f"bubble: {share(timing.bubble)} of the time of the longest stage, as in publications: it includes waits "
+            "for slower stages and for messages"
         )
-    return lines + _sent(timing)
+    sent = []
+    for axis, size in timing.bytes.items():
+        if size:
+            algorithm = timing.algorithms.get(axis, "")
+            sent.append(f"{axis} {nbytes(size)}{f' ({algorithm})' if algorithm else ''}")
+    return [*lines, *([f"a device sends {', '.join(sent)}"] if sent else [])]
 
 
 def rates(estimate: PlanEstimate) -> list[str]:
-    """Return MFU and HFU, and what they are a device; and both over the pairs of tokens that are looked at (local)."""
+    """Return a line with MFU, HFU and FLOP rates per device, and a line without masked pairs if it differs. Local."""
     work, devices = estimate.work, estimate.layout.devices - estimate.layout.servers
     model = decimal(work.model_flops / estimate.step_s / devices, "FLOP/s")
     hardware = decimal(work.hardware_flops / estimate.step_s / devices, "FLOP/s")
@@ -362,20 +340,10 @@ def rates(estimate: PlanEstimate) -> list[str]:
         or abs(estimate.hfu - estimate.exact_hfu) > PAIRS * estimate.hfu
     ):
         lines.append(
-            "attention over all pairs, as published; over those that are looked at MFU "
+            "attention counts all pairs of tokens, as in publications; without masked pairs: MFU "
             f"{share(estimate.exact_mfu)}, HFU {share(estimate.exact_hfu)}"
         )
     return lines
-
-
-def _sent(timing: TimeEstimate) -> list[str]:
-    """Return what a device sends in a step on each axis, and by which algorithm."""
-    parts = []
-    for axis, size in timing.bytes.items():
-        if size:
-            how = timing.algorithms.get(axis, "")
-            parts.append(f"{axis} {nbytes(size)}{f' ({how})' if how else ''}")
-    return [f"a device sends {', '.join(parts)}"] if parts else []
 
 
 def _section(heading: str, lines: Iterable[str]) -> list[str]:

@@ -17,7 +17,7 @@ from hpcdist.bench.collectives import contenders, results, run
 from hpcdist.bench.collectives import report as collectives_report
 from hpcdist.bench.collectives.contenders import CollectivesContender
 from hpcdist.bench.collectives.run import CellLimits, CellTiming
-from hpcdist.cli.bench.collectives import _known
+from hpcdist.cli.bench.collectives import _valid_names
 from hpcdist.cli.bench.group import compare
 from hpcdist.cli.runs.report import report
 from hpcdist.collectives import SHARDED
@@ -86,7 +86,7 @@ def test_invalid_sizes_are_rejected(text):
 )
 def test_unknown_names_are_rejected_with_a_list_of_valid_ones(arguments, named):
     with pytest.raises(UsageError, match="choose") as refused:
-        _known(*arguments)
+        _valid_names(*arguments)
     assert named in str(refused.value)
 
 
@@ -182,7 +182,7 @@ def test_part_sizes_are_skewed_as_requested():
     hot = results.part_sizes("alltoallv-hot", 120, 4)
     assert hot == [30, 2, 2, 2] and hot[0] == pytest.approx(0.8 * sum(hot), rel=0.05)
     assert results.part_sizes("alltoallv-hot", 120, 1) == [120]
-    assert _known(("alltoallv",), (), ("float32",))[0] == results.OPERATIONS[-3:]
+    assert _valid_names(("alltoallv",), (), ("float32",))[0] == results.OPERATIONS[-3:]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

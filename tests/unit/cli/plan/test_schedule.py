@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.bench.pipeline import schedules
-from hpcdist.bench.pipeline import schedules as pictures
-from hpcdist.bench.pipeline.schedules import ScheduleRequest
+from hpcdist.bench import schedules
+from hpcdist.bench import schedules as pictures
+from hpcdist.bench.schedules import ScheduleRequest
 from hpcdist.cli.plan.schedule import command
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.strategies.schedule.generate.operation_list import generated

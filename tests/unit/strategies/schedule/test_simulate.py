@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.bench.pipeline.schedules import bars
+from hpcdist.bench.schedules import bars
 from hpcdist.errors import ScheduleError, UsageError
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.operation_list import generated
