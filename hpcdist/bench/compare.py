@@ -174,8 +174,8 @@ def _medians(side: CompareSide, resamples: int, rng: np.random.Generator) -> np.
 
 def _notes(changes: Sequence[MedianChange]) -> list[str]:
     notes = []
-    references = [row.ratio for row in changes if row.reference and row.verdict in (REGRESSION, IMPROVEMENT)]
-    if moved := [ratio for ratio in references if ratio]:
+    moved = [row.ratio for row in changes if row.ratio and row.reference and row.verdict in (REGRESSION, IMPROVEMENT)]
+    if moved:
         worst = max(moved, key=lambda ratio: abs(np.log(ratio)))
         notes.append(
             f"{len(moved)} references (memcpy, wire), which run no code of hpcdist, changed too, by up to {worst:.2f}x: "

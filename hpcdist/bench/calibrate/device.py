@@ -1,9 +1,8 @@
-"""Measurements of a device: matrix products, copies, sums, and steps of models; and the dataclasses of all measurements.
+"""Measurements of a device (matrix products, copies, model steps), and the dataclasses of all measurements.
 
-Each operation is timed twice (`BusySeconds`): first with one busy rank per node while the other ranks wait, then with
-all ranks busy, because ranks share caches, memory and perhaps cores. A time is the first quartile over several rounds,
-on the slowest rank. Every round runs all sizes. Other processes only lengthen repetitions, so the first quartile is
-closer to the time on an idle machine than the median.
+Each operation is timed twice (`BusySeconds`), because ranks share caches, memory and perhaps cores. A time is the first
+quartile over several rounds, on the slowest rank. Every round runs all sizes. Other processes only lengthen
+repetitions, so the first quartile is closer to the time on an idle machine than the median.
 """
 
 import time
@@ -60,7 +59,7 @@ class ProductPoint(NamedTuple):
 
 
 class MovePoint(NamedTuple):
-    """Time of the ``operation`` "copy" or "add" on arrays. ``nbytes``: bytes that it reads plus bytes that it writes."""
+    """Time of the ``operation`` "copy" or "add" on arrays. ``nbytes``: number of bytes that it reads and writes."""
 
     operation: str
     nbytes: int
@@ -159,8 +158,8 @@ class CalibrationPoints:
 class CalibrationRequest:
     """Request of a calibration.
 
-    ``on``: "cpu" or "gpu". ``models``: triples (model, context length, micro-batch sizes). ``algorithms``: algorithms of
-    collectives. Messages have ``least_bytes`` to ``most_bytes``. ``seconds``: duration of each part of the calibration.
+    ``on``: "cpu" or "gpu". ``models``: triples (model, context length, micro-batch sizes). ``algorithms``: of collectives.
+    ``least_bytes``, ``most_bytes``: range of message sizes. ``seconds``: duration of each of the three parts.
     """
 
     dtypes: tuple[str, ...] = ("float32",)
@@ -208,23 +207,15 @@ def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure matrix products of all `shapes` in about ``seconds`` seconds. Collective over ``comm``.
-
-    ``dtype``: name of the element type. ``on``: "cpu" or "gpu".
-    """
-    draw = np.random.default_rng(0)
-
-    def operands(m: int, k: int, n: int) -> Call:
-        left, right = (
-            backend.place(draw.standard_normal(shape, np.float32).astype(dtype_of(dtype)), on)
-            for shape in ((m, k), (k, n))
-        )
-        target = backend.empty((m, n), dtype_of(dtype), on)
-        return _synchronised(partial(namespace(target).matmul, left, right, out=target), target)
-
-    product_shapes = shapes(on)
-    times = both(comm, [operands(*shape) for shape in product_shapes], seconds)
-    return tuple(ProductPoint(*shape, busy) for shape, busy in zip(product_shapes, times, strict=True))
+    """Measure matrix products of all `shapes` with elements ``dtype`` in about ``seconds`` seconds. Collective."""
+    draw, item = np.random.default_rng(0), dtype_of(dtype)
+    calls = []
+    for m, k, n in shapes(on):
+        factors = [draw.standard_normal(shape, np.float32).astype(item) for shape in ((m, k), (k, n))]
+        target = backend.empty((m, n), item, on)
+        multiply = partial(namespace(target).matmul, *(backend.place(factor, on) for factor in factors), out=target)
+        calls.append(_synchronised(multiply, target))
+    return tuple(ProductPoint(*shape, busy) for shape, busy in zip(shapes(on), both(comm, calls, seconds), strict=True))
 
 
 def _synchronised(operation: Call, result: Any) -> Call:
@@ -238,10 +229,7 @@ def _synchronised(operation: Call, result: Any) -> Call:
 
 
 def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
-    """Measure copies and sums of arrays of `MOVED` bytes in about ``seconds`` seconds. Collective over ``comm``.
-
-    ``on``: "cpu" or "gpu".
-    """
+    """Measure copies and sums of arrays of `MOVED` bytes in about ``seconds`` seconds. Collective over ``comm``."""
     nbytes, most = MOVED[on]
     calls: list[tuple[str, int, Call]] = []
     while nbytes <= most:
@@ -293,10 +281,7 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Measure steps of the model ``config``, which every rank trains on its own. Collective over ``comm``.
-
-    ``context``: tokens of a sample. ``samples``: size of the micro-batch. ``on``: "cpu" or "gpu".
-    """
+    """Measure steps of ``config`` with ``samples`` samples of ``context`` tokens, on each rank alone. Collective."""
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
     optimizer = OptimizerConfig(learning_rate=1e-4)
     run = TimedRun(solo(), "calibration", network, optimizer, 2 * (WARM + STEPS), None, on)

@@ -120,7 +120,10 @@ class TorchRun:
         module = torch_twin(shape, model, store)
         self._parameters = list(module.parameters())
         groups = [
-            {"params": [tensor for tensor in self._parameters if tensor.ndim > 1], "weight_decay": optimizer.weight_decay},
+            {
+                "params": [tensor for tensor in self._parameters if tensor.ndim > 1],
+                "weight_decay": optimizer.weight_decay,
+            },
             {"params": [tensor for tensor in self._parameters if tensor.ndim <= 1], "weight_decay": 0.0},
         ]
         betas = optimizer.beta1, optimizer.beta2

@@ -102,7 +102,7 @@ class TimedRun(TimedTraining):
         super().__init__(context, ParallelConfig(), initial)
 
     def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
-        """Run a step after a barrier of ``together``, and return its times and the global loss. Collective over it.
+        """Run a step after a barrier, and return its times and the global loss. Collective over ``together``.
 
         ``x`` and ``targets`` are this rank's input and target tokens, of shape (samples, context).
         """
@@ -219,75 +219,77 @@ def model_config(shape: StepShape) -> ModelConfig:
 
 
 def _contenders(
-    comm: Communicator, wanted: StepRequest, config: ModelConfig, folder: Path, say: Say
+    comm: Communicator, request: StepRequest, config: ModelConfig, folder: Path, print_line: Print
 ) -> tuple[dict[str, TimedRun | TorchRun], dict[str, str]]:
-    """Return the contenders that take part, and why others do not. Collective: all ranks agree."""
-    model = models.build(config, "float32", context=wanted.shape.context)
+    """Return the contenders that run here, and the error of each other contender. Collective over ``comm``."""
+    left_out: dict[str, str] = {}
+
+    def require(names: Sequence[str], attempt: Callable[[], object]) -> None:
+        names = [name for name in names if name in request.names and name not in left_out]
+        if not names:
+            return
+        error = ""
+        try:
+            attempt()
+        except (HpcdistError, RuntimeError, OSError) as raised:
+            error = " ".join(str(raised).split())[:200]
+        left_out.update({name: text for text in comm.allgather_object(error) if text for name in names})
+
+    require(_NEED_TORCH, contenders.load_torch)  # on every rank, before the collective begin_torch
+    require(_NEED_TORCH, lambda: contenders.begin_torch(comm, folder, request.threads))
+    require([WRAPPED_JAX], lambda: contenders.begin_jax(request.threads))
+    if COMPILED in request.names and COMPILED not in left_out and comm.rank == 0:
+        print_line("testing torch.compile, which takes a while")
+    require([COMPILED], contenders.try_compile)
+    model = models.build(config, "float32", context=request.shape.context)
     initial = FlatStore(model.layout, model.dtype)
-    model.initialise(initial, wanted.seed)
-    left_out = {}
-    if any(name in wanted.names for name in _NEED_TORCH):
-        # To begin is collective: no rank does before all can.
-        missing = _on_all(comm, contenders.load_torch)
-        missing = missing or _on_all(comm, lambda: contenders.begin_torch(comm, folder, wanted.threads))
-        left_out = {name: missing for name in wanted.names if name in _NEED_TORCH and missing}
-    if WRAPPED_JAX in wanted.names:
-        missing = _on_all(comm, lambda: contenders.begin_jax(wanted.threads))
-        left_out |= {WRAPPED_JAX: missing} if missing else {}
-    if COMPILED in wanted.names and COMPILED not in left_out:
-        if comm.rank == 0:
-            say("torch.compile is tried: that takes a while")
-        why = _on_all(comm, contenders.try_compile)
-        left_out |= {COMPILED: why} if why else {}
+    model.initialise(initial, request.seed)
     runs: dict[str, TimedRun | TorchRun] = {}
-    for name in wanted.names:
+    for name in request.names:
         if name in left_out:
             continue
         if name in (EAGER, COMPILED):
-            runs[name] = TorchRun(comm, name, wanted.shape, model, initial, OPTIMIZER, wanted.every)
-            continue
-        made, start = _model(name, model, initial, wanted.shape)
-        runs[name] = TimedRun(comm, name, made, OPTIMIZER, wanted.every, start)
+            runs[name] = TorchRun(comm, name, request.shape, model, initial, OPTIMIZER, request.num_turns)
+        else:
+            runs[name] = TimedRun(
+                comm,
+                name,
+                _model(name, model, initial, request.shape),
+                OPTIMIZER,
+                request.num_turns,
+                initial if name in BUILT_IN else None,  # wrapped models bring their parameters
+            )
     return runs, left_out
 
 
-def _model(name: str, model: Model, initial: FlatStore, shape: StepShape) -> tuple[Model, FlatStore | None]:
-    """Return the model of a contender trained by hpcdist, and its initial parameters where it brings none itself."""
+def _model(name: str, model: Model, initial: FlatStore, shape: StepShape) -> Model:
     if name == WRAPPED_TORCH:
         from hpcdist.adapters.torch.model import wrap
 
         module = contenders.torch_twin(shape, model, initial)
         example = np.zeros((1, shape.context), np.int64)
-        return wrap(module, contenders.cross_entropy, example=example, tokens_per_sample=shape.context), None
+        return wrap(module, contenders.cross_entropy, example=example, tokens_per_sample=shape.context)
     if name == WRAPPED_JAX:
-        return contenders.wrapped_jax(shape, model, initial), None
+        return contenders.wrapped_jax(shape, model, initial)
     built = models.build(model_config(shape), "float32", context=shape.context)
-    return with_recomputation(built) if name == RECOMPUTING else built, initial
-
-
-def _on_all(comm: Communicator, attempt: Callable[[], object]) -> str:
-    """Return why ``attempt`` fails on any of the ranks, "" where it does on none. Collective."""
-    why = ""
-    try:
-        attempt()
-    except (HpcdistError, RuntimeError, OSError) as error:
-        why = " ".join(str(error).split())[:200]
-    return next((reason for reason in comm.allgather_object(why) if reason), "")
+    return with_recomputation(built) if name == RECOMPUTING else built
 
 
 def _turns(
-    comm: Communicator, wanted: StepRequest, runs: dict[str, TimedRun | TorchRun]
+    comm: Communicator, request: StepRequest, runs: dict[str, TimedRun | TorchRun]
 ) -> tuple[dict[str, list[StepSample]], dict[str, list[float]]]:
-    """Return the samples of this rank, of every turn, and the rates of matrix products, by library. Collective."""
-    order = np.random.default_rng([wanted.seed, 2])
+    """Return this rank's samples of each contender, and the speeds of matrix products of each library. Collective."""
+    order = np.random.default_rng([request.seed, 2])
     names = list(runs)
-    libraries: dict[str, list[Multiply]] = {"numpy": [MatrixProduct(FLOAT32, side=side).run for side in SIDES]}
-    if any(isinstance(contender, TorchRun) for contender in runs.values()):
+    libraries: dict[str, list[Multiply]] = {
+        "numpy": [MatrixProduct(np.dtype(np.float32), side=side).run for side in SIDES]
+    }
+    if any(isinstance(run, TorchRun) for run in runs.values()):
         libraries["torch"] = [contenders.torch_product(side) for side in SIDES]
     samples: dict[str, list[StepSample]] = {name: [] for name in names}
     rates: dict[str, list[float]] = {name: [] for name in libraries}
-    for number, tokens in enumerate(batches(wanted, wanted.every)):
-        x, targets = _own(comm, wanted, tokens)
+    for number, tokens in enumerate(batches(request, request.num_turns)):
+        x, targets = _local_batch(comm, request, tokens)
         for turn in order.permutation(len(names)).tolist():
             samples[names[turn]].append(runs[names[turn]].step(x, targets, comm))
         for library, products in libraries.items():
@@ -297,56 +299,55 @@ def _turns(
                 for side, multiply in zip(SIDES, products, strict=True)
                 for _ in range(PRODUCT_REPEATS)
             )
-            if number >= wanted.warmup:
+            if number >= request.warmup:
                 rates[library].append(best)
     return samples, rates
 
 
-def _own(comm: Communicator, wanted: StepRequest, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return this rank's inputs and targets."""
-    own = tokens[comm.rank * wanted.shape.samples : (comm.rank + 1) * wanted.shape.samples]
-    return own[:, :-1], own[:, 1:]
+def _local_batch(comm: Communicator, request: StepRequest, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return this rank's inputs and targets in the global batch ``tokens``."""
+    local_tokens = tokens[comm.rank * request.shape.samples : (comm.rank + 1) * request.shape.samples]
+    return local_tokens[:, :-1], local_tokens[:, 1:]
 
 
 def _profiles(
-    comm: Communicator, wanted: StepRequest, runs: dict[str, TimedRun | TorchRun]
+    comm: Communicator, request: StepRequest, runs: dict[str, TimedRun | TorchRun]
 ) -> dict[str, list[Seconds]]:
-    """Return the seconds of each kind of operation, of so many more steps of the built-in models. Collective."""
-    built_in = {
-        name: timed_run for name, timed_run in runs.items() if isinstance(timed_run, TimedRun) and name in BUILT_IN
-    }
+    """Run the profiled steps. Return the seconds of each built-in contender's operations in each step. Collective."""
+    built_in = {name: run for name, run in runs.items() if isinstance(run, TimedRun) and name in BUILT_IN}
     profiles: dict[str, list[Seconds]] = {name: [] for name in built_in}
-    for tokens in batches(wanted, wanted.profiled):
-        for name, timed_run in built_in.items():
-            profiles[name].append(timed_run.profile(*_own(comm, wanted, tokens), comm))
+    for tokens in batches(request, request.profiled):
+        for name, run in built_in.items():
+            profiles[name].append(run.profile(*_local_batch(comm, request, tokens), comm))
     return profiles
 
 
 def _case(
     comm: Communicator,
-    wanted: StepRequest,
-    contender: TimedRun | TorchRun,
+    request: StepRequest,
+    run: TimedRun | TorchRun,
     samples: Sequence[StepSample],
     profiles: Sequence[Seconds],
 ) -> StepCase:
-    """Return the figures of a contender. Collective."""
-    timed = samples[wanted.warmup :]
-    rows = [[each.step_s, each.cpu_s, *(each.phases.get(name, np.nan) for name in PHASES)] for each in timed]
+    """Gather the measurements of one contender from all ranks. Collective over ``comm``."""
+    rows = [
+        [sample.step_s, sample.cpu_s, *(sample.phases.get(name, np.nan) for name in PHASES)]
+        for sample in samples[request.warmup :]
+    ]
     times = np.array(comm.allgather_object(rows)).transpose(1, 0, 2)  # (steps, ranks, times)
-    losses = np.array(comm.allgather_object([each.loss for each in samples]))
-    loss = losses.mean(axis=0) if samples[0].own_loss else losses[0]
+    losses = np.array(comm.allgather_object([sample.loss for sample in samples]))
     peak, closed = None, None
-    if isinstance(contender, TimedRun) and contender.name in BUILT_IN:  # what PyTorch takes, the ledger does not see
-        peak = max(comm.allgather_object(contender.activation_bytes()))
-        numbers = counts(model_config(wanted.shape), context=wanted.shape.context)
-        closed = numbers.activation_bytes(wanted.shape.samples, recompute=contender.name == RECOMPUTING)
+    if isinstance(run, TimedRun) and run.name in BUILT_IN:  # the ledger does not count allocations of PyTorch or JAX
+        peak = max(comm.allgather_object(run.activation_bytes()))
+        numbers = counts(model_config(request.shape), context=request.shape.context)
+        closed = numbers.activation_bytes(request.shape.samples, recompute=run.name == RECOMPUTING)
     names = list(dict.fromkeys(key for row in profiles for key in row))
     return StepCase(
-        name=contender.name,
+        name=run.name,
         step_s=times[:, :, 0],
         cpu_s=times[:, :, 1],
         phase_s=times[:, :, 2:],
-        loss=loss,
+        loss=losses.mean(axis=0) if samples[0].own_loss else losses[0],
         operation_s={key: np.array([row.get(key, 0.0) for row in profiles]) for key in names},
         activation_bytes=peak,
         activation_closed_bytes=closed,

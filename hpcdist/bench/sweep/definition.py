@@ -210,9 +210,7 @@ def _excluded(sweep: Sweep, recipes: RecipeResolver, candidates: Sequence[TrialC
             choices = list(dict.fromkeys(row[key] for row in rows))
             for value in values:
                 if value not in choices:
-                    raise ConfigurationError(
-                        f"{key} = {value!r} in {place} matches no trial; use a value of {choices}"
-                    )
+                    raise ConfigurationError(f"{key} = {value!r} in {place} matches no trial; use a value of {choices}")
         matches = {at for at, row in enumerate(rows) if all(row[key] in values for key, values in conditions.items())}
         if not matches:
             raise ConfigurationError(f"no trial matches all conditions of {place}, {dict(table)}; remove the table")

@@ -73,22 +73,23 @@ def run(
 ) -> SweepTally:
     """Run the ``items`` without a status by ``measure``. Append each outcome to the results file ``path``. Local.
 
-    A failed trial does not end the sweep. An item is skipped if the expected duration, from the ok repeats so far, or
-    the limit of the trial exceeds the remaining budget. If ``measure`` raises SweepStopped, the remaining items are
-    left. ``provenance`` holds the attributes of a new results file. ``log`` prints one line of progress.
+    A failed trial does not end the sweep. An item is skipped if its expected duration, at most ``limits.trial_s``,
+    exceeds the remaining budget. If ``measure`` raises SweepStopped, no further item runs. ``provenance`` holds the
+    attributes of a new results file. ``log`` prints one line of progress.
     """
     end = time.monotonic() + limits.budget_s
     statuses = {(item.trial.id, item.repeat): item.status for item in items if item.status}
     try:
         results.prepare(path, provenance)
-        walls = {each.id: [repeat.wall_s for repeat in each.good] for each in results.read(path).configurations}
+        configurations = results.read(path).configurations
+        walls_s = {trial.id: [repeat.wall_s for repeat in trial.good] for trial in configurations}
         for number, item in enumerate(items, 1):
             if item.status:
                 continue
             ranks = counted(item.trial.ranks, "rank")
             label = f"[{number}/{len(items)}] {item.trial.name} on {ranks}, repeat {item.repeat + 1}"
             remaining = end - time.monotonic()
-            if min(_expected_s(walls, item.trial.id), limits.trial_s) > remaining:
+            if min(_expected_s(walls_s, item.trial.id), limits.trial_s) > remaining:
                 log(f"{label}: skipped, because it would not end within the time budget")
                 continue
             outcome = measure(item.trial, min(limits.trial_s, remaining))
@@ -98,7 +99,7 @@ def run(
             results.append(path, item.trial, item.position, item.repeat, outcome, provenance.get("git_commit", ""))
             statuses[item.trial.id, item.repeat] = outcome.status
             if outcome.status == OK:
-                walls.setdefault(item.trial.id, []).append(outcome.wall_s)
+                walls_s.setdefault(item.trial.id, []).append(outcome.wall_s)
             log(f"{label}: {_outcome_text(outcome)}")
     except SweepStopped:
         log("stopped; the running trial is not recorded; run the same command to continue with this trial")
@@ -114,14 +115,13 @@ def anonymous(outcome: TrialOutcome, hosts: Sequence[str]) -> TrialOutcome:
     return outcome
 
 
-def _expected_s(walls: Mapping[str, Sequence[float]], trial: str) -> float:
-    """Return the longest expected duration, in seconds, of the trial with the id ``trial``.
+def _expected_s(walls_s: Mapping[str, Sequence[float]], trial: str) -> float:
+    """Return the expected duration of the trial with the id ``trial`` in seconds, or 0 if ``walls_s`` is empty.
 
-    ``walls`` holds the durations of ok repeats by trial id. Without an ok repeat, the longest repeat of any trial
-    counts. The result is 0 if ``walls`` is empty.
+    ``walls_s`` holds the durations of ok repeats by trial id. A new trial may take as long as the longest one.
     """
-    durations = walls.get(trial) or [wall_s for repeats in walls.values() for wall_s in repeats]
-    return 1.1 * max(durations, default=0.0)  # a repeat may take a little longer than the repeats before
+    durations_s = walls_s.get(trial) or [wall_s for repeats in walls_s.values() for wall_s in repeats]
+    return 1.1 * max(durations_s, default=0.0)  # a repeat may take a little longer than the repeats before
 
 
 def _outcome_text(outcome: TrialOutcome) -> str:

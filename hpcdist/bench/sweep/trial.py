@@ -73,7 +73,7 @@ def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] =
 
 
 def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environment: Mapping[str, str]) -> TrialOutcome:
-    """Run ``trial`` by the command ``line`` with its files in the empty directory ``folder``. Return the outcome. Local.
+    """Run ``trial`` by the command ``line`` in the empty directory ``folder``. Return the outcome. Local.
 
     A trial that fails, or runs longer than ``limit_s`` seconds, has a failed outcome. An exception of this process,
     such as one from a signal handler, ends the trial. ``environment`` holds the environment variables of the trial.
@@ -150,7 +150,9 @@ def _with_measurements(outcome: TrialOutcome, folder: Path) -> TrialOutcome:
         with files.open_read(folder / "run" / "metrics.h5", "hpcdist.metrics") as file:
             rows, group = datasets.read(file, "steps"), file["steps"]
             samples = {
-                name: TrialSample(rows[column], str(group[column].attrs["units"]), str(group[column].attrs["long_name"]))
+                name: TrialSample(
+                    rows[column], str(group[column].attrs["units"]), str(group[column].attrs["long_name"])
+                )
                 for name, column in ((ITERATION, "step"), *zip(_COLUMNS, _COLUMNS, strict=True))
             }
             library = str(file.attrs.get("mpi_library", ""))

@@ -1,6 +1,6 @@
-"""The `hpcdist bench` commands: sweeps, steps, power, pipelines, collectives, checkpoints, data exchanges.
+"""The `hpcdist bench` commands: sweeps of trainings, training steps, and collectives.
 
-Part of `hpcdist.cli`, floor 7: it may import every package below. Measuring is done by `hpcdist.bench`; these modules
-read options, start ranks or trials, and print. Heavy libraries are imported late.
-Begin with `group` (the group, and sweeps) and `trials` (how trainings are started as trials).
+Part of `hpcdist.cli`, floor 7: may import every other package. The packages of `hpcdist.bench` measure; these modules
+read options, start ranks or trials, and print. They import heavy libraries late. Begin with `group` (the command group
+and sweeps) and `trials` (trainings as trials).
 """

@@ -1,5 +1,6 @@
-"""The group `hpcdist bench`, and `bench sweep`: measure configurations one after the other."""
+"""The command group `hpcdist bench` with `bench sweep` and `bench merge`, and the command `hpcdist compare`."""
 
+import functools
 import json
 import re
 import shlex
@@ -10,17 +11,9 @@ import click
 
 from hpcdist.cli.bench import collectives, skeleton, step
 from hpcdist.cli.bench.skeleton import file_option
-from hpcdist.cli.bench.trials import (
-    SweepRecipes,
-    check_alone,
-    exit_code,
-    item_line,
-    run_series,
-    tally_line,
-    trial_command,
-)
+from hpcdist.cli.bench.trials import SweepRecipes, check_alone, item_line, run_options, run_series, tally_line
 from hpcdist.cli.common import FILE, PATH
-from hpcdist.errors import FAILURE, OK, UsageError
+from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
     from hpcdist.bench.sweep.series import SeriesItem
@@ -28,14 +21,15 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
 
 
 @click.command("merge")
-@file_option("-o", "--output", required=True, help="HDF5 file that the results are put into; it keeps what it has.")
-@click.option("--mixed", is_flag=True, help="Take trials of different commits of hpcdist.")
+@file_option("-o", "--output", required=True, help="HDF5 file to add the results to; it keeps its own results.")
+@click.option("--mixed", is_flag=True, help="Allow trials of different commits of hpcdist.")
 @click.argument("parts", metavar="FILE...", nargs=-1, required=True, type=FILE)
 def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
-    """Put the results FILEs of one sweep into OUTPUT, as if one `hpcdist bench sweep` had measured all of it.
+    """Merge the results FILEs of one sweep into OUTPUT, as if one `hpcdist bench sweep` had measured all trials.
 
-    Of two tries of a trial a good one counts, and of two failed ones the later; two good ones that differ are refused.
-    In what versions and machines the files differ is said on stderr. The same command again changes nothing.
+    If several FILEs have a trial, a successful result replaces a failed one, and the later of two failed results is
+    kept. Two different successful results are an error. stderr lists the differences between versions and machines.
+    Merging the same FILEs again changes nothing.
     """
     from hpcdist.bench.sweep import merge, results
 
@@ -48,36 +42,34 @@ def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
 
 
 def _threshold(context: click.Context, parameter: click.Parameter, value: str) -> float:
-    """Return "5%", "5 %" or "0.05" as 0.05."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", value)
     if match is None:
-        raise click.BadParameter(f"{value!r}: expected a share such as 5% or 0.05")
+        raise click.BadParameter(f"{value!r}: expected a share, such as 5% or 0.05")
     return float(match[1]) / (100 if match[2] else 1)
 
 
 @click.command("compare")
 @click.argument("before", type=PATH)
 @click.argument("after", type=PATH)
-@click.option("--threshold", callback=_threshold, default="5%", help="Slowdown that is still tolerated.")
+@click.option("--threshold", callback=_threshold, default="5%", help="Tolerated slowdown, such as 5% or 0.05.")
 @click.option(
-    "--confidence", type=click.FloatRange(0.5, 1.0, max_open=True), default=0.95, help="Of the intervals of ratios."
+    "--confidence", type=click.FloatRange(0.5, 1.0, max_open=True), default=0.95, help="Confidence of the intervals."
 )
-@click.option("--resamples", type=click.IntRange(min=100), default=2000, help="Draws of the bootstrap.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the draws: the same seed, the same intervals.")
+@click.option("--resamples", type=click.IntRange(min=100), default=2000, help="Number of bootstrap samples.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the bootstrap.")
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the table as Markdown.")
 def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_options: Any) -> int:
-    """Say what of AFTER is slower or faster than in BEFORE: two results of `hpcdist bench collectives`, or of a sweep.
+    """Show how AFTER differs from BEFORE: two results files of `bench collectives` or `bench sweep`, or two runs.
 
-    Two run directories are put beside each other: their figures, with ratios, and the keys of their recipes that
-    differ; the exit code is 0.
+    For two run directories, this prints their figures with ratios, and the recipe keys that differ. The exit code is 0.
 
-    The ratio is that of the medians of the slowest rank's times, with a bootstrap interval over the iterations; the
-    largest slowdown comes first. What only one of the files has is listed.
+    For two results files, the ratio compares the median times of the slowest ranks, with a bootstrap interval over the
+    iterations. The largest slowdown comes first. Configurations in only one file are listed.
 
-    Exit codes, for CI: 0 when nothing is slower beyond the threshold with its whole interval, 1 when something is, or
-    gives a wrong result in AFTER, 2 for usage (also files that have nothing in common, or too few iterations for any
-    verdict), 74 for a file that cannot be read.
+    Exit codes: 0 if no configuration is slower, 1 if the whole interval of a configuration is above the threshold or
+    its result in AFTER is wrong, 2 for usage errors (also if the files have nothing in common, or too few iterations
+    for any verdict), 74 if a file cannot be read.
     """
     if before.is_dir() and after.is_dir():
         _compare_runs(before, after, as_json)
@@ -85,7 +77,7 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
     from hpcdist.bench import compare as comparing  # late: --help must not load h5py
 
     if as_json and markdown:
-        raise UsageError("--json and --markdown are two ways to print the same; choose one")
+        raise UsageError("--json and --markdown select different output formats; choose one")
     rule = comparing.CompareRule(**rule_options)
     comparison = comparing.compare(before, after, rule)
     if as_json:
@@ -95,8 +87,8 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
     judged, total = len(comparison.judged), sum(not change.reference for change in comparison.changes)
     if not judged:
         raise UsageError(
-            f"none of {total} configurations that both files have has a verdict, which takes {comparing.LEAST} "
-            "iterations a side; measure more (--iterations, --seconds)"
+            f"none of {total} common configurations has a verdict, which needs at least {comparing.LEAST} iterations in "
+            "each file; measure more iterations (--iterations, --seconds)"
         )
     wrong = sum(change.verdict == comparing.WRONG for change in comparison.regressions)
     counts = f"{wrong} wrong in the second, {total - judged} without a verdict"
@@ -106,7 +98,7 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
 
 
 _CLONE: Final = "in a clone of the repository"
-MOVED: Final = {  # commands of earlier versions, and their successors
+MOVED: Final = {  # command of an earlier version -> its successor
     "checkpoint": f"`python -m benchmarks checkpoint` or `background_saves` {_CLONE}",
     "data": "`hpcdist bench sweep strategies.toml`, with the file that `hpcdist help --examples DIRECTORY` writes",
     "pipeline": f"`python -m benchmarks pipelines` {_CLONE}",
@@ -115,7 +107,7 @@ MOVED: Final = {  # commands of earlier versions, and their successors
 
 
 class BenchGroup(click.Group):
-    """Click group that names the successor of a moved command."""
+    """Click group whose error for a moved command names the successor."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -127,7 +119,7 @@ class BenchGroup(click.Group):
 
 @click.group(cls=BenchGroup)
 def command() -> None:
-    """Measure configurations of a training, training steps, and collectives."""
+    """Measure configurations of a training, training steps and collectives."""
 
 
 for _module in (collectives, step):
@@ -137,50 +129,51 @@ command.add_command(merge)
 
 @command.command()
 @click.argument("sweep_file", metavar="SWEEP.toml", type=FILE)
-@file_option("-o", "--output", default=Path("results.h5"), help="HDF5 file that the results are appended to.")
-@click.option("--trial", "wanted", metavar="TRIAL", help="Run this one alone: its number from 0, its id or its name.")
+@file_option("-o", "--output", default=Path("results.h5"), help="HDF5 file to append the results to.")
+@click.option("--trial", metavar="TRIAL", help="Run only this trial: its number from 0, its id or its name.")
 @skeleton.limit_option
 @skeleton.budget_option
 @skeleton.ranks_per_node_option
 @skeleton.run_args_option
 @skeleton.retry_option
-@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
-@click.option("--dry-run", is_flag=True, help="Print the trials and the command of each, and start nothing.")
-@click.option("--list", "listing", is_flag=True, help="Print number, id, ranks and name of the trials, and no more.")
+@click.option("--anonymous", is_flag=True, help="Leave host names out of the results.")
+@click.option("--dry-run", is_flag=True, help="Print the trials and their commands; start nothing.")
+@click.option("--list", "listing", is_flag=True, help="Print number, id, ranks and name of each trial; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --list: one JSON object.")
 def sweep(
-    sweep_file: Path, output: Path, wanted: str | None, listing: bool, as_json: bool, dry_run: bool, **options: Any
+    sweep_file: Path, output: Path, trial: str | None, listing: bool, as_json: bool, dry_run: bool, **options: Any
 ) -> int:
-    """Train every configuration of SWEEP.toml on every number of ranks, and keep what each step took.
+    """Train every configuration of SWEEP.toml on every number of ranks, and record the time of each step.
 
-    Trials that OUTPUT holds already are not run again, so the same command goes on after an end of any kind. The run
-    directory of a trial lies beside OUTPUT while it is needed, and so does OUTPUT.lock, which keeps other sweeps from
-    OUTPUT. `hpcdist report OUTPUT` shows the table. The tasks of a job array run one --trial each, with an OUTPUT of
-    its own, and `hpcdist bench merge` makes one of them.
+    Trials that OUTPUT already has do not run again, so the same command continues an interrupted sweep. During a sweep,
+    the directory of OUTPUT also has the run directory of the current trial, and OUTPUT.lock, which keeps other sweeps
+    away. `hpcdist report OUTPUT` prints the table. A job array runs one --trial per task, each with its own OUTPUT, and
+    `hpcdist bench merge` merges these files.
 
-    Exit code 0 when all trials are recorded as ok, 1 when any failed (the sweep goes on all the same), 75 when some are
-    left for the next call: the budget was spent, or SIGTERM, SIGHUP or SIGUSR1 came.
+    Exit codes: 0 if all trials are recorded as ok, 1 if a trial failed (the others still run), 75 if trials are left
+    for the next call because the budget is spent or SIGTERM, SIGHUP or SIGUSR1 arrived.
     """
     if as_json and not listing:
-        raise UsageError("--json prints what --list does; add --list, or see `hpcdist report --json` for results")
+        raise UsageError("--json needs --list; add --list, or use `hpcdist report --json` for results")
     check_alone()
     from hpcdist.bench.sweep import definition
 
-    measured = definition.read(sweep_file)
-    trials = definition.expand(measured, SweepRecipes(measured))
-    only = None if wanted is None else definition.trial_position(trials, wanted, str(sweep_file))
+    definitions = definition.read(sweep_file)
+    trials = definition.expand(definitions, SweepRecipes(definitions))
+    only = None if trial is None else definition.trial_position(trials, trial, str(sweep_file))
     if listing:  # needs neither MPI nor HDF5
-        rows = definition.trial_rows(trials, measured)
+        rows = definition.trial_rows(trials, definitions)
         rows = rows if only is None else [rows[only]]
         click.echo(json.dumps({"sweep": str(sweep_file), "trials": rows}) if as_json else definition.trial_table(rows))
         return OK
     from hpcdist.bench.sweep import results, series
+    from hpcdist.bench.sweep.trial import command as command_of
 
-    line = trial_command(options["ranks_per_node"], options["run_args"])
+    line = functools.partial(command_of, options=run_options(options["ranks_per_node"], options["run_args"]))
     results.check_place(output)
 
     def plan() -> "list[SeriesItem]":
-        return series.plan(trials, measured.repeats, output, options["retry_failed"], only)
+        return series.plan(trials, definitions.repeats, output, options["retry_failed"], only)
 
     if dry_run:
         _show(plan(), line)
@@ -188,11 +181,11 @@ def sweep(
     limits = series.SeriesLimits(options["limit_s"], options["budget_s"] or float("inf"))
     tally = run_series(output, plan, limits, options["anonymous"], line)
     skeleton.print_progress(tally_line(tally, f"; `hpcdist report {output}`"))
-    return exit_code(tally, tally.failed > 0)
+    return REQUEUE if tally.left else FAILURE if tally.failed else OK
 
 
 def _show(items: "list[SeriesItem]", line: "Command") -> None:
-    """Print the trials in their order, and below the command of each."""
+    """Print ``items``, then one command per number of ranks. ``line`` makes the command of a trial."""
     for number, item in enumerate(items, 1):
         settings = " ".join(f"{key}={json.dumps(value)}" for key, value in item.trial.settings.items())
         click.echo(f"[{number}/{len(items)}] {item_line(item)}: {settings}")
@@ -201,28 +194,25 @@ def _show(items: "list[SeriesItem]", line: "Command") -> None:
         click.echo(shlex.join(lines[ranks]))
 
 
-def _has_effect(key: str, kind: str) -> bool:
+def _effective_keys(run_dir: Path) -> dict[str, str]:
+    """Return the recipe of the run in ``run_dir``, key -> value as text, without model keys that its model ignores."""
     from hpcdist.models.config import applies
+    from hpcdist.reporting.rules import written
+    from hpcdist.training.recipe import recipe as recipes
 
-    section, _, name = key.partition(".")
-    return section != "model" or applies(name, kind)
+    values = recipes.flat(recipes.load_stored(run_dir / "recipe.toml"))
+    ignored = {key for key in values if key.startswith("model.") and not applies(key[6:], values["model.kind"])}
+    return {key: written(value) for key, value in values.items() if key not in ignored}
 
 
 def _compare_runs(before: Path, after: Path, as_json: bool) -> None:
-    """Print the figures of two runs beside each other, and in which keys their recipes differ."""
-    from hpcdist.reporting.rules import written
     from hpcdist.reporting.table import MISSING
     from hpcdist.telemetry import report as reports
     from hpcdist.telemetry import side_by_side
-    from hpcdist.training.recipe import recipe as recipes
 
     runs = [reports.report(path) for path in (before, after)]
-    keys = [recipes.flat(recipes.load_stored(path / "recipe.toml")) for path in (before, after)]
-    shown = [  # a key without effect has no value to compare
-        {key: written(value) for key, value in each.items() if _has_effect(key, each["model.kind"])} for each in keys
-    ]
-    names = dict.fromkeys((*shown[0], *shown[1]))
-    pairs = {key: (shown[0].get(key, MISSING), shown[1].get(key, MISSING)) for key in names}
+    first, second = (_effective_keys(path) for path in (before, after))
+    pairs = {key: (first.get(key, MISSING), second.get(key, MISSING)) for key in first | second}
     differ = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     if as_json:
         click.echo(json.dumps({"figures": side_by_side.comparison(*runs), "recipe": differ}))

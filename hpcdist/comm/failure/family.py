@@ -128,11 +128,11 @@ class CommunicatorFamily(ABC):
             with contextlib.suppress(Exception):
                 communicator._abandon()
 
-    def _check_survivable(self, what: str) -> None:
+    def _check_survivable(self, operation: str) -> None:
         if not self.supports("ulfm"):
             raise MissingCapabilityError(
-                f"{what} on {self.name}: this MPI was not started to continue after the death of a rank; start the "
-                "job by Open MPI's `mpirun --with-ft ulfm`, or let the job end and start it again"
+                f"{operation}() on {self.name} needs the fault tolerance of MPI (ULFM), which is off; start the job by "
+                "Open MPI's `mpirun --with-ft ulfm`, or let the job end and start the job again"
             )
 
     @abstractmethod

@@ -109,7 +109,7 @@ def share(value: float) -> str:
 
 
 def wrapped(line: str, indent: str = "", width: int = LINE) -> list[str]:
-    """Return ``line`` split into lines of ``width`` characters. All begin with ``indent``, later ones with 2 spaces more."""
+    """Return ``line`` as lines of at most ``width`` characters with ``indent``, and 2 spaces more from the second on."""
     wrapper = textwrap.TextWrapper(width, indent, f"{indent}  ", break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(line)
 

@@ -123,9 +123,7 @@ def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
     if not unused:
         return []
     nodes = counted(nodes_of(layout, cluster), "whole node")
-    return [
-        f"energy and price count {nodes}: {unused:,} of {held:,} devices {'is' if unused == 1 else 'are'} not used"
-    ]
+    return [f"energy and price count {nodes}: {unused:,} of {held:,} devices {'is' if unused == 1 else 'are'} not used"]
 
 
 def breaks_lines(estimate: PlanEstimate) -> list[str]:
