@@ -20,8 +20,8 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.bench.collectives import contenders as contenders_of
 from hpcdist.bench.collectives import results
-from hpcdist.bench.collectives.results import COLD, ORDINARY, CollectivesCell
-from hpcdist.bench.collectives.run import CellLimits, CellSamples, CellTiming
+from hpcdist.bench.collectives.results import COLD, ORDINARY, CellLimits, CollectivesCell
+from hpcdist.bench.collectives.run import CellSamples, CellTiming
 from hpcdist.telemetry.provenance import provenance
 
 Run = Callable[[np.ndarray, np.ndarray], None]

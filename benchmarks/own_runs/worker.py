@@ -21,7 +21,7 @@ from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.start import Session
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.core.operations import COMPUTE, Kind, Operation
 from hpcdist.training.build.assemble import assemble
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe import recipe as recipes

@@ -42,13 +42,13 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import MISSING, aligned
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.operations import COMPUTE, Kind, Operation, StagePlacement
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.costs import PassSeconds, agree
 from hpcdist.strategies.pipeline.costs import measure as pass_seconds
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_schedule
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import program as programs
 from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
 from hpcdist.strategies.schedule.simulate.timeline import StepTimeline, simulate_lists

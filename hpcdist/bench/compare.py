@@ -108,16 +108,14 @@ def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
     """
     schemas = [_schema(path) for path in (before, after)]
     if schemas[0] != schemas[1]:
-        raise UsageError(
-            f"{before} has schema {schemas[0]} and {after} has schema {schemas[1]}; give two files of the same benchmark"
-        )
+        raise UsageError(f"{before} has schema {schemas[0]}, {after} has {schemas[1]}; give two files of one benchmark")
     left, right = (_READERS[schemas[0]](path) for path in (before, after))
     common = [name for name in left if name in right]
     if not common:
-        names = [", ".join([*list(side)[:3], *(["..."] if len(side) > 3 else [])]) or "none" for side in (left, right)]
+        first, second = (", ".join(list(side)[:3]) or "nothing" for side in (left, right))
         raise UsageError(
-            f"{before} and {after} have no configuration in common; configurations of the first file: {names[0]}; of "
-            f"the second file: {names[1]}; measure the same configurations"
+            f"{before} and {after} have no configuration in common: the first file has {first}, ..., and the second "
+            f"file has {second}, ...; measure the same configurations"
         )
     corrected = [name for name in common if left[name].wrong and not right[name].wrong]
     changes = [change(name, left[name], right[name], rule) for name in common if name not in corrected]
@@ -178,8 +176,8 @@ def _notes(changes: Sequence[MedianChange]) -> list[str]:
     if moved:
         worst = max(moved, key=lambda ratio: abs(np.log(ratio)))
         notes.append(
-            f"{len(moved)} references (memcpy, wire), which run no code of hpcdist, changed too, by up to {worst:.2f}x: "
-            "the two files were measured on different machines, or under different load"
+            f"{len(moved)} references (memcpy, wire) changed by up to {worst:.2f}x, but run no code of hpcdist: the two "
+            "files were measured on different machines, or under different load"
         )
     if single := sum(1 in row.sessions for row in changes):
         notes.append(
@@ -216,14 +214,11 @@ def _collectives(path: Path) -> dict[str, CompareSide]:
 def _sweep(path: Path) -> dict[str, CompareSide]:
     """Return the step times of all successful repeats, by configuration. The first step is left out: it compiles."""
     sides = {}
-    for configuration in results.read(path).configurations:
-        times, sessions = [], []
-        for repeat in configuration.good:
-            times.append(most_of_ranks(repeat.samples["step_s"][1:]))
-            sessions.append(np.full(len(times[-1]), repeat.number))
+    for row in results.read(path).configurations:
+        times = [most_of_ranks(repeat.samples["step_s"][1:]) for repeat in row.good]
+        sessions = [np.full(len(steps), repeat.number) for steps, repeat in zip(times, row.good, strict=True)]
         if sum(map(len, times)):
-            name = f"{configuration.name} on {configuration.ranks} ranks"
-            sides[name] = CompareSide(np.concatenate(times), np.concatenate(sessions))
+            sides[f"{row.name} on {row.ranks} ranks"] = CompareSide(np.concatenate(times), np.concatenate(sessions))
     return sides
 
 

@@ -76,7 +76,7 @@ def plain(value: Any) -> Any:
 
 
 def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
-    """Write the dataclass ``record`` into the empty HDF5 group ``group``. The keyword ``grows`` permits `extend_record`."""
+    """Write the dataclass ``record`` into the empty HDF5 ``group``. The keyword ``grows`` permits `extend_record`."""
     group.attrs.update(_attributes(record))
     columns = {name: (getattr(record, name), column) for name, column in _sample_columns(type(record)).items()}
     if columns:

@@ -6,7 +6,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,40 +18,24 @@ from hpcdist.reporting import table as text_table
 from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import text_of
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 from hpcdist.strategies.schedule.generate.passes import Peak, expand
-from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import passes
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.program import (
-    AGAIN,
-    BACKWARD,
-    FORWARD,
-    INPUT,
-    WEIGHT,
-    LinkCost,
-    StepCosts,
-)
+from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT, LinkCost, StepCosts
 from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.proof import verify
 
-# Letter and meaning of each kind of pass.
-NAMES: Final = {
-    FORWARD: ("F", "forward"),
-    BACKWARD: ("B", "backward"),
-    INPUT: ("I", "input gradient"),
-    WEIGHT: ("W", "weight gradients"),
-    AGAIN: ("F again", "recomputed forward"),
-}
-# Colours of a bar and of the number in the bar. The bars also differ in brightness, for black-and-white prints.
-COLOURS: Final = {
-    FORWARD: ("#cfe2f3", "black"),
-    BACKWARD: ("#d1693a", "black"),
-    INPUT: ("#f0b35a", "black"),
-    WEIGHT: ("#3d6b53", "white"),
-    AGAIN: ("#b5c9da", "black"),
+# Kind of pass -> (letter, meaning, colour of a bar, colour of the number in the bar).
+STYLES: Final = {  # the bars also differ in brightness, for black-and-white prints
+    FORWARD: ("F", "forward", "#cfe2f3", "black"),
+    BACKWARD: ("B", "backward", "#d1693a", "black"),
+    INPUT: ("I", "input gradient", "#f0b35a", "black"),
+    WEIGHT: ("W", "weight gradients", "#3d6b53", "white"),
+    AGAIN: ("F again", "recomputed forward", "#b5c9da", "black"),
 }
 NUMBERED: Final = 2000  # largest number of bars in a panel whose bars have numbers
 PROVEN: Final = 20_000  # largest number of passes whose operation lists are verified, which takes about a second
@@ -76,16 +60,12 @@ class ScheduleRequest:
 
     def __post_init__(self) -> None:
         if len(self.costs) not in (1, self.stages):
-            raise UsageError(
-                f"--costs is given {len(self.costs)} times; give it once for all stages, or {self.stages} times, once "
-                "per stage"
-            )
+            count = len(self.costs)
+            raise UsageError(f"--costs is given {count} times; give it once for all stages, or {self.stages} times")
         if not all(math.isfinite(seconds) and seconds >= 0 for row in self.costs for seconds in row):
             raise UsageError(f"--costs {self.costs}: all seconds must be finite and at least 0")
         if not all(map(any, self.costs)):
-            raise UsageError(
-                f"--costs {self.costs}: the bubble of a stage without cost is undefined; give each stage a cost above 0"
-            )
+            raise UsageError(f"--costs {self.costs}: each stage must have a cost above 0, or its bubble is undefined")
         if not math.isfinite(self.message_s):
             raise UsageError(f"--message-s {self.message_s}: the seconds must be finite")
 
@@ -178,16 +158,7 @@ def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
             "hops": sum(before.rank != link.rank for before, link in zip(path, path[1:], strict=False)),
         },
         "ranks": [
-            {
-                "begin_s": stage.begin_s,
-                "span_s": stage.span_s,
-                "busy_s": stage.busy_s,
-                "idle_s": stage.idle_s,
-                "bubble": stage.bubble,
-                "live": memory.live,
-                "held": memory.held,
-                "both": memory.both,
-            }
+            {**asdict(stage), "bubble": stage.bubble, **asdict(memory)}
             for stage, memory in zip(timeline.stages, simulated.memory, strict=True)
         ],
     }
@@ -222,7 +193,7 @@ _COLUMNS: Final[text_table.Columns[SimulatedSchedule]] = (
 class PassBar:
     """Bar of a timeline: one pass of a micro-batch through one model chunk, with its start and end time.
 
-    ``work``: kind of the pass, a key of `NAMES`. ``chunk``: number of the chunk in the model. ``local``: number of the
+    ``work``: kind of the pass, a key of `STYLES`. ``chunk``: number of the chunk in the model. ``local``: number of the
     chunk on its rank.
     """
 
@@ -288,16 +259,21 @@ def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
     end_s = max((bar.end_s for panel in panels for bar in panel.bars), default=1.0)
     works = sorted({bar.work for panel in panels for bar in panel.bars})
     with drawing(file, _WIDTH, sum(heights) + 0.6) as figure:
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
         axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
         for axis, shown in zip(axes, panels, strict=True):
             _panel(axis, shown, end_s)
         axes[-1].set_xlabel("time (s)")
-        _legend(figure, works)
+        handles: list[Any] = [Patch(facecolor=STYLES[work][2], label=": ".join(STYLES[work][:2])) for work in works]
+        handles.append(Line2D([], [], color="black", linewidth=1.2, label="critical path"))
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
 
 
 def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
     is_numbered = len(shown.bars) <= NUMBERED
-    for work, (colour, _) in COLOURS.items():
+    for work, (_, _, colour, _) in STYLES.items():
         for rank in range(shown.ranks):
             spans = [
                 (bar.begin_s, bar.end_s - bar.begin_s) for bar in shown.bars if (bar.work, bar.rank) == (work, rank)
@@ -308,7 +284,7 @@ def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
     for bar in shown.bars if is_numbered else ():
         text = f"{bar.microbatch}.{bar.local}" if shown.chunks > 1 else str(bar.microbatch)
         if (bar.end_s - bar.begin_s) / end_s * _WIDTH * 0.92 > 0.06 * len(text):  # a character is 0.06 inches wide
-            style = {"ha": "center", "va": "center", "fontsize": 7, "color": COLOURS[bar.work][1], "clip_on": True}
+            style = {"ha": "center", "va": "center", "fontsize": 7, "color": STYLES[bar.work][3], "clip_on": True}
             axis.text((bar.begin_s + bar.end_s) / 2, bar.rank, text, **style)
     axis.plot([s for s, _ in shown.path], [r + 0.42 for _, r in shown.path], color="black", linewidth=1.2)
     axis.set_title(shown.title, fontsize=10, loc="left")
@@ -317,15 +293,6 @@ def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
     axis.set_xlim(0, end_s * 1.005)
     if shown.ranks <= 16:
         axis.set_yticks(range(shown.ranks))
-
-
-def _legend(figure: Any, works: Sequence[int]) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    handles: list[Any] = [Patch(facecolor=COLOURS[work][0], label=": ".join(NAMES[work])) for work in works]
-    handles.append(Line2D([], [], color="black", linewidth=1.2, label="critical path"))
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
 
 
 def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
@@ -339,19 +306,11 @@ def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
         for rank in range(shown.ranks):
             name = {"name": f"rank {rank}"}
             events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": name})
-        events += [
-            {
-                "ph": "X",
-                "name": f"{NAMES[bar.work][0]}{bar.microbatch}.{bar.local}",
-                "cat": NAMES[bar.work][0],
-                "pid": process,
-                "tid": bar.rank,
-                "ts": 1e6 * bar.begin_s,  # in microseconds
-                "dur": 1e6 * (bar.end_s - bar.begin_s),
-                "args": {"microbatch": bar.microbatch, "chunk": bar.chunk},
-            }
-            for bar in shown.bars
-        ]
+        for bar in shown.bars:
+            letter = STYLES[bar.work][0]
+            about = {"name": f"{letter}{bar.microbatch}.{bar.local}", "cat": letter, "pid": process, "tid": bar.rank}
+            times = {"ts": 1e6 * bar.begin_s, "dur": 1e6 * (bar.end_s - bar.begin_s)}  # in microseconds
+            events.append({"ph": "X", **about, **times, "args": {"microbatch": bar.microbatch, "chunk": bar.chunk}})
     try:
         file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     except OSError as error:

@@ -18,7 +18,9 @@ from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.tied import TiedCopies, tied_tensors
 from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
@@ -30,7 +32,6 @@ from hpcdist.strategies.parameter_server.compressed import compressed_server
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.pipeline.tied import TiedCopies, tied_tensors
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate.operation_list import (
     compute_operations,
@@ -42,7 +43,6 @@ from hpcdist.strategies.schedule.generate.operation_list import (
 )
 from hpcdist.strategies.schedule.generate.passes import Passes
 from hpcdist.strategies.schedule.graphs import StageGraphs
-from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.deadlock import PeerRanks
 from hpcdist.strategies.schedule.verify.proof import Proof, verify

@@ -38,7 +38,7 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
 from hpcdist.reporting.rules import written
 from hpcdist.strategies.core.exchange import pieces_of
-from hpcdist.strategies.core.replica_check import check_batch
+from hpcdist.strategies.schedule.replica_check import check_batch
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.training import run_directory
 from hpcdist.training.build.state_source import CheckpointSource

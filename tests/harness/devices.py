@@ -26,8 +26,8 @@ from hpcdist.models.stage import IGNORED, Draw
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.schedule.observers import phase_of
-from hpcdist.strategies.schedule.operations import Kind
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 

@@ -18,10 +18,10 @@ from hpcdist.models.stage import Gradients, Operations, Parameters, Saved
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.operations import Kind, StagePlacement
 from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
 from hpcdist.strategies.schedule.generate.passes import Passes, expand
-from hpcdist.strategies.schedule.operations import Kind, StagePlacement
 from hpcdist.strategies.schedule.verify.proof import verify
 
 WIDTH, SAMPLES, UNITS = 6, 7, 8

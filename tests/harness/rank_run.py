@@ -24,14 +24,14 @@ from hpcdist.strategies import build
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.operations import Operation, StagePlacement, looped
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.strategies.schedule.operations import Operation, StagePlacement, looped
+from hpcdist.strategies.schedule.replica_check import explain_nonfinite
 from hpcdist.strategies.zero.config import STAGES
 
 GPT = ModelConfig(layers=1, hidden=16, heads=2)

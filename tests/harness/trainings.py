@@ -29,8 +29,8 @@ from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.models.experts import router
 from hpcdist.models.model import Model
-from hpcdist.strategies.core.replica_check import explain_nonfinite
 from hpcdist.strategies.schedule.executor import StepResult
+from hpcdist.strategies.schedule.replica_check import explain_nonfinite
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training import run_directory
 from hpcdist.training.build.assemble import assemble

@@ -38,6 +38,13 @@ FLOORS = {
 }
 EVERYWHERE = {"errors"}  # on floor 0 with arrays, which raises them
 
+# Packages of strategies/, lowest first: each imports only packages before it, and the declarations of recipe keys.
+STRATEGIES = (
+    *("core", "schedule", "context", "tensor", "expert", "pipeline"),
+    *("zero", "compressed", "data", "parameter_server", "decentralised"),
+)
+STRATEGY_TYPES = {("core.rank_context", "context.axis")}  # the context of a rank holds an axis of a higher package
+
 # Foreign library -> the one package or module that imports it.
 DOORS = {
     "mpi4py": "hpcdist.comm",
@@ -174,6 +181,20 @@ def upward_imports(tree):
         for line, module in tree.imports(path):
             if tree.package_of(module) not in {None, *allowed}:
                 yield f"{path}:{line} imports {module}"
+
+
+def upward_strategies(tree):
+    """Yield the imports inside strategies/ that go to a higher package."""
+    prefix = f"{tree.root.name}.strategies."
+    rank = {name: number for number, name in enumerate(STRATEGIES)}
+    for module, targets in sorted(tree.graph.items()):
+        for target in sorted(targets):
+            names = module.removeprefix(prefix), target.removeprefix(prefix)
+            below, above = (name.partition(".")[0] for name in names)
+            if below not in rank or above not in rank or names in STRATEGY_TYPES or names[1].endswith(".config"):
+                continue
+            if rank[above] > rank[below]:
+                yield f"{module} imports {target}"
 
 
 def foreign_imports(tree):
@@ -373,6 +394,7 @@ TREE = Tree(Path(hpcdist.__file__).parent)
 LANGUAGE_RULES = (vague_docstrings, vague_comments, copied_docstrings, vague_locals)
 RULES = (
     upward_imports,
+    upward_strategies,
     foreign_imports,
     circles,
     large_folders,
@@ -411,6 +433,14 @@ PLANTED = {
             "{root}/arrays/wrong.py:6 imports hpcdist.cli.main.main",
             "{root}/optim/sideways.py:2 imports hpcdist.models.model",
         ],
+    ),
+    "upward_strategies": (
+        {
+            "strategies/core/a.py": '"""."""\nfrom hpcdist.strategies.data import b\n',
+            "strategies/data/b.py": '"""."""\nfrom hpcdist.strategies.core import c\n',
+            "strategies/core/c.py": '"""."""\n',
+        },
+        ["hpcdist.strategies.core.a imports hpcdist.strategies.data.b"],
     ),
     "foreign_imports": (
         {"arrays/wrong.py": '"""."""\ndef late():\n    import mpi4py.MPI\n    importlib.import_module("h5py")\n'},

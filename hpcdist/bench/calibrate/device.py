@@ -158,8 +158,8 @@ class CalibrationPoints:
 class CalibrationRequest:
     """Request of a calibration.
 
-    ``on``: "cpu" or "gpu". ``models``: triples (model, context length, micro-batch sizes). ``algorithms``: of collectives.
-    ``least_bytes``, ``most_bytes``: range of message sizes. ``seconds``: duration of each of the three parts.
+    ``on``: "cpu" or "gpu". ``models``: triples (model, context length, micro-batch sizes). ``least_bytes``,
+    ``most_bytes``: range of message sizes. ``seconds``: duration for the products of each dtype, and for all links.
     """
 
     dtypes: tuple[str, ...] = ("float32",)
@@ -174,7 +174,7 @@ class CalibrationRequest:
         if self.most_bytes < 64 * self.least_bytes:
             raise UsageError(
                 f"message sizes from {self.least_bytes} to {self.most_bytes} bytes are too few to fit; set the largest "
-                f"size to at least {64 * self.least_bytes} bytes"
+                f"size (--max-bytes) to at least {64 * self.least_bytes} bytes"
             )
 
 
@@ -244,8 +244,7 @@ def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
 
 def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[BusySeconds]:
     """Time each of ``calls`` with one busy rank per node, then with all, in about ``seconds`` seconds. Collective."""
-    first = comm.nodes().intra.rank == 0
-    alone = _rounds(comm, calls, seconds / 2, works=first)
+    alone = _rounds(comm, calls, seconds / 2, works=comm.nodes().intra.rank == 0)
     if comm.nodes().intra.size == 1:
         return [BusySeconds(time_s, time_s, spread) for time_s, spread in alone]
     pairs = zip(alone, _rounds(comm, calls, seconds / 2, works=True), strict=True)
@@ -283,8 +282,7 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
     """Measure steps of ``config`` with ``samples`` samples of ``context`` tokens, on each rank alone. Collective."""
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
-    optimizer = OptimizerConfig(learning_rate=1e-4)
-    run = TimedRun(solo(), "calibration", network, optimizer, 2 * (WARM + STEPS), None, on)
+    run = TimedRun(solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, on)
     rows: list[dict[tuple[str, str], float]] = []
     for works in ([nodes.intra.rank == 0, True])[: 1 + (nodes.intra.size > 1)]:
         comm.barrier()

@@ -1,22 +1,13 @@
-"""Measure links: messages between two ranks, level by level, and the collectives of trainings, over sizes.
+"""Measurements of links: messages between two ranks, and collectives, over many sizes.
 
-A level is the kind of link between two ranks: inside a node, or between nodes. On each, pairs of ranks send each other
-messages of all sizes: one of them alone, there and back, of which a message is half, and then all at once, both ways
-at the same time, as in a ring: what links have while all neighbours send as well. The collectives are those of
-`hpcdist.bench.collectives.run`, with buffers that no cache remembers, among all ranks of a node and among all there
-are.
+A level is a kind of link: "node" inside a node, "network" between nodes. Each size is visited several times, because
+disturbances of a machine last for seconds; the result is the first quartile of all visits. All sizes of an operation
+use the same buffers, as in a training: other pages change times by up to a factor of 2.
 
-All sizes are visited several times, and the result is the first quartile of all visits together: what disturbs a
-machine lasts for seconds. All sizes of an operation lie in one and the same memory, as those of a training do: how
-its pages lie, and whether they were used before, makes up to a factor of two, so times of sizes with memory of their
-own could not be compared.
-
-Times over sizes jump where a library changes its protocol, or a cache is full. `borders` finds these sizes by
-bisection. Between two neighbouring sizes, times that a line through alpha and beta can have grow by a factor between
-1 and that of the sizes, and lie on the lines through the next two to the left and to the right. What clearly does
-neither is a jump. A disturbance of the machine also looks like one, so both sides are measured again, and the lesser
-time counts, since a disturbance makes times longer, never shorter. Where there still is a jump, sizes between are
-measured until it is enclosed.
+Measured times jump where a library changes its protocol, or where a cache is full. `borders` locates these sizes by
+bisection. Times alpha + beta * size grow between neighbouring sizes by a factor between 1 and the ratio of the sizes,
+and lie on the lines through the next two points on either side. A clear violation of both is a jump. Disturbances look
+the same, so both sizes are measured again, and the smaller time counts.
 """
 
 import math
@@ -30,30 +21,36 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.bench.calibrate.device import OPERATIONS, BusySeconds, CollectivePoint, LinkPoint, sizes
 from hpcdist.bench.collectives import run
-from hpcdist.bench.collectives.results import ORDINARY, SHARED, CollectivesConfiguration
-from hpcdist.bench.collectives.results import CollectivesRequest as Cells
+from hpcdist.bench.collectives.results import ORDINARY, SHARED, CollectivesConfiguration, CollectivesRequest
 from hpcdist.collectives import release
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
 
-Times = Mapping[int, float]  # bytes -> seconds
-Series = Mapping[str, Times]  # of each algorithm or level
+Times = Mapping[int, float]  # seconds by bytes
+Series = Mapping[str, Times]  # times of each algorithm or level
+Report = Callable[[str], None]  # prints a message
 
-STEP: Final = 1.12  # what times may be off before it counts as a jump
+STEP: Final = 1.12  # a larger deviation, as a factor, is a jump
 HALVINGS: Final = 4
-JUMPS: Final = 4  # of a series at most, the greatest ones: on a busy machine everything jumps
-MULTIPLE: Final = 64  # bytes: what all operations can divide
+JUMPS: Final = 4  # maximum number of jumps of a series: on a busy machine, most times look like jumps
+MULTIPLE: Final = 64  # bytes: all operations can split buffers of such sizes
+INSIDE: Final = "node"
+BETWEEN: Final = "network"
+TAG: Final = 7003
+LEAST_TURNS, MOST_TURNS = 2, 400  # turns of a visit
+PACED_S: Final = 1e-3  # longer messages start together; for shorter ones, the barrier would distort the times
+VISITS: Final = 4
 
 
 class BorderTimes(NamedTuple):
-    """Times at the jumps of each series (bytes -> seconds): sizes ``remeasured``, and new ones ``between`` them."""
+    """Seconds by series and size: of the ``remeasured`` sizes, and of the new sizes ``between`` them."""
 
     remeasured: dict[str, dict[int, float]]
     between: dict[str, dict[int, float]]
 
 
 class _Bracket(NamedTuple):
-    """The sizes to both sides of a jump of a series."""
+    """Two sizes of a series that enclose a jump of its times."""
 
     name: str
     left: int
@@ -61,183 +58,158 @@ class _Bracket(NamedTuple):
 
     @property
     def middle(self) -> int:
-        """The geometric one, a multiple of `MULTIPLE`."""
+        """Geometric mean of both sizes in bytes, rounded to a multiple of `MULTIPLE`."""
         return round((self.left * self.right) ** 0.5 / MULTIPLE) * MULTIPLE
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a size between."""
-        return self.left < self.middle < self.right
 
 
 def borders(series: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
-    """Return the times at the jumps of each of ``series``, of four sizes or more, that has any.
+    """Locate the jumps of each series, and return the additional times that were measured.
 
-    ``measure`` gets all sizes of a round at once, and returns the times of every series at these. Where it is
-    collective, the times must be the same on all ranks, and so is this.
+    ``series``: measured times, at least four sizes each. ``measure``: function from a list of sizes to the times of all
+    series at these sizes. If ``measure`` is collective, `borders` is too, and all ranks must get equal times.
     """
     border_times = BorderTimes({}, {})
-    suspects = {name: _jumps(times) for name, times in series.items()}
-    sides = sorted({side for pairs in suspects.values() for pair in pairs for side in pair})
-    if not sides:
+    jumps = {name: _jumps(times) for name, times in series.items()}
+    sizes_to_repeat = sorted({size for pairs in jumps.values() for pair in pairs for size in pair})
+    if not sizes_to_repeat:
         return border_times
-    second = measure(sides)
-    known = {name: dict(times) for name, times in series.items()}
-    for name, pairs in suspects.items():
-        own = {side for pair in pairs for side in pair}
-        known[name].update({side: min(known[name][side], second[name][side]) for side in own})
-        border_times.remeasured.update({name: {side: known[name][side] for side in own}} if own else {})
-    brackets = [_Bracket(name, *pair) for name, times in known.items() for pair in _jumps(times)]
+    repeated = measure(sizes_to_repeat)
+    best = {name: dict(times) for name, times in series.items()}
+    for name, pairs in jumps.items():
+        if pairs:
+            lower = {size: min(best[name][size], repeated[name][size]) for pair in pairs for size in pair}
+            best[name].update(lower)
+            border_times.remeasured[name] = lower
+    brackets = [_Bracket(name, *pair) for name, times in best.items() for pair in _jumps(times)]
     for _ in range(HALVINGS):
-        brackets = [bracket for bracket in brackets if bracket.is_open]
+        brackets = [bracket for bracket in brackets if bracket.left < bracket.middle < bracket.right]
         if not brackets:
             break
         times = measure(sorted({bracket.middle for bracket in brackets}))
         for bracket in brackets:
-            border_times.between.setdefault(bracket.name, {})[bracket.middle] = times[bracket.name][bracket.middle]
-            known[bracket.name][bracket.middle] = times[bracket.name][bracket.middle]
-        brackets = [_half(known[bracket.name], bracket) for bracket in brackets]
+            middle_s = times[bracket.name][bracket.middle]
+            border_times.between.setdefault(bracket.name, {})[bracket.middle] = middle_s
+            best[bracket.name][bracket.middle] = middle_s
+        brackets = [_half(best[bracket.name], bracket) for bracket in brackets]
     return border_times
 
 
 def _jumps(times: Times) -> list[tuple[int, int]]:
-    """Return the neighbours between which the greatest jumps are."""
+    """Return the neighbouring sizes with a jump between them, the largest jumps first, at most `JUMPS`."""
     points = sorted(times.items())
-    jumps = [(_jump(points, at), points[at][0], points[at + 1][0]) for at in range(len(points) - 1)]
-    return [(left, right) for much, left, right in sorted(jumps, reverse=True)[:JUMPS] if much > STEP]
+    jumps = [(_jump(points, index), points[index][0], points[index + 1][0]) for index in range(len(points) - 1)]
+    return [(left, right) for factor, left, right in sorted(jumps, reverse=True)[:JUMPS] if factor > STEP]
 
 
-def _jump(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Return the factor by which the times at ``at`` and after it are off a line with their neighbours; 1 for none."""
-    (left, left_s), (right, right_s) = points[at], points[at + 1]
-    grows = right_s / left_s
-    alone = max(grows / (right / left), 1 / grows)
-    if at == 0 or at + 2 == len(points):
+def _jump(points: Sequence[tuple[int, float]], index: int) -> float:
+    """Return the factor >= 1 by which the times of points ``index`` and ``index`` + 1 deviate from a line."""
+    (left, left_s), (right, right_s) = points[index], points[index + 1]
+    growth = right_s / left_s
+    alone = max(growth / (right / left), 1 / growth)
+    if index == 0 or index + 2 == len(points):
         return max(alone, 1.0)
-    up = right_s / _through(points[at - 1], points[at], right)
-    back = _through(points[at + 1], points[at + 2], left) / left_s
-    # A bend, where the slope changes, is off on one side only, or to different ones.
+    up = right_s / _through(points[index - 1], points[index], right)
+    back = _through(points[index + 1], points[index + 2], left) / left_s
+    # A bend, where the slope changes, deviates from one line only, or in opposite directions.
     steps = math.sqrt(up * back) if (up > 1) == (back > 1) else 1.0
     return max(alone, steps, 1 / steps, 1.0)
 
 
 def _through(first: tuple[int, float], second: tuple[int, float], size: int) -> float:
-    """Return the seconds of ``size`` on the line through two points, whose slope and latency are not negative."""
+    """Return the seconds at ``size`` on the line through two points, with a slope and a latency of at least 0."""
     slope = max(0.0, (second[1] - first[1]) / (second[0] - first[0]))
     near = second if abs(second[0] - size) < abs(first[0] - size) else first
     return near[1] * size / near[0] if slope * near[0] > near[1] else near[1] + slope * (size - near[0])
 
 
 def _half(times: Times, bracket: _Bracket) -> _Bracket:
-    """Return the half in which times change by the greater factor."""
-    below, above = (
-        abs(math.log(times[b] / times[a])) for a, b in ((bracket.left, bracket.middle), (bracket.middle, bracket.right))
-    )
+    """Return the half of ``bracket`` in which the times change by the larger factor."""
+    below = abs(math.log(times[bracket.middle] / times[bracket.left]))
+    above = abs(math.log(times[bracket.right] / times[bracket.middle]))
     return bracket._replace(left=bracket.middle) if above > below else bracket._replace(right=bracket.middle)
 
 
-Say = Callable[[str], None]
-INSIDE: Final = "node"
-BETWEEN: Final = "network"
-TAG: Final = 7003
-LEAST_TURNS, MOST_TURNS = 2, 400  # of a visit
-FLOATS: Final = "float32"
-PACED_S: Final = 1e-3  # messages that take longer begin together; with shorter ones the barrier would be seen
-VISITS: Final = 4
-QUARTILE: Final = 25
-
-
-def levels(comm: Communicator) -> tuple[str, ...]:
-    """Return the levels that there are here, from the fastest. Collective over ``comm``."""
-    nodes = comm.nodes()
-    inside = max(len(members) for members in nodes.members) > 1
-    return (INSIDE,) * inside + (BETWEEN,) * (nodes.count > 1)
-
-
 def links(
-    comm: Communicator, least: int, most: int, seconds: float, on: str = "cpu", say: Say | None = None
+    comm: Communicator, bounds: tuple[int, int], seconds: float, on: str, report: Report
 ) -> tuple[LinkPoint, ...]:
-    """Return messages of sizes from ``least`` to ``most`` bytes on every level. Collective over ``comm``."""
+    """Measure messages on each level in about ``seconds`` seconds. Collective over ``comm``.
+
+    ``bounds``: smallest and largest message in bytes. ``on``: "cpu" or "gpu" memory.
+    """
     points: list[LinkPoint] = []
-    names, wanted = levels(comm), sizes(least, most)
-    for level in names:
-        if say is not None and comm.rank == 0:
-            say(f"messages, level {level}")
-        points += _Level(comm, level, max(wanted), seconds / len(names) / len(wanted), on).points(wanted)
+    nodes, message_sizes = comm.nodes(), sizes(*bounds)
+    is_shared = max(len(members) for members in nodes.members) > 1  # a node has several ranks
+    levels = (INSIDE,) * is_shared + (BETWEEN,) * (nodes.count > 1)
+    for level in levels:
+        report(f"messages, level {level}")
+        visit_s = seconds / len(levels) / len(message_sizes)
+        points += _Level(comm, level, max(message_sizes), visit_s, on).points(message_sizes)
     return tuple(points)
 
 
 class _Level:
-    """Messages over the links of one level. All of it is collective over ``comm``."""
+    """Messages of up to ``most`` bytes on links of ``level``, ``seconds`` per size. Collective over ``comm``."""
 
     def __init__(self, comm: Communicator, level: str, most: int, seconds: float, on: str) -> None:
         nodes = comm.nodes()
         self._comm, self._name, self._seconds = comm, level, seconds
         if level == INSIDE:
             self._across: Communicator | None = nodes.intra
-            first = nodes.index == next(place for place, members in enumerate(nodes.members) if len(members) > 1)
+            is_first = nodes.index == next(node for node, members in enumerate(nodes.members) if len(members) > 1)
         else:
             self._across = nodes.peers if nodes.uniform else nodes.leaders
-            first = nodes.intra.rank == 0
-        is_first = first and self._across is not None and self._across.rank < 2
-        self._alone = self._across if is_first else None
+            is_first = nodes.intra.rank == 0
+        is_in_first_pair = is_first and self._across is not None and self._across.rank < 2
+        self._alone = self._across if is_in_first_pair else None
         self._memory = [backend.zeros(most, np.dtype(np.uint8), on) for _ in range(2)]
-        for each in self._memory:
-            each[...] = 1  # pages that nobody has written are one page of zeros, which any cache holds
+        for array in self._memory:
+            array[...] = 1  # unwritten pages all map to one page of zeros, which fits into any cache
 
     def points(self, nbytes: Sequence[int]) -> list[LinkPoint]:
-        """Return messages of each of the sizes, and of those around jumps."""
+        """Measure messages of the sizes ``nbytes``, and of sizes near jumps, and return them sorted by size."""
         plain = self._at(nbytes)
-        more: list[dict[int, BusySeconds]] = []
+        rounds: list[dict[int, BusySeconds]] = []
 
-        def measure(new: Sequence[int]) -> Series:
-            more.append(self._at(new))
-            return self._series(more[-1])
+        def measure(new_sizes: Sequence[int]) -> Series:
+            rounds.append(self._at(new_sizes))
+            return self._series(rounds[-1])
 
         border_times = borders(self._series(plain), measure)
         for size in border_times.remeasured.get(self._name, ()):
-            plain[size] = BusySeconds(*map(min, plain[size][:2], more[0][size][:2]))
-        between = {each: busy for new in more for each, busy in new.items()}
-        points = [LinkPoint(self._name, 2, each, busy) for each, busy in plain.items()]
-        points += [
-            LinkPoint(self._name, 2, n, between[n], border=True) for n in border_times.between.get(self._name, ())
-        ]
+            plain[size] = BusySeconds(*map(min, plain[size][:2], rounds[0][size][:2]))
+        points = [LinkPoint(self._name, 2, size, busy) for size, busy in plain.items()]
+        between = {size: busy for times in rounds for size, busy in times.items()}
+        new_sizes = border_times.between.get(self._name, ())
+        points += [LinkPoint(self._name, 2, size, between[size], border=True) for size in new_sizes]
         return sorted(points, key=lambda point: point.nbytes)
 
     def _series(self, points: Mapping[int, BusySeconds]) -> Series:
         return {self._name: {nbytes: busy.all for nbytes, busy in points.items()}}
 
     def _at(self, nbytes: Sequence[int]) -> dict[int, BusySeconds]:
-        taken: dict[int, tuple[list[float], list[float]]] = {size: ([], []) for size in nbytes}
+        times: dict[int, tuple[list[float], list[float]]] = {size: ([], []) for size in nbytes}
         for _ in range(VISITS):
-            for size, (alone, together) in taken.items():
+            for size, (alone, together) in times.items():
                 arguments = self._comm, self._memory[0][:size], self._memory[1][:size], self._seconds / 2 / VISITS
-                alone += _messages(self._alone, *arguments)
+                alone += _messages(self._alone, *arguments, both_ways=False)
                 together += _messages(self._across, *arguments, both_ways=True)
-        by_rank = self._comm.allgather_object({size: tuple(map(_quartile, times)) for size, times in taken.items()})
-        return {
-            size: BusySeconds(*(max(of_rank[size][way] for of_rank in by_rank) for way in range(2))) for size in nbytes
-        }
+        by_rank = self._comm.allgather_object({size: tuple(map(_quartile, pair)) for size, pair in times.items()})
+        return {size: BusySeconds(*map(max, zip(*(ranks[size] for ranks in by_rank), strict=True))) for size in nbytes}
 
 
-def _quartile(taken: Sequence[float]) -> float:
-    """Return the first quartile; 0 of a rank that looked on."""
-    return float(np.percentile(taken, QUARTILE)) if taken else 0.0
+def _quartile(times: Sequence[float]) -> float:
+    """Return the first quartile of ``times``, or 0 for a rank without a partner."""
+    return float(np.percentile(times, 25)) if times else 0.0
 
 
 def _messages(
-    comm: Communicator | None,
-    everyone: Communicator,
-    out: Array,
-    into: Array,
-    seconds: float,
-    *,
-    both_ways: bool = False,
+    comm: Communicator | None, everyone: Communicator, out: Array, into: Array, seconds: float, *, both_ways: bool
 ) -> list[float]:
-    """Return what each message of ``out`` took on this rank. Collective over ``everyone``.
+    """Return the seconds of each message that this rank sent from ``out``. Collective over ``everyone``.
 
-    It is half of there and back, or with ``both_ways`` all of both at once. A rank whose ``comm`` is None, or that has
-    no partner there, looks on, and has none.
+    In ``comm``, ranks 2 i and 2 i + 1 exchange messages. A rank without a partner, or with None, sends nothing and
+    returns []. Messages are received into the buffer ``into``. The measurement takes about ``seconds`` seconds. The
+    keyword ``both_ways``: True times a simultaneous exchange in both directions, False times half a round trip.
     """
     partner = -1 if comm is None else comm.rank ^ 1
     sends = comm is not None and 0 <= partner < comm.size
@@ -257,103 +229,86 @@ def _messages(
         return (time.perf_counter() - begin_s) / 2
 
     everyone.barrier()
-    first = [turn() for _ in range(2)][-1] if sends else 0.0  # after the connection, and the pages
+    first = [turn() for _ in range(2)][-1] if sends else 0.0  # the first turn connects, and touches the pages
     slowest = max(everyone.allgather_object(first))
     count = int(np.clip(seconds / max(2 * slowest, 1e-7), LEAST_TURNS, MOST_TURNS))
     everyone.barrier()
-    taken = []
+    times = []
     for _ in range(count):
         if both_ways and slowest > PACED_S:
-            everyone.barrier()  # or who is done first leaves the links to the others
+            everyone.barrier()  # otherwise a rank that finishes early leaves the links to the others
         if sends:
-            taken.append(turn())
-    return taken
-
-
-def groups(comm: Communicator) -> list[tuple[str, Communicator]]:
-    """Return the groups to measure collectives on: the ranks of a node, and all where there are several. Collective."""
-    nodes = comm.nodes()
-    measured = []
-    if INSIDE in levels(comm) and nodes.uniform:
-        measured.append((INSIDE, nodes.intra))
-    if nodes.count > 1:
-        measured.append((BETWEEN, comm))
-    return measured
+            times.append(turn())
+    return times
 
 
 def of_collectives(
-    comm: Communicator, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float, mpi_library: str, say: Say
+    comm: Communicator, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float, library: str, report: Report
 ) -> tuple[CollectivePoint, ...]:
-    """Return allreduce, reduce-scatter and all-gather by ``algorithms``, between ``bounds``. Collective over ``comm``.
+    """Measure the collectives `OPERATIONS` in about ``seconds`` seconds. Collective over ``comm``.
 
-    "auto" is what a training would choose here. Buffers are shared memory where the ranks can have it, as the gradients
-    of a training are.
+    The groups are the ranks of each node, and all ranks. Buffers are in shared memory if possible, as in a training.
+
+    ``algorithms``: names, or "auto" for the algorithm that a training would use. ``bounds``: smallest and largest
+    buffer in bytes. ``library``: name of the MPI library.
     """
-    points: list[CollectivePoint] = []
-    whole = groups(comm)
-    for level, group in whole:
+    nodes, points = comm.nodes(), []
+    groups = [(INSIDE, nodes.intra)] if nodes.uniform and nodes.intra.size > 1 else []
+    groups += [(BETWEEN, comm)] if nodes.count > 1 else []
+    for level, group in groups:
         for operation in OPERATIONS:
-            # Another group of ranks says nothing.
-            told = say if comm.rank == 0 else (lambda text: None)
-            measure = _Operation(group, operation, algorithms, mpi_library, told)
-            points += measure.points(level, bounds, seconds / len(whole) / len(OPERATIONS))
+            measure = _Operation(group, operation, algorithms, library, report)
+            points += measure.points(level, bounds, seconds / len(groups) / len(OPERATIONS))
     return tuple(comm.broadcast_object(points))
 
 
 class _Operation:
-    """One collective among the ranks of ``group``, by several algorithms. All of it is collective over ``group``."""
+    """Measurements of one collective among the ranks of ``group``. All methods are collective over ``group``."""
 
     def __init__(
-        self, group: Communicator, operation: str, algorithms: Sequence[str], mpi_library: str, say: Say
+        self, group: Communicator, operation: str, algorithms: Sequence[str], library: str, report: Report
     ) -> None:
         self._group, self._operation, self._algorithms = group, operation, algorithms
-        self._library, self._say = mpi_library, say
+        self._library, self._report = library, report
         self._shares = shared_memory.is_available(group) and group.nodes().count == 1
 
     def points(self, level: str, bounds: tuple[int, int], seconds: float) -> list[CollectivePoint]:
-        """Return all sizes between ``bounds``, and those around jumps, on every rank."""
-        wanted = sizes(*bounds)
-        each_s = seconds / len(wanted)
+        """Measure all sizes between ``bounds``, and sizes near jumps, in about ``seconds`` seconds."""
+        buffer_sizes = sizes(*bounds)
+        size_s = seconds / len(buffer_sizes)
         notes: list[str] = []
-        memory = run.take_memory(self._group, self._cells(wanted, each_s, 0), notes)
+        memory = run.take_memory(self._group, self._request(buffer_sizes, size_s, 0), notes)
         for note in notes:
-            self._say(note)
-        plain = self._at(wanted, each_s, memory)
-        border_times = borders(plain, lambda new: self._at(new, each_s, memory))
+            self._report(note)
+        plain = self._at(buffer_sizes, size_s, memory)
+        border_times = borders(plain, lambda new_sizes: self._at(new_sizes, size_s, memory))
         release(self._group)
-        rows = [
-            (name, nbytes, time_s, is_border)
-            for name, times in plain.items()
-            for more, is_border in (
-                ({**times, **border_times.remeasured.get(name, {})}, False),
-                (border_times.between.get(name, {}), True),
-            )
-            for nbytes, time_s in more.items()
-        ]
-        return [
-            CollectivePoint(self._operation, name, level, self._group.size, nbytes, time_s, is_border)
-            for name, nbytes, time_s, is_border in sorted(rows)
-        ]
+        final = {name: {**times, **border_times.remeasured.get(name, {})} for name, times in plain.items()}
+        return sorted(
+            CollectivePoint(self._operation, name, level, self._group.size, size, time_s, is_border)
+            for series, is_border in ((final, False), (border_times.between, True))
+            for name, times in series.items()
+            for size, time_s in times.items()
+        )
 
     def _at(self, nbytes: Sequence[int], seconds: float, memory: run.PoolMemory) -> Series:
-        """Return the seconds of each algorithm at each of the sizes, measured for about ``seconds`` each."""
+        """Measure each size for about ``seconds`` seconds, and return the times of each algorithm."""
         configurations: list[CollectivesConfiguration] = []
         for visit in range(VISITS):
-            cells = self._cells(nbytes, seconds / VISITS, visit)
-            run.run(self._group, cells, self._library, configurations.extend, self._say, memory)
+            request = self._request(nbytes, seconds / VISITS, visit)
+            run.run(self._group, request, self._library, configurations.extend, self._report, memory)
         best: Series = self._group.broadcast_object(_best(configurations, self._algorithms, self._operation))
         return best
 
-    def _cells(self, nbytes: Sequence[int], seconds: float, visit: int) -> Cells:
-        named = [name for name in self._algorithms if name != "auto" or self._operation == "allreduce"]
+    def _request(self, nbytes: Sequence[int], seconds: float, seed: int) -> CollectivesRequest:
+        names = [name for name in self._algorithms if name != "auto" or self._operation == "allreduce"]
         if "auto" in self._algorithms and self._operation != "allreduce":
-            named += ["node_shared"] if self._shares else []
-            named += ["native"]
-        return Cells(
+            names += ["node_shared", "native"] if self._shares else ["native"]
+        return CollectivesRequest(
             operations=(self._operation,),
-            algorithms=tuple(dict.fromkeys(named)),
+            algorithms=tuple(dict.fromkeys(names)),
             bytes=tuple(nbytes),
-            dtypes=(FLOATS,),
+            dtypes=("float32",),
             buffers=(SHARED,) if self._shares else (ORDINARY,),
             seconds=seconds,
             iterations=None,
@@ -361,12 +316,12 @@ class _Operation:
             least=LEAST_TURNS,
             check=True,
             hot=False,
-            seed=visit,
+            seed=seed,
         )
 
 
 def _best(configurations: Sequence[CollectivesConfiguration], algorithms: Sequence[str], operation: str) -> Series:
-    """Return seconds by algorithm and bytes on the slowest rank, the first quartile; "auto" is the fastest."""
+    """Return the first quartile of the seconds on the slowest rank, by algorithm and size. "auto" is the fastest."""
     visits: dict[tuple[str, str, int], list[np.ndarray]] = {}
     for configuration in configurations:
         if not configuration.reference:
@@ -375,9 +330,8 @@ def _best(configurations: Sequence[CollectivesConfiguration], algorithms: Sequen
     quartiles: dict[str, dict[int, float]] = {}
     for (algorithm, _, nbytes), times in visits.items():
         names = [algorithm] if algorithm in algorithms else []
-        if operation != "allreduce" and "auto" in algorithms:
-            names.append("auto")
+        names += ["auto"] if operation != "allreduce" and "auto" in algorithms else []
         for name in names:
-            own = quartiles.setdefault(name, {})
-            own[nbytes] = min(_quartile(np.concatenate(times).tolist()), own.get(nbytes, np.inf))
+            series = quartiles.setdefault(name, {})
+            series[nbytes] = min(_quartile(np.concatenate(times).tolist()), series.get(nbytes, math.inf))
     return quartiles

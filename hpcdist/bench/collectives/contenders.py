@@ -194,7 +194,7 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return a description of the first element that is not as ``expected``, or "" if there is none. Local.
+        """Return a description of the first element that is not as ``expected``, or "" if all are. Local.
 
         Checks the slots used by the contender number ``contender``: each buffer, or each result with ``in_result``.
         ``contents`` holds the inputs of all ranks and their sum.

@@ -15,6 +15,7 @@ from hpcdist.bench.collectives.results import (
     SHARED,
     CollectivesConfiguration,
     CollectivesResults,
+    ConfigurationKey,
     bus_factor,
 )
 from hpcdist.errors import UsageError
@@ -24,24 +25,13 @@ from hpcdist.reporting.table import MISSING, text_of
 
 
 @dataclass(frozen=True)
-class CollectivesRow:
+class CollectivesRow(ConfigurationKey):
     """Figures of one configuration, with the slowest rank's time in each iteration. None means "not applicable".
 
     ``x_native`` is the speed relative to the MPI library's collective on ordinary memory in the same run.
     """
 
-    op: str
-    dtype: str
-    ranks: int
-    nodes: int
-    bytes: int
-    algorithm: str
-    buffers: str
-    label: str
-    implementation: str
-    mpi_library: str
     reference: bool
-    cache: str
     iterations: int
     median_s: float
     quartiles_s: tuple[float, float]
@@ -52,6 +42,7 @@ class CollectivesRow:
     skew_s: float | None  # time from the first rank's begin to the last rank's begin, median over iterations
     verified: int
     wrong: str
+    label: str = ""  # name in tables and plots
 
 
 def rows(configurations: Iterable[CollectivesConfiguration]) -> list[CollectivesRow]:
@@ -155,7 +146,7 @@ def notes(table: Sequence[CollectivesRow]) -> list[str]:
             f"{1e6 * np.median(skews):.2f} us (median) from the first rank to the last rank that leaves the barrier"
         )
     verified = sum(row.verified for row in table)
-    lines.append(f"verified: every element of {verified} results" if verified else "no result was verified")
+    lines.append(f"{verified} results were compared element by element" if verified else "no result was verified")
     lines += [f"{row.label}, {row.op} of {row.bytes} bytes of {row.dtype}: {row.wrong}" for row in table if row.wrong]
     return lines
 

@@ -28,9 +28,11 @@ alltoallv-zipf rank q receives 1 / (q+1) of the part of rank 0. In alltoallv-hot
 """
 
 import hashlib
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, repeat, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -42,11 +44,10 @@ from hpcdist.bench.output_file import ResultsFormat, SampleColumn
 from hpcdist.errors import UsageError
 from hpcdist.reporting.units import parse_bytes
 
-SKEWS: Final = ("uniform", "zipf", "hot")
 UNEVEN: Final = "alltoallv"
 OPERATIONS: Final = (
     *("allreduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"),
-    *(f"{UNEVEN}-{skew}" for skew in SKEWS),
+    *(f"{UNEVEN}-{skew}" for skew in ("uniform", "zipf", "hot")),
 )
 ORDINARY: Final = "ordinary"
 SHARED: Final = "shared"
@@ -74,21 +75,27 @@ class CollectivesCell:
 
 
 @dataclass(frozen=True)
-class CollectivesRequest:
-    """Settings of a run. Empty ``algorithms`` means all algorithms that run here.
+class CellLimits:
+    """Length of the measurement of a cell, after ``warmup`` iterations of each contender.
 
-    `hpcdist.bench.collectives.run.CellLimits` explains ``seconds``, ``iterations``, ``warmup`` and ``least``.
+    If ``iterations`` is None, all contenders together take about ``seconds``, with at least ``least`` iterations each.
     """
+
+    seconds: float
+    iterations: int | None
+    warmup: int
+    least: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesRequest(CellLimits):
+    """Settings of a run. Empty ``algorithms`` means all algorithms that run here."""
 
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
     bytes: tuple[int, ...]
     dtypes: tuple[str, ...]
     buffers: tuple[str, ...]
-    seconds: float
-    iterations: int | None
-    warmup: int
-    least: int
     check: bool
     hot: bool
     seed: int
@@ -141,10 +148,7 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
     factor = int(match[3] or 2)
     if last < first or factor < 2:
         raise UsageError(f"--bytes {text!r}: a range must ascend, with a factor of at least 2, as in 4K-64M x4")
-    expanded = [first]
-    while expanded[-1] * factor <= last:
-        expanded.append(expanded[-1] * factor)
-    return expanded
+    return list(takewhile(lambda nbytes: nbytes <= last, accumulate(repeat(factor), operator.mul, initial=first)))
 
 
 def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:

@@ -15,20 +15,9 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
-from hpcdist.bench.collectives import contenders
+from hpcdist.bench.collectives import contenders, results
 from hpcdist.bench.collectives.contenders import BufferContents, BufferPool, CollectivesContender
-from hpcdist.bench.collectives.results import (
-    COLD,
-    HOT,
-    ORDINARY,
-    OURS,
-    SHARED,
-    CollectivesCell,
-    CollectivesConfiguration,
-    CollectivesRequest,
-    ConfigurationKey,
-    cells,
-)
+from hpcdist.bench.collectives.results import ORDINARY, SHARED, CellLimits, CollectivesCell, CollectivesConfiguration
 from hpcdist.bench.timing import without_collection
 from hpcdist.collectives.dispatch import AlgorithmTable
 from hpcdist.collectives.node import shared_memory
@@ -41,19 +30,6 @@ _FIRST: Final = 3  # rounds before the first estimate of the number of rounds
 _TAG: Final = 7001
 Print = Callable[[str], None]
 Save = Callable[[Sequence[CollectivesConfiguration]], None]
-
-
-@dataclass(frozen=True)
-class CellLimits:
-    """Length of the measurement of a cell, after ``warmup`` iterations of each contender.
-
-    If ``iterations`` is None, all contenders together take about ``seconds``, with at least ``least`` iterations each.
-    """
-
-    seconds: float
-    iterations: int | None
-    warmup: int
-    least: int
 
 
 @dataclass(frozen=True)
@@ -197,7 +173,7 @@ class PoolMemory:
         return min(most, contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
 
 
-def take_memory(comm: Communicator, request: CollectivesRequest, notes: list[str]) -> PoolMemory:
+def take_memory(comm: Communicator, request: results.CollectivesRequest, notes: list[str]) -> PoolMemory:
     """Allocate and touch the memory for all cells of ``request``. Collective over ``comm``.
 
     Appends a note to ``notes`` if the memory is smaller than the cache. Raises UsageError if it is too small to run.
@@ -208,7 +184,7 @@ def take_memory(comm: Communicator, request: CollectivesRequest, notes: list[str
     cache = contenders.last_level_cache_bytes() or contenders.UNKNOWN_CACHE_BYTES
     limits, caches = zip(*comm.allgather_object((limit, cache)), strict=True)
     limit, cache_bytes = min(limits), max(caches)
-    sizes = {cell.bytes for cell in cells(request, comm.size)[0]}  # rounded, up to more than the request
+    sizes = {cell.bytes for cell in results.cells(request, comm.size)[0]}  # rounded, up to more than the request
     if max(sizes) > limit:
         raise UsageError(
             f"a buffer of {format_bytes(max(sizes))} does not fit into memory: the buffers of a rank may take "
@@ -224,19 +200,15 @@ def take_memory(comm: Communicator, request: CollectivesRequest, notes: list[str
     return PoolMemory(pieces, np.full(total, 0, np.uint8), cache_bytes, request.hot)
 
 
+@dataclass(frozen=True)
 class _ContenderChoice:
     """Choice of the contenders of each cell. "auto" is measured once for each dtype and kind of memory."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        request: CollectivesRequest,
-        chosen: dict[tuple[str, str], AlgorithmTable],
-        mpi_library: str,
-        print_line: Print,
-    ) -> None:
-        self._comm, self._request, self._chosen = comm, request, chosen
-        self._library, self._print = mpi_library, print_line
+    comm: Communicator
+    request: results.CollectivesRequest
+    tables: dict[tuple[str, str], AlgorithmTable]
+    mpi_library: str
+    print_line: Print
 
     def contenders(
         self, cell: CollectivesCell, pools: dict[str, BufferPool], contents: BufferContents
@@ -246,34 +218,34 @@ class _ContenderChoice:
         Collective over the ranks. Tries each contender on slot 0 of ``pools``, filled from ``contents``.
         """
         names = contenders.algorithms(cell.op)
-        named = [name for name in self._request.algorithms if name in names]
+        named = [name for name in self.request.algorithms if name in names]
         runnable = []
-        for name in dict.fromkeys([contenders.NATIVE, *(named if self._request.algorithms else names)]):
-            for kind in contenders.kinds(name, cell.op, self._request.buffers):
+        for name in dict.fromkeys([contenders.NATIVE, *(named if self.request.algorithms else names)]):
+            for kind in contenders.kinds(name, cell.op, self.request.buffers):
                 chosen = self._auto(cell, kind) if name == contenders.AUTO else ""
-                contender = contenders.contender(self._comm, cell, name, kind, chosen)
-                contents.fill(pools[kind].buffer(0), self._comm.rank, 0)
-                reason = contenders.refusal(self._comm, contender, pools[kind].buffer(0), pools[kind].result(0))
+                contender = contenders.contender(self.comm, cell, name, kind, chosen)
+                contents.fill(pools[kind].buffer(0), self.comm.rank, 0)
+                reason = contenders.refusal(self.comm, contender, pools[kind].buffer(0), pools[kind].result(0))
                 if not reason:
                     runnable.append(contender)
                 elif name in named:
                     raise UsageError(f"{name} does not run {cell.op} of {cell.dtype} here: {reason}")
                 else:
-                    self._print(f"{name} is left out of {cell.op} of {cell.dtype}: {reason}")
-        return [*runnable, *contenders.references(self._comm)] if runnable else []
+                    self.print_line(f"{name} is left out of {cell.op} of {cell.dtype}: {reason}")
+        return [*runnable, *contenders.references(self.comm)] if runnable else []
 
     def _auto(self, cell: CollectivesCell, kind: str) -> str:
         key = cell.dtype, kind
-        if key not in self._chosen:
-            dtype, max_bytes = dtype_of(cell.dtype), max(self._request.bytes)
-            self._chosen[key] = contenders.chosen(self._comm, dtype, kind, max_bytes, self._library)
-            self._print(f"auto is {self._chosen[key]} for {cell.dtype} in {kind} memory")
-        return self._chosen[key].at(cell.bytes)
+        if key not in self.tables:
+            dtype, max_bytes = dtype_of(cell.dtype), max(self.request.bytes)
+            self.tables[key] = contenders.chosen(self.comm, dtype, kind, max_bytes, self.mpi_library)
+            self.print_line(f"auto is {self.tables[key]} for {cell.dtype} in {kind} memory")
+        return self.tables[key].at(cell.bytes)
 
 
 def run(
     comm: Communicator,
-    request: CollectivesRequest,
+    request: results.CollectivesRequest,
     mpi_library: str,
     save: Save,
     print_line: Print,
@@ -286,7 +258,7 @@ def run(
     share it; by default it is allocated here. A named algorithm that does not run here raises UsageError. Without
     names, such an algorithm is left out with a message.
     """
-    order, notes = cells(request, comm.size)
+    order, notes = results.cells(request, comm.size)
     memory = memory or take_memory(comm, request, notes)
     contents = {name: BufferContents(comm.size, dtype_of(name)) for name in request.dtypes}
     printed: set[str] = set()
@@ -300,7 +272,7 @@ def run(
         notes.append("one rank: nothing is exchanged, and no bandwidth is shown")
     for note in notes:
         print_once(note)
-    limits, has_measured = CellLimits(request.seconds, request.iterations, request.warmup, request.least), False
+    has_measured = False
     choice = _ContenderChoice(comm, request, memory.chosen, mpi_library, print_once)
     for number, cell in enumerate(order):
         dtype, slots = dtype_of(cell.dtype), memory.slots(cell.bytes)
@@ -313,25 +285,16 @@ def run(
             continue
         has_measured = True
         timing = CellTiming(comm, chosen, pools, contents[cell.dtype], request.check)
-        samples = timing.run(limits, (request.seed, number))
+        samples = timing.run(request, (request.seed, number))
         if comm.rank == 0:
-            key = {**asdict(cell), "ranks": comm.size, "nodes": comm.nodes().count, "mpi_library": mpi_library}
-            key |= {"cache": HOT if request.hot else COLD, "implementation": OURS}
-            save([_configuration(key, *pair, slots) for pair in zip(chosen, samples, strict=True)])
+            common = {**asdict(cell), "ranks": comm.size, "nodes": comm.nodes().count, "mpi_library": mpi_library}
+            common |= {"cache": results.HOT if request.hot else results.COLD, "implementation": results.OURS}
+            configurations = []
+            for contender, item in zip(chosen, samples, strict=True):
+                key = results.ConfigurationKey(**common, algorithm=contender.algorithm, buffers=contender.buffers)
+                session, is_reference = np.zeros(len(item.time_s), np.int32), contender.expected is None
+                values = item.verified, item.wrong, item.time_s, item.start_s, session
+                configurations.append(CollectivesConfiguration(key, is_reference, slots, *values))
+            save(configurations)
     if not has_measured:
         raise UsageError("no algorithm runs this request, for the reasons above; choose another --op or --dtype")
-
-
-def _configuration(
-    key: dict[str, Any], contender: CollectivesContender, samples: CellSamples, slots: int
-) -> CollectivesConfiguration:
-    return CollectivesConfiguration(
-        ConfigurationKey(**key, algorithm=contender.algorithm, buffers=contender.buffers),
-        contender.expected is None,
-        slots,
-        samples.verified,
-        samples.wrong,
-        samples.time_s,
-        samples.start_s,
-        np.zeros(len(samples.time_s), np.int32),
-    )

@@ -6,6 +6,7 @@ torch and jax are imported when a contender starts.
 import functools
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,8 +37,7 @@ def load_torch() -> Any:
 
 
 @functools.cache
-def _modules() -> tuple[Any, Any, Any]:
-    """Return the PyTorch classes of the embedding stage, of a block, and of the head."""
+def _modules() -> tuple[Any, Any]:
     nn = load_torch().nn
 
     class Embed(nn.Module):  # type: ignore[name-defined]
@@ -65,23 +65,16 @@ def _modules() -> tuple[Any, Any, Any]:
             x = x + self.projection(mixed.transpose(1, 2).reshape(batch, context, hidden))
             return x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
-    class Head(nn.Module):  # type: ignore[name-defined]
-        def __init__(self, shape: StepShape) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(shape.hidden)
-            self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-
-        def forward(self, x: Any) -> Any:
-            return self.head(self.norm(x))
-
-    return Embed, Block, Head
+    return Embed, Block
 
 
 def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
     """Return the GPT ``model`` of ``shape`` as an ``nn.Sequential`` with the parameters in ``store``. Local."""
     torch = load_torch()
-    embed, block, head = _modules()
-    twin = torch.nn.Sequential(embed(shape), *(block(shape) for _ in range(shape.layers)), head(shape))
+    nn, (embed, block) = torch.nn, _modules()
+    layers = {"norm": nn.LayerNorm(shape.hidden), "head": nn.Linear(shape.hidden, shape.vocabulary, bias=False)}
+    head = nn.Sequential(OrderedDict(layers))
+    twin = nn.Sequential(embed(shape), *(block(shape) for _ in range(shape.layers)), head)
     shapes = {key: value.shape for key, value in twin.state_dict().items()}
     state = {}
     for segment in model.layout.segments:
@@ -99,33 +92,22 @@ def cross_entropy(logits: Any, targets: Any) -> Any:
 
 
 class TorchRun:
-    """The GPT in training in PyTorch, replicated with DistributedDataParallel on several ranks of ``comm``.
+    """The PyTorch ``module`` in training, replicated with DistributedDataParallel on several ranks of ``comm``.
 
     Building it is collective over ``comm``. ``name`` is the contender's name; COMPILED uses torch.compile.
-    ``total_steps`` determines the learning rates. `torch_twin` explains ``shape``, ``model`` and ``store``.
+    ``total_steps`` determines the learning rates.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        name: str,
-        shape: StepShape,
-        model: Model,
-        store: FlatStore,
-        optimizer: OptimizerConfig,
-        total_steps: int,
+        self, comm: Communicator, name: str, module: Any, optimizer: OptimizerConfig, total_steps: int
     ) -> None:
         torch = load_torch()
         self.name, self._config, self._total, self._number = name, optimizer, total_steps, 0
-        module = torch_twin(shape, model, store)
         self._parameters = list(module.parameters())
-        groups = [
-            {
-                "params": [tensor for tensor in self._parameters if tensor.ndim > 1],
-                "weight_decay": optimizer.weight_decay,
-            },
-            {"params": [tensor for tensor in self._parameters if tensor.ndim <= 1], "weight_decay": 0.0},
-        ]
+        matrices = [tensor for tensor in self._parameters if tensor.ndim > 1]
+        vectors = [tensor for tensor in self._parameters if tensor.ndim <= 1]
+        decay = optimizer.weight_decay
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         betas = optimizer.beta1, optimizer.beta2
         # fused=True is the fastest implementation of AdamW in PyTorch.
         self._optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optimizer.epsilon, fused=True)
@@ -178,7 +160,7 @@ def try_compile() -> None:
 
 
 def torch_product(side: int) -> Callable[[], float]:
-    """Return a function that multiplies two float32 matrices (side, side) in PyTorch and returns the seconds."""
+    """Return a function that multiplies two float32 matrices (side, side) in PyTorch, and returns the seconds."""
     torch = load_torch()
     a, b = torch.randn(2, side, side)
     product = torch.empty(side, side)
@@ -219,12 +201,11 @@ def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
 
 
 def _params(model: Model, store: FlatStore) -> list[dict[str, np.ndarray]]:
-    """Return the tensors of each stage by name. Matrices have shape (inputs, outputs), as is usual in JAX."""
     tensors: list[dict[str, np.ndarray]] = [{} for _ in model.stages]
     for segment in model.layout.segments:
         values, name = np.array(store.view(segment.key)), segment.spec.name
         if name.endswith(".weight") and segment.spec.layer:
-            values = np.ascontiguousarray(values.reshape(-1, values.shape[-1]).T)
+            values = np.ascontiguousarray(values.reshape(-1, values.shape[-1]).T)  # (inputs, outputs) in JAX
         tensors[segment.spec.layer][name] = values if segment.spec.adapted else values.reshape(-1)
     return tensors
 

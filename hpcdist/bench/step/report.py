@@ -47,10 +47,7 @@ class StepTableRow:
 
 
 def peak_flops_per_s(results: StepResults) -> dict[str, float]:
-    """Return the peak speed of matrix products on all ranks in flop/s, by library.
-
-    The speed of a turn is the number of ranks times the slowest rank's speed.
-    """
+    """Return the peak of (number of ranks) x (slowest rank's speed of matrix products) in flop/s, by library."""
     rates = results.matmul_flops_per_s
     return {name: results.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
@@ -103,27 +100,26 @@ _COLUMNS: Final[text_table.Columns[StepTableRow]] = (
 
 
 def text(results: StepResults) -> str:
-    """Format ``results`` as text: the model, the table of contenders, operations, losses, memory, left-out contenders."""
-    table, shape, about = rows(results), results.shape, results.provenance
-    flops = about["forward_flops"] + about["backward_flops"]
+    """Format ``results`` as text: model, table of contenders, operations, losses, memory, and left-out contenders."""
+    table, about = rows(results), results.provenance
+    model = ", ".join(f"{name} {value}" for name, value in asdict(results.shape).items())
+    machine = f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}"
+    gflop = (about["forward_flops"] + about["backward_flops"]) / 1e9
     peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in peak_flops_per_s(results).items())
-    return "\n".join(
-        [
-            f"gpt of {about['parameters']:,} parameters: {shape.layers} layers, hidden {shape.hidden}, "
-            f"{shape.heads} heads, context {shape.context}, vocabulary {shape.vocabulary}; {shape.samples} samples a rank",
-            f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}; "
-            f"{flops / 1e9:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
-            f"numpy's BLAS: {about['blas']}",
-            "",
-            *text_table.aligned(text_table.rows_of(_COLUMNS, table)),
-            "x eager: median over the turns of (time of PyTorch eager) / (time of the contender)",
-            "",
-            *_operations(results),
-            *_losses(table, results),
-            *(_memory(row, row.activation_bytes) for row in table if row.activation_bytes is not None),
-            *(f"left out: {name}: {reason}" for name, reason in results.left_out.items()),
-        ]
-    )
+    lines = [
+        f"gpt of {about['parameters']:,} parameters: {model}",
+        f"{machine}; {gflop:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
+        f"numpy's BLAS: {about['blas']}",
+        "",
+        *text_table.aligned(text_table.rows_of(_COLUMNS, table)),
+        "x eager: median over the turns of (time of PyTorch eager) / (time of the contender)",
+        "",
+        *_operations(results),
+        *_losses(table, results),
+        *(_memory(row, row.activation_bytes) for row in table if row.activation_bytes is not None),
+        *(f"left out: {name}: {reason}" for name, reason in results.left_out.items()),
+    ]
+    return "\n".join(lines)
 
 
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
@@ -243,8 +239,6 @@ def _draw_losses(axis: Any, results: StepResults) -> None:
         difference = np.maximum(np.abs(case.loss - first) / np.abs(first), 1e-9)
         axis.plot(np.arange(1, len(first) + 1), difference, ".-", label=case.name, color=f"C{number}")
     axis.axhline(SAME, color="black", linestyle="--", linewidth=1)
-    axis.set_yscale("log")
-    axis.set_xlabel("step")
-    axis.set_ylabel(f"relative difference of the loss to {results.cases[0].name}")
+    axis.set(yscale="log", xlabel="step", ylabel=f"relative difference of the loss to {results.cases[0].name}")
     axis.grid(True, alpha=0.3)
     axis.legend(fontsize=8)

@@ -8,7 +8,7 @@ flop utilisation. Finally the built-in contenders make steps in which each opera
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -47,18 +47,14 @@ from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.models.stage import Operations
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule import observers
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 # Field of `Operations` -> kind of operation in the report, if the names differ
 KINDS: Final = {"linear_column": "matmul", "linear_row": "matmul", "embed": "embedding", "positions": "embedding"}
-_PASSES: Final = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward",
-    "backward_weight": "backward",
-}
+# Method of an operation -> pass
+_PASSES: Final = {name: name.split("_")[0] for name in ("forward", "backward", "backward_input", "backward_weight")}
 Seconds = dict[tuple[str, str], float]  # (kind of operation, "forward", "backward" or "step") -> seconds per step
 Print = Callable[[str], None]
 Multiply = Callable[[], float]  # multiplies once and returns the seconds
@@ -249,16 +245,12 @@ def _contenders(
         if name in left_out:
             continue
         if name in (EAGER, COMPILED):
-            runs[name] = TorchRun(comm, name, request.shape, model, initial, OPTIMIZER, request.num_turns)
+            module = contenders.torch_twin(request.shape, model, initial)
+            runs[name] = TorchRun(comm, name, module, OPTIMIZER, request.num_turns)
         else:
-            runs[name] = TimedRun(
-                comm,
-                name,
-                _model(name, model, initial, request.shape),
-                OPTIMIZER,
-                request.num_turns,
-                initial if name in BUILT_IN else None,  # wrapped models bring their parameters
-            )
+            parameters = initial if name in BUILT_IN else None  # wrapped models bring their parameters
+            trained = _model(name, model, initial, request.shape)
+            runs[name] = TimedRun(comm, name, trained, OPTIMIZER, request.num_turns, parameters)
     return runs, left_out
 
 
@@ -266,8 +258,7 @@ def _model(name: str, model: Model, initial: FlatStore, shape: StepShape) -> Mod
     if name == WRAPPED_TORCH:
         from hpcdist.adapters.torch.model import wrap
 
-        module = contenders.torch_twin(shape, model, initial)
-        example = np.zeros((1, shape.context), np.int64)
+        module, example = contenders.torch_twin(shape, model, initial), np.zeros((1, shape.context), np.int64)
         return wrap(module, contenders.cross_entropy, example=example, tokens_per_sample=shape.context)
     if name == WRAPPED_JAX:
         return contenders.wrapped_jax(shape, model, initial)
@@ -288,8 +279,7 @@ def _turns(
         libraries["torch"] = [contenders.torch_product(side) for side in SIDES]
     samples: dict[str, list[StepSample]] = {name: [] for name in names}
     rates: dict[str, list[float]] = {name: [] for name in libraries}
-    for number, tokens in enumerate(batches(request, request.num_turns)):
-        x, targets = _local_batch(comm, request, tokens)
+    for number, (x, targets) in enumerate(_local_batches(comm, request, request.num_turns)):
         for turn in order.permutation(len(names)).tolist():
             samples[names[turn]].append(runs[names[turn]].step(x, targets, comm))
         for library, products in libraries.items():
@@ -304,10 +294,12 @@ def _turns(
     return samples, rates
 
 
-def _local_batch(comm: Communicator, request: StepRequest, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return this rank's inputs and targets in the global batch ``tokens``."""
-    local_tokens = tokens[comm.rank * request.shape.samples : (comm.rank + 1) * request.shape.samples]
-    return local_tokens[:, :-1], local_tokens[:, 1:]
+def _local_batches(comm: Communicator, request: StepRequest, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield this rank's inputs and targets in each of ``steps`` batches."""
+    first = comm.rank * request.shape.samples
+    for tokens in batches(request, steps):
+        local_tokens = tokens[first : first + request.shape.samples]
+        yield local_tokens[:, :-1], local_tokens[:, 1:]
 
 
 def _profiles(
@@ -316,9 +308,9 @@ def _profiles(
     """Run the profiled steps. Return the seconds of each built-in contender's operations in each step. Collective."""
     built_in = {name: run for name, run in runs.items() if isinstance(run, TimedRun) and name in BUILT_IN}
     profiles: dict[str, list[Seconds]] = {name: [] for name in built_in}
-    for tokens in batches(request, request.profiled):
+    for x, targets in _local_batches(comm, request, request.profiled):
         for name, run in built_in.items():
-            profiles[name].append(run.profile(*_local_batch(comm, request, tokens), comm))
+            profiles[name].append(run.profile(x, targets, comm))
     return profiles
 
 

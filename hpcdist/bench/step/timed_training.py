@@ -11,10 +11,10 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.operations import COMPUTE, Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
 from hpcdist.strategies.schedule.step import Handler, StepObserver
 
 

@@ -61,7 +61,10 @@ class RecipeResolver(Protocol):
 
 
 class TrialCandidate(NamedTuple):
-    """A trial before exclusion. ``values`` are the ``settings`` in the recipe's types."""
+    """A trial to which ``[[exclude]]`` tables apply. ``values`` holds the ``settings`` in the recipe's types.
+
+    ``variant`` is the name of the ``[[trial]]`` table, or "" without such a table.
+    """
 
     name: str
     variant: str
@@ -72,7 +75,7 @@ class TrialCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialVariant:
-    """A ``[[trial]]`` table. If ``ranks`` is empty, the ranks of the sweep apply."""
+    """A ``[[trial]]`` table with ``settings`` by dotted recipe key. Empty ``ranks`` mean the ranks of the sweep."""
 
     name: str
     settings: Mapping[str, Any]
@@ -81,7 +84,11 @@ class TrialVariant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file before expansion. ``recipe`` is the path of the base recipe, or the inline recipe tables."""
+    """Content of the sweep file ``path``. ``recipe`` is the path of the base recipe, or the inline recipe tables.
+
+    ``axes`` holds the values to combine by dotted recipe key. ``variants`` and ``excludes`` hold the ``[[trial]]`` and
+    ``[[exclude]]`` tables.
+    """
 
     path: Path
     ranks: tuple[int, ...]
@@ -94,7 +101,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """A complete recipe, as TOML text, on a number of MPI ranks. ``id`` is a hash of ``recipe`` and ``ranks`` only."""
+    """A complete recipe (TOML text) on a number of MPI ranks. ``id`` is a hash of ``recipe`` and ``ranks``.
+
+    ``settings`` holds the values that the trial sets in addition to the base recipe, by dotted recipe key.
+    """
 
     id: str
     name: str
@@ -119,7 +129,7 @@ def read(path: Path) -> Sweep:
     variants = tuple(_variants(tree.get("trial", []), axes, path))
     # The sweep needs no ranks if every [[trial]] table sets ranks.
     is_optional = bool(variants) and all(variant.ranks for variant in variants)
-    ranks = () if is_optional and "ranks" not in head else _ranks(head.get("ranks"), "sweep.ranks", f"{path}")
+    ranks = () if is_optional and "ranks" not in head else _ranks(head.get("ranks"), "sweep.ranks", str(path))
     excludes = tuple(dict(flat(table)) for table in _list_of_tables(tree.get("exclude", []), "exclude", path))
     recipe, inline = head.get("recipe"), _table(tree, "recipe", path)
     if recipe is not None and (not isinstance(recipe, str) or inline):
@@ -234,7 +244,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
 
 
 def labels(choice: Mapping[str, Any]) -> list[str]:
-    """Return "key=value" for each item of ``choice``. The section of a key is omitted if the name stays unique."""
+    """Return "key=value" for each item of ``choice``. A dotted key loses its section if its last part is unique."""
     names = [key.rpartition(".")[2] for key in choice]
     return [
         f"{name if names.count(name) == 1 else key}={value}"

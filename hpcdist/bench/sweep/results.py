@@ -27,7 +27,6 @@ from hpcdist.bench.sweep.trial import ITERATION, OK, TrialOutcome
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 from hpcdist.reporting import atomic
-from hpcdist.reporting.atomic import check_folder
 
 SCHEMA: Final = "hpcdist.bench"
 VERSION: Final = 1
@@ -36,7 +35,7 @@ SUMMARY: Final = "summary"
 RANK: Final = "rank"  # dimension scale of samples that are measured on each rank
 SCALES: Final = (ITERATION, RANK)
 _REPEAT: Final = "repeat-"
-check_place: Final = check_folder
+check_place: Final = atomic.check_folder
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,10 @@ class SweepStopped(BaseException):
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """A repeat of a trial. ``status`` is the recorded status, or "" if the repeat is still to run."""
+    """One repeat of a trial. ``status`` is the recorded status, or "" if the repeat is still to run.
+
+    ``position`` is the index of the trial in the sweep. ``repeat`` counts from 0.
+    """
 
     trial: SweepTrial
     position: int
@@ -103,8 +106,8 @@ def run(
             log(f"{label}: {_outcome_text(outcome)}")
     except SweepStopped:
         log("stopped; the running trial is not recorded; run the same command to continue with this trial")
-    counts = list(statuses.values())
-    return SweepTally(counts.count(OK), counts.count(FAILED), len(items) - len(counts))
+    recorded = list(statuses.values())
+    return SweepTally(recorded.count(OK), recorded.count(FAILED), len(items) - len(recorded))
 
 
 def anonymous(outcome: TrialOutcome, hosts: Sequence[str]) -> TrialOutcome:

@@ -32,9 +32,7 @@ _COLUMNS: Final = ("step_s", *PHASES, "sent_bytes", "loss", "tokens")  # of the 
 _PR_SET_PDEATHSIG: Final = 1
 _BLOCKED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the caller may handle these signals
 # The line of a traceback, or of an error message of hpcdist, that names the error.
-_ERROR_LINE: Final = re.compile(
-    r"^(?:\[rank \d+\] )?((?:Error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*\S)\s*$", re.MULTILINE
-)
+_ERROR: Final = re.compile(r"^(?:\[rank \d+\] )?((?:Error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*\S)\s*$", re.MULTILINE)
 
 Command = Callable[[SweepTrial, Path, Path], list[str]]  # (trial, recipe file, run directory) -> command line
 
@@ -73,11 +71,18 @@ def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] =
 
 
 def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environment: Mapping[str, str]) -> TrialOutcome:
-    """Run ``trial`` by the command ``line`` in the empty directory ``folder``. Return the outcome. Local.
+    """Run ``trial`` with its files in the empty directory ``folder``. Return the outcome. Local.
 
-    A trial that fails, or runs longer than ``limit_s`` seconds, has a failed outcome. An exception of this process,
-    such as one from a signal handler, ends the trial. ``environment`` holds the environment variables of the trial.
+    ``line`` returns the command line of the trial, and ``environment`` holds its environment variables. A trial that
+    fails, or runs longer than ``limit_s`` seconds, has a failed outcome. An exception of this process, such as one from
+    a signal handler, ends the trial.
     """
+    libc = ctypes.CDLL(None)
+
+    def prepare_child() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # the child gets SIGTERM when this process dies
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
     recipe, out, stderr = folder / "recipe.toml", folder / "run", folder / "stderr"
     recipe.write_text(trial.recipe, encoding="utf-8")
     started_utc, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
@@ -92,7 +97,7 @@ def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environm
                 stderr=to_stderr,
                 env=dict(environment),
                 start_new_session=True,
-                preexec_fn=_child_setup(mask),  # safe between fork and exec: this process has a single thread
+                preexec_fn=prepare_child,  # safe between fork and exec: this process has a single thread
             )
         except BaseException:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -108,20 +113,9 @@ def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environm
         return _with_measurements(TrialOutcome(OK, started_utc, wall_s, EXIT_OK), folder)
     reason = f"exit code {process.returncode}" if has_ended else f"timed out after {limit_s:g} s"
     tail = _tail(stderr)
-    if errors := _ERROR_LINE.findall(tail):
+    if errors := _ERROR.findall(tail):
         reason += f": {errors[-1].removeprefix('Error: ')}"
     return TrialOutcome(FAILED, started_utc, wall_s, process.returncode, reason, tail)
-
-
-def _child_setup(mask: "set[signal.Signals | int]") -> Callable[[], None]:
-    """Return a function for the child process: it sets the signal ``mask``, and SIGTERM at the parent's death."""
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    return prepare
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
@@ -149,12 +143,10 @@ def _with_measurements(outcome: TrialOutcome, folder: Path) -> TrialOutcome:
         summary = json.loads((folder / "stdout").read_text(encoding="utf-8").strip().splitlines()[-1])
         with files.open_read(folder / "run" / "metrics.h5", "hpcdist.metrics") as file:
             rows, group = datasets.read(file, "steps"), file["steps"]
-            samples = {
-                name: TrialSample(
-                    rows[column], str(group[column].attrs["units"]), str(group[column].attrs["long_name"])
-                )
-                for name, column in ((ITERATION, "step"), *zip(_COLUMNS, _COLUMNS, strict=True))
-            }
+            samples = {}
+            for column in ("step", *_COLUMNS):
+                units, meaning = (str(group[column].attrs[name]) for name in ("units", "long_name"))
+                samples[ITERATION if column == "step" else column] = TrialSample(rows[column], units, meaning)
             library = str(file.attrs.get("mpi_library", ""))
     except (IndexError, ValueError, StorageError, KeyError) as error:
         reason = f"the training succeeded, but its summary or metrics cannot be read: {error!r}"

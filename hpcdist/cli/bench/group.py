@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.cli.bench import collectives, skeleton, step
-from hpcdist.cli.bench.skeleton import file_option
 from hpcdist.cli.bench.trials import SweepRecipes, check_alone, item_line, run_options, run_series, tally_line
 from hpcdist.cli.common import FILE, PATH
 from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
@@ -21,7 +20,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
 
 
 @click.command("merge")
-@file_option("-o", "--output", required=True, help="HDF5 file to add the results to; it keeps its own results.")
+@click.option("-o", "--output", type=FILE, required=True, help="HDF5 file, new or not, to add the results to.")
 @click.option("--mixed", is_flag=True, help="Allow trials of different commits of hpcdist.")
 @click.argument("parts", metavar="FILE...", nargs=-1, required=True, type=FILE)
 def merge(output: Path, mixed: bool, parts: tuple[Path, ...]) -> None:
@@ -87,8 +86,8 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
     judged, total = len(comparison.judged), sum(not change.reference for change in comparison.changes)
     if not judged:
         raise UsageError(
-            f"none of {total} common configurations has a verdict, which needs at least {comparing.LEAST} iterations in "
-            "each file; measure more iterations (--iterations, --seconds)"
+            f"none of {total} common configurations has a verdict, which needs {comparing.LEAST} iterations in each "
+            "file; measure more iterations (--iterations, --seconds), or more steps of a sweep (run.steps)"
         )
     wrong = sum(change.verdict == comparing.WRONG for change in comparison.regressions)
     counts = f"{wrong} wrong in the second, {total - judged} without a verdict"
@@ -129,7 +128,7 @@ command.add_command(merge)
 
 @command.command()
 @click.argument("sweep_file", metavar="SWEEP.toml", type=FILE)
-@file_option("-o", "--output", default=Path("results.h5"), help="HDF5 file to append the results to.")
+@click.option("-o", "--output", type=FILE, default=Path("results.h5"), help="HDF5 file to append the results to.")
 @click.option("--trial", metavar="TRIAL", help="Run only this trial: its number from 0, its id or its name.")
 @skeleton.limit_option
 @skeleton.budget_option
@@ -171,10 +170,7 @@ def sweep(
 
     line = functools.partial(command_of, options=run_options(options["ranks_per_node"], options["run_args"]))
     results.check_place(output)
-
-    def plan() -> "list[SeriesItem]":
-        return series.plan(trials, definitions.repeats, output, options["retry_failed"], only)
-
+    plan = functools.partial(series.plan, trials, definitions.repeats, output, options["retry_failed"], only)
     if dry_run:
         _show(plan(), line)
         return OK
@@ -201,8 +197,12 @@ def _effective_keys(run_dir: Path) -> dict[str, str]:
     from hpcdist.training.recipe import recipe as recipes
 
     values = recipes.flat(recipes.load_stored(run_dir / "recipe.toml"))
-    ignored = {key for key in values if key.startswith("model.") and not applies(key[6:], values["model.kind"])}
-    return {key: written(value) for key, value in values.items() if key not in ignored}
+    kind = values["model.kind"]
+    return {
+        key: written(value)
+        for key, value in values.items()
+        if not key.startswith("model.") or applies(key.removeprefix("model."), kind)
+    }
 
 
 def _compare_runs(before: Path, after: Path, as_json: bool) -> None:

@@ -1,15 +1,14 @@
-"""Skeleton of the `hpcdist bench` commands: shared options, places of results, ranks, and the report of rank 0.
+"""Common parts of the `hpcdist bench` commands: options, start of the ranks, provenance, and output of rank 0.
 
-A command that measures on ranks asks `world` how many there are, starts them by `start_ranks` where it is alone, and
-else begins with `begin`, which refuses results that cannot be written before anything is measured. `Outputs` are the
-options of `output_options`; it checks their places, and prints and draws. Exit codes are those of `hpcdist.errors`.
+A command that measures on several ranks gets their number from `world`. A single process starts the ranks with
+`start_ranks`. A rank calls `begin`, which checks the output files before the measurement.
 """
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -20,50 +19,40 @@ if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
     from hpcdist.comm.start import Session
 
 
-def file_option(*names: str, **attributes: Any) -> Any:
-    """Return the option of a file, which need not exist."""
-    return click.option(*names, type=FILE, **attributes)
-
-
 def count_option(*names: str, help: str, default: int | None = None, least: int = 1) -> Any:  # noqa: A002
-    """Return the option of a whole number of at least ``least``."""
+    """Return a click option for an integer of at least ``least`` (default: 1)."""
     return click.option(*names, type=click.IntRange(min=least), default=default, help=help)
 
 
-def seconds_option(*names: str, help: str, default: float | None = None) -> Any:  # noqa: A002
-    """Return the option of a time of at least a second."""
-    return click.option(*names, type=click.FloatRange(min=1.0), default=default, help=help)
+def output_options(file: str, plot: str) -> Any:
+    """Return a decorator that adds --output, --json, --plot and --anonymous to a command.
 
-
-def output_options(file: str, plot: str = "", *, default: Path | None = None, hides: str = "hosts") -> Any:
-    """Return a decorator of a command: --output, --json, --anonymous, and --plot where ``plot`` says what is drawn.
-
-    ``file`` says what is written to the output, ``hides`` whose names --anonymous leaves out.
+    ``file`` is the help text of --output, ``plot`` the start of the help text of --plot.
     """
     return stacked(
-        file_option("-o", "--output", default=default, show_default=default is not None, help=file),
-        click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
-        *([file_option("--plot", help=f"{plot} (.png, .pdf, .svg).")] if plot else []),
-        click.option("--anonymous", is_flag=True, help=f"Leave the names of {hides} out of the results."),
+        click.option("-o", "--output", type=FILE, help=file),
+        click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
+        click.option("--plot", type=FILE, help=f"{plot} (.png, .pdf, .svg)."),
+        click.option("--anonymous", is_flag=True, help="Leave host names out of the results."),
     )
 
 
-# Of sweeps.
-limit_option = seconds_option("--limit-s", default=600.0, help="Seconds that a trial may take.")
-budget_option = seconds_option(
-    "--budget-s", help="Seconds after which a trial under way is ended; what is left waits for the next call."
+_SECONDS: Final = click.FloatRange(min=1.0)
+limit_option = click.option("--limit-s", type=_SECONDS, default=600.0, help="Time limit of a trial in seconds.")
+budget_option = click.option(
+    "--budget-s", type=_SECONDS, help="Time limit of this call in seconds; the next call continues with the rest."
 )
 ranks_per_node_option = count_option("--ranks-per-node", help="Ranks on each node.  [default: the launcher's]")
-retry_option = click.option("--retry-failed", is_flag=True, help="Run trials again that are recorded as failed.")
-list_option = click.option("--list", "list_only", is_flag=True, help="Print what can be measured, and start nothing.")
+retry_option = click.option("--retry-failed", is_flag=True, help="Run failed trials again.")
+list_option = click.option("--list", "list_only", is_flag=True, help="Print the possible choices; start nothing.")
 run_args_option = click.option(
-    "--run-args", default="", help="Further options of the `hpcdist run` of each trial, in one string."
+    "--run-args", default="", help="More options for the `hpcdist run` of each trial, in one string."
 )
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Destinations of the results: the values of `output_options`."""
+    """Values of the `output_options` of a command. A path is None if its option is missing."""
 
     file: Path | None
     as_json: bool
@@ -72,62 +61,63 @@ class Outputs:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "Outputs":
-        """Take them out of the ``options`` of a command."""
-        return cls(options.pop("output"), options.pop("as_json"), options.pop("plot", None), options.pop("anonymous"))
+        """Remove the values of `output_options` from ``options``, the option values of a command, and return them."""
+        return cls(*(options.pop(name) for name in ("output", "as_json", "plot", "anonymous")))
 
-    def check(self, read: Callable[[Path], object] | None = None) -> None:
-        """Raise what is in the way of the files; one that is there is ``read``, where results are appended to it."""
+    def check(self) -> None:
+        """Raise StorageError, UsageError or MissingCapabilityError if the results or the plot cannot be written."""
         if self.file is not None:
-            if read is not None and self.file.exists():
-                read(self.file)
-            else:
-                from hpcdist.hdf5 import files
+            from hpcdist.hdf5 import files
 
-                files.check_place(self.file)
+            files.check_place(self.file)
         check_plot(self.plot)
 
     def show(self, values: Callable[[], Any], text: Callable[[], str], plot: Callable[[Path], object]) -> None:
-        """Print the ``values`` as JSON or the ``text``, and draw (local)."""
+        """Print the result of ``values`` as JSON, or of ``text``; call ``plot`` with the --plot file. Local."""
         click.echo(json.dumps(values()) if self.as_json else text())
         if self.plot is not None:
             plot(self.plot)
 
 
 def print_progress(line: str) -> None:
-    """Print a line on stderr."""
+    """Print ``line`` to stderr."""
     click.echo(line, err=True)
 
 
-def chosen(option: str, names: Sequence[str], known: Iterable[str], among: str = "") -> tuple[str, ...]:
-    """Return those of ``known`` that are named, in their order. Raises UsageError for a name that is not known.
+def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: str = "") -> tuple[str, ...]:
+    """Return the elements of ``choices`` that are in ``names``, the values of ``option``, in the order of ``choices``.
 
-    ``among`` says in the message of what the known ones are.
+    Raises UsageError if a name is not in ``choices``. The error message contains ``context``, such as " for --op all".
     """
-    valid = list(known)
+    valid = list(choices)
     for name in names:
         if name not in valid:
             shown = [repr(word) for word in valid] if any("," in word for word in valid) else valid
-            raise UsageError(f"{option} {name!r} is unknown{among}; choose from {', '.join(shown)}")
+            raise UsageError(f"{option} {name!r} is unknown{context}; choose from {', '.join(shown)}")
     return tuple(name for name in valid if name in names)
 
 
 def world(ranks: int | None, default: int) -> tuple[int, bool]:
-    """Return the number of ranks, and whether this process is one of them already. Raises UsageError for others."""
+    """Return the number of ranks, and True if a launcher started this process as one of several ranks.
+
+    ``ranks``: value of --ranks, or None; ``default``: its default. Raises UsageError if ``ranks`` is not the number of
+    started ranks.
+    """
     from hpcdist.comm.launch import environment
 
     launched = environment.launch_environment()
     size = launched.size if launched is not None and launched.size > 1 else None
     if size is not None and ranks not in (None, size):
-        raise UsageError(f"--ranks {ranks}, but this process is one of {size} ranks; leave --ranks out there")
+        raise UsageError(f"--ranks {ranks}, but the launcher started {size} ranks; leave --ranks out")
     return size or ranks or default, size is not None
 
 
 def rank_arguments(call: click.Context) -> list[str]:
-    """Return the command line of ``call`` for each of the ranks, which know themselves how many they are."""
+    """Return the arguments of the command ``call`` for the processes of its ranks: all options except --ranks."""
     line: list[str] = []
     for option in call.command.params:
         value = call.params[option.name or ""]
-        if option.name == "ranks" or value in (None, False):
+        if option.name == "ranks" or value is None or value is False:
             continue
         if isinstance(option, click.Option) and option.is_flag:
             line.append(option.opts[-1])
@@ -138,7 +128,7 @@ def rank_arguments(call: click.Context) -> list[str]:
 
 
 def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
-    """Run ``call`` on so many ranks, with further ``options`` of `hpcdist run`, and return their exit code."""
+    """Run the command ``call`` on ``ranks`` ranks with the ``options`` of `hpcdist run`, and return the exit code."""
     from hpcdist.cli import run
 
     line = ["-n", str(ranks), *options, "--grace", "5", "bench", str(call.command.name), *rank_arguments(call)]
@@ -147,7 +137,10 @@ def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
 
 
 def begin(check: Callable[[], object]) -> "Session":
-    """Start this rank, and raise on all of them what ``check`` raises on rank 0. Collective over the world."""
+    """Start MPI, call ``check`` on rank 0, and return the session. Collective over the world.
+
+    If ``check`` raises HpcdistError on rank 0, every rank raises this error.
+    """
     from hpcdist.bench import output_file
     from hpcdist.comm import start
 
@@ -157,12 +150,15 @@ def begin(check: Callable[[], object]) -> "Session":
 
 
 def origin(session: "Session", anonymous: bool, **more: Any) -> dict[str, Any]:
-    """Return the provenance of results and ``more`` on rank 0, nothing elsewhere. Collective over the world."""
+    """Return the provenance of the results on rank 0, with the entries ``more``, and {} on other ranks. Collective.
+
+    ``anonymous``: leave the host names out.
+    """
     from hpcdist.telemetry.provenance import provenance
 
     places = session.comm.allgather_object((session.place.host, ",".join(map(str, session.place.cores))))
     if session.comm.rank:
         return {}
     hosts = list(dict.fromkeys(host for host, _ in places))
-    known = provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
-    return {**known, "cores_of_rank": [cores for _, cores in places], **more}
+    common = provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
+    return {**common, "cores_of_rank": [cores for _, cores in places], **more}

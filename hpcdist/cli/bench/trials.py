@@ -1,11 +1,9 @@
-"""Run trainings as trials of a sweep: recipes, run directories, command lines, signals.
+"""Trainings as trials of a sweep: recipes, run directories, options of `hpcdist run`, and signals.
 
-Shared by `bench sweep`, `submit --array`, and the study `benchmarks/power`. Each trial has a temporary run directory
-next to the results, where all nodes of a job see it, and an environment in which no HPCDIST_SET variable can change its
-recipe. A signal that asks for an end stops the running trial and keeps the results.
+Used by `bench sweep`, `submit --array`, and the study `benchmarks/power`. SIGTERM, SIGHUP and SIGUSR1 stop the running
+trial; the recorded results remain.
 """
 
-import functools
 import glob
 import os
 import re
@@ -22,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.core import ParameterSource
 
-from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
+from hpcdist.cli.bench import skeleton
+from hpcdist.errors import UsageError
 from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -31,49 +30,46 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
     from hpcdist.bench.sweep.trial import Command, TrialOutcome
     from hpcdist.training.recipe.settings import Settings
 
-_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# Options of `hpcdist run` that a sweep sets for each trial.
+# Options of `hpcdist run` that a sweep sets itself, and the error message for each.
 _REFUSED_RUN_OPTIONS: Final = {
-    "ranks": "the sweep file says on how many ranks a trial runs; leave -n out",
-    "grace": "a trial is stopped by --limit-s and --budget-s; leave --grace out",
+    "ranks": "the sweep file sets the number of ranks; leave -n out",
+    "grace": "--limit-s and --budget-s limit the time of a trial; leave --grace out",
     "dry_run": "use --dry-run of this command",
-    "out": "each trial has a run directory of its own; leave --out out",
-    "resume": "a trial begins anew; leave --resume out",
+    "out": "each trial has its own run directory; leave --out out",
+    "resume": "a trial always starts at step 0; leave --resume out",
 }
-_TRIAL_INFIX: Final = ".trial-"  # in the name of a run directory beside the results
-_TEMPFILE_SUFFIX: Final = re.compile(r"[a-z0-9_]{8}")  # what tempfile puts behind it
+_TRIAL_INFIX: Final = ".trial-"  # run directory of a trial: <output>.trial-<suffix of tempfile>
 
 
 def check_alone() -> None:
-    """Raise UsageError where this process is one of several ranks."""
+    """Raise UsageError if a launcher started this process as one of several ranks."""
     from hpcdist.comm.launch import environment
 
     launched = environment.launch_environment()
     if launched is not None and launched.size > 1:
-        raise UsageError(
-            f"this process is one of {launched.size} ranks of {launched.launcher}, and a sweep starts ranks itself; "
-            "run it as one process"
-        )
+        started = f"{launched.launcher} started {launched.size} ranks of this command"
+        raise UsageError(f"{started}, but a sweep starts the ranks of its trials itself; start the sweep as one process")
 
 
 @dataclass(frozen=True)
 class SweepRecipes:
-    """Recipes for `hpcdist.bench.sweep.definition`; settings of a trial override the base recipe, as `--set` does."""
+    """Recipes of the trials of ``sweep``. The settings of a trial override the base recipe, as `--set` does.
 
-    wanted: "Sweep"
-    environment: Mapping[str, str] | None = None  # None: that of this process
+    ``environment``: variables that may override recipe keys; None means the environment of this process.
+    """
+
+    sweep: "Sweep"
+    environment: Mapping[str, str] | None = None
 
     def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the values of ``settings`` in the types of a recipe."""
         return self._settings(settings).values
 
     def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> "ResolvedTrial":
-        """Return the recipe of ``settings`` over the base recipe; with ``ranks`` it can be trained on so many."""
         from hpcdist.bench.sweep.definition import ResolvedTrial
         from hpcdist.training.recipe import recipe as recipes
         from hpcdist.training.recipe.requirements import degrees_equation
 
-        base = self.wanted.recipe
+        base = self.sweep.recipe
         inline = base if isinstance(base, Path) else self._settings(base)
         recipe = recipes.load(inline, self._settings(settings), self.environment).recipe
         if ranks is not None:
@@ -84,54 +80,43 @@ class SweepRecipes:
         from hpcdist.training.recipe import recipe as recipes
         from hpcdist.training.recipe import settings
 
-        path = self.wanted.path
+        path = self.sweep.path
         return settings.table(tree, f"sweep {path}", recipes.defaults(), path.parent)
 
 
-def remove_leftovers(output: Path) -> None:
-    """Remove the run directories of trials whose sweep was killed; the lock says that nobody else's are among them."""
+def _remove_leftovers(output: Path) -> None:
+    """Remove the run directories of killed sweeps next to ``output``. The caller must hold the lock of ``output``."""
     prefix = str(output.absolute()) + _TRIAL_INFIX
     for folder in glob.glob(glob.escape(prefix) + "*"):
-        if (
-            _TEMPFILE_SUFFIX.fullmatch(folder.removeprefix(prefix))
-            and os.path.isdir(folder)
-            and not os.path.islink(folder)
-        ):
-            shutil.rmtree(folder, ignore_errors=True)  # ranks of a sweep killed just now may still be in it
-
-
-def trial_command(ranks_per_node: int | None, run_args: str) -> "Command":
-    """Return what makes the command line of a trial; see `run_options`."""
-    from hpcdist.bench.sweep import trial
-
-    options = run_options(ranks_per_node, run_args)
-    return functools.partial(trial.command, options=options) if options else trial.command
+        has_suffix = re.fullmatch(r"[a-z0-9_]{8}", folder.removeprefix(prefix))
+        if has_suffix and os.path.isdir(folder) and not os.path.islink(folder):
+            shutil.rmtree(folder, ignore_errors=True)  # ranks of a killed sweep may still write files
 
 
 def run_options(ranks_per_node: int | None, text: str) -> list[str]:
-    """Return the options of `hpcdist run` in ``text`` (quoted as for a shell), and the ranks on each node.
+    """Return the words of ``text``, the value of --run-args, and the --ranks-per-node option unless it is None.
 
-    Raises UsageError here for what would fail with every trial.
+    ``text`` has options of `hpcdist run`, quoted as for a shell. Raises UsageError if they are invalid for a trial.
     """
-    from hpcdist.cli.run import command as of_run
+    from hpcdist.cli.run import command as run_command
 
     place = f"--run-args {text!r}"
     try:
         words = shlex.split(text)
-        command = of_run.make_context("run", ["-n", "1", *words, "train"]).params["command"]  # as for a trial
-        parsed = of_run.make_context("run", [*words], resilient_parsing=True)
+        command = run_command.make_context("run", ["-n", "1", *words, "train"]).params["command"]  # as for a trial
+        parsed = run_command.make_context("run", [*words], resilient_parsing=True)
     except (ValueError, click.UsageError) as error:
         message = error.format_message() if isinstance(error, click.UsageError) else str(error)
         raise UsageError(f"{place}: {message.rstrip('.')}; quote options of `hpcdist run` as for a shell") from error
     if command != ("train",):
-        raise UsageError(f"{place}: {command[0]!r} is no option of `hpcdist run`; see `hpcdist run --help`")
-    for name, cure in _REFUSED_RUN_OPTIONS.items():
+        raise UsageError(f"{place}: {command[0]!r} is not an option of `hpcdist run`; see `hpcdist run --help`")
+    for name, message in _REFUSED_RUN_OPTIONS.items():
         if parsed.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{place}: {cure}")
+            raise UsageError(f"{place}: {message}")
     if ranks_per_node is None:
         return words
     if parsed.get_parameter_source("ranks_per_node") is ParameterSource.COMMANDLINE:
-        raise UsageError(f"{place} and --ranks-per-node {ranks_per_node} say the same; leave one of them out")
+        raise UsageError(f"{place} sets --ranks-per-node, but --ranks-per-node {ranks_per_node} is given too; keep one")
     return [*words, "--ranks-per-node", str(ranks_per_node)]
 
 
@@ -142,12 +127,13 @@ def run_series(
     anonymous: bool,
     line: "Command",
     attributes: Mapping[str, str] | None = None,
-    around: "Callable[[Measure], Measure]" = lambda measure: measure,
+    wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the trials of ``plan`` by the command ``line``, until a signal asks to stop, and lock ``output``.
+    """Run the trials that ``plan`` returns and append their results to ``output``, until a signal stops the series.
 
-    Each trial has files in a directory of its own. A new results file has ``attributes`` in addition to the provenance.
-    ``around`` wraps the function that measures a trial, to prepare each trial and to check it.
+    ``output`` is locked meanwhile, also for the call of ``plan``. With ``anonymous``, the results have no host names.
+    ``line`` makes the command of a trial. A new file gets ``attributes`` in addition to the provenance. ``wrap``
+    replaces the function that measures a trial, for example to prepare and check the machine.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance
@@ -155,57 +141,47 @@ def run_series(
     environment, hosts, origin = _environment(), [socket.gethostname()], provenance(anonymous=anonymous)
     origin |= attributes or {}
 
-    def measure(of: "SweepTrial", limit_s: float) -> "TrialOutcome":
-        # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
+    def measure(chosen_trial: "SweepTrial", limit_s: float) -> "TrialOutcome":
+        # Next to the results, which all nodes of a job can read; /tmp may be local to a node.
         with tempfile.TemporaryDirectory(prefix=output.name + _TRIAL_INFIX, dir=output.absolute().parent) as folder:
-            outcome = trial.run(of, Path(folder), limit_s, line, environment)
+            outcome = trial.run(chosen_trial, Path(folder), limit_s, line, environment)
         return series.anonymous(outcome, hosts) if anonymous else outcome
 
+    def stop(number: int, frame: object) -> None:
+        raise series.SweepStopped
+
     with results.locked(output):
-        remove_leftovers(output)
+        _remove_leftovers(output)
         items = plan()
-        watched = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-        before = {number: signal.signal(number, _stop) for number in watched}
+        stop_signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        watched = [number for number in stop_signals if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+        before = {number: signal.signal(number, stop) for number in watched}
         try:
-            say = functools.partial(click.echo, err=True)
-            return series.run(items, output, around(measure), limits, origin, say)
+            return series.run(items, output, wrap(measure), limits, origin, skeleton.print_progress)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 def tally_line(tally: "SweepTally", where: str = "") -> str:
-    """Return the numbers of trials in words."""
-    hint = "; --retry-failed runs the failed again" if tally.failed else ""
+    """Return a line with the numbers of ok, failed and left trials, followed by ``where`` and a hint."""
+    hint = "; --retry-failed runs failed trials again" if tally.failed else ""
     return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{where}{hint}"
 
 
 def item_line(item: "SeriesItem") -> str:
-    """Return a repeat of a trial in words, and whether it is to be run."""
+    """Return a line that describes ``item``: id, name, ranks, repeat and recorded status."""
     state = f"recorded: {item.status}" if item.status else "to run"
-    place = f"{item.trial.name} on {counted(item.trial.ranks, 'rank')}, repeat {item.repeat + 1}"
-    return f"{item.trial.id} {place} ({state})"
-
-
-def exit_code(tally: "SweepTally", failed: bool) -> int:
-    """Return the exit code of a sweep; ``failed`` says whether any trial counts as such."""
-    return REQUEUE if tally.left else FAILURE if failed else OK
-
-
-def _stop(number: int, frame: object) -> None:
-    from hpcdist.bench.sweep.series import SweepStopped
-
-    raise SweepStopped
+    ranks = counted(item.trial.ranks, "rank")
+    return f"{item.trial.id} {item.trial.name} on {ranks}, repeat {item.repeat + 1} ({state})"
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a trial: its recipe is complete, and no variable may change it, nor end it early."""
+    """Return the environment of a trial, without the variables that would change its recipe or end it early."""
     from hpcdist.comm.launch.environment import python_path_variables
     from hpcdist.training.recipe.settings import PREFIX
     from hpcdist.training.run.stop_requests import JOB_END
 
-    variables = {
-        name: value for name, value in {**os.environ, **python_path_variables()}.items() if not name.startswith(PREFIX)
-    }
-    variables.pop(JOB_END, None)  # whoever runs it hears of the end of the job, and does not count what was cut short
-    return variables
+    variables = {**os.environ, **python_path_variables()}
+    # At the end of the job, the sweep gets the signal and does not record the interrupted trial.
+    return {name: value for name, value in variables.items() if not name.startswith(PREFIX) and name != JOB_END}

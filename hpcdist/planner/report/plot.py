@@ -189,12 +189,11 @@ def draw(estimate: PlanEstimate, timeline: PlannedTimeline, title: str, cluster:
 
 
 def _memory(axis: Any, memory: MemoryEstimate) -> None:
-    verdict = "fits" if memory.fits else "DOES NOT FIT"
     parts = [(name, size / 1e9, MEMORY.get(name, _OTHER), nbytes(size)) for name, size in memory.terms.items() if size]
     _stacked(axis, parts, max(memory.bytes, memory.limit_bytes) / 1e9 * 1.02)
     axis.axvline(memory.limit_bytes / 1e9, color="#b00020", linewidth=2.0)
-    title = f"memory: {bytes_in_both(memory.bytes)} of {bytes_in_both(memory.limit_bytes)}, {verdict}"
-    axis.set_title(title, fontsize=10, loc="left")
+    title = f"memory: {bytes_in_both(memory.bytes)} of {bytes_in_both(memory.limit_bytes)}"
+    axis.set_title(f"{title}, {'fits' if memory.fits else 'DOES NOT FIT'}", fontsize=10, loc="left")
     axis.set_xlabel("GB (10^9 bytes); the limit is red", fontsize=8)
 
 
@@ -226,9 +225,8 @@ def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: f
 
 def _stages(timeline: PlannedTimeline) -> list[int]:
     """Return the pipeline ranks to draw: all, or `_MOST_ROWS` evenly spaced ranks."""
-    if timeline.stages <= _MOST_ROWS:
-        return list(range(timeline.stages))
-    return sorted({round(row * (timeline.stages - 1) / (_MOST_ROWS - 1)) for row in range(_MOST_ROWS)})
+    count = min(timeline.stages, _MOST_ROWS)
+    return sorted({round(row * (timeline.stages - 1) / max(1, count - 1)) for row in range(count)})
 
 
 def _windows(timeline: PlannedTimeline) -> list[tuple[float, float]]:
@@ -249,10 +247,13 @@ def _timeline(
 ) -> None:
     """Draw a row for each rank in ``stages``, and one window per axis. Exchanges are thin lines below the passes."""
     rows = {stage: row for row, stage in enumerate(stages)}
+    labels = {bar.microbatch: str(bar.microbatch) if bar.microbatch >= 0 else "" for bar in timeline.bars}
     kinds: set[str] = set()
     for axis, (begin_s, end_s) in zip(axes, windows, strict=True):
         bars = [
-            GanttBar(rows[bar.stage], max(bar.begin_s, begin_s), min(bar.end_s, end_s), bar.kind, _label(bar))
+            GanttBar(
+                rows[bar.stage], max(bar.begin_s, begin_s), min(bar.end_s, end_s), bar.kind, labels[bar.microbatch]
+            )
             for bar in timeline.bars
             if bar.stage in rows and bar.end_s > begin_s and bar.begin_s < end_s
         ]
@@ -270,7 +271,3 @@ def _timeline(
     handles = plotting.kind_handles([kind for kind in TIMELINE if kind in kinds], TIMELINE, MEANINGS)
     style = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.05), "fontsize": 7, "frameon": False, "handlelength": 1.0}
     axes[-1].legend(handles=handles, **style)
-
-
-def _label(bar: TimelineBar) -> str:
-    return str(bar.microbatch) if bar.microbatch >= 0 else ""

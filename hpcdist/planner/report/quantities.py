@@ -109,7 +109,7 @@ def share(value: float) -> str:
 
 
 def wrapped(line: str, indent: str = "", width: int = LINE) -> list[str]:
-    """Return ``line`` as lines of at most ``width`` characters with ``indent``, and 2 spaces more from the second on."""
+    """Return ``line`` as lines of at most ``width`` characters: ``indent`` first, and 2 more spaces from line 2 on."""
     wrapper = textwrap.TextWrapper(width, indent, f"{indent}  ", break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(line)
 

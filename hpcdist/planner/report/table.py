@@ -72,10 +72,8 @@ def by_row(
 
     Flags that differ only in their numbers are merged, with the numbers of the first row. Local.
 
-    Args:
-        rows: Flags of the plan in each row of a table. Rows are numbered from 1.
-        common: Flags of all plans, printed without row numbers.
-        layouts: The planned layouts, see `ordered`.
+    ``rows``: flags of the plan in each row of a table, from row 1. ``common``: flags of all plans, printed without row
+    numbers. ``layouts``: see `ordered`.
     """
     flags_by_pattern: dict[str, dict[int, str]] = {}  # flag without its numbers -> row number -> flag
     for number, flags in enumerate(rows, 1):
@@ -99,11 +97,17 @@ def _rows(flags: Mapping[int, str], num_rows: int) -> str:
 
 def layout_caveats(estimate: PlanEstimate) -> tuple[str, ...]:
     """Return warnings on the layout of a plan: missing memory, idle replicas, and options without effect. Local."""
-    memory, flags = estimate.memory, []
+    memory, layout, flags = estimate.memory, estimate.layout, []
     if not memory.fits:
         missing = bytes_in_both(memory.bytes - memory.limit_bytes)
         flags.append(f"the plan does not fit into the memory: {missing} are missing; all other results ignore this")
-    return (*flags, *_uneven(estimate.layout, estimate.global_batch), *_no_effect(estimate.layout))
+    flags += _uneven(layout, estimate.global_batch)
+    if layout.tensor == 1 and layout.tensor_overlap:
+        flags.append(f"tensor_overlap = {layout.tensor_overlap:g} has no effect with one tensor device")
+    if layout.data * layout.context == 1 and layout.servers == 0:
+        options = (("algorithm", layout.algorithm, "auto"), ("compression", layout.compression, "none"))
+        flags += [f"{name} = {value} has no effect with one replica" for name, value, off in options if value != off]
+    return tuple(flags)
 
 
 def assumption_line(cluster: Cluster) -> tuple[str, ...]:
@@ -132,16 +136,6 @@ def _uneven(layout: ParallelLayout, global_batch: int) -> tuple[str, ...]:
         batch = f"{counted(samples, 'sample')} per replica"
         return (f"{batch} in micro-batches of {size}: the last micro-batch has {samples % size}",)
     return ()
-
-
-def _no_effect(layout: ParallelLayout) -> tuple[str, ...]:
-    flags = []
-    if layout.tensor == 1 and layout.tensor_overlap:
-        flags.append(f"tensor_overlap = {layout.tensor_overlap:g} has no effect with one tensor device")
-    if layout.data * layout.context == 1 and layout.servers == 0:
-        options = (("algorithm", layout.algorithm, "auto"), ("compression", layout.compression, "none"))
-        flags += [f"{name} = {value} has no effect with one replica" for name, value, off in options if value != off]
-    return tuple(flags)
 
 
 def row(estimate: PlanEstimate) -> list[str]:
@@ -187,10 +181,8 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str |
     lines += [f"no layout fits: {reason}" for reason in result.nothing]
     if result.found:
         heads = ("#", *(() if is_by_time else (f"{result.objective} ({result.found[0].unit})",)), *HEADS)
-        rows = []
-        for number, ranked in enumerate(result.found, 1):
-            value = [] if is_by_time else [figures(ranked.value, 4)]
-            rows.append([str(number), *value, *row(ranked.estimate)])
+        values = [[] if is_by_time else [figures(ranked.value, 4)] for ranked in result.found]
+        rows = [[str(index + 1), *value, *row(plans[index])] for index, value in enumerate(values)]
         lines += ["", *aligned(heads, rows), "", *((f"command to plan row 1: {again}", "") if again else ())]
         lines.append("why each row is better than the next row, and what limits it")
         for number, ranked in enumerate(result.found, 1):
@@ -203,11 +195,8 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str |
     lines += ["", "refused", *(line for text in refused for line in wrapped(text, "  "))] if refused else []
     if any(not plan.memory.fits for plan in plans):
         lines.append("!  does not fit")
-    flags = by_row(
-        [(*plan.flags, *layout_caveats(plan)) for plan in plans],
-        (*result.flags, *notes),
-        [plan.layout for plan in plans],
-    )
+    flags_by_row = [(*plan.flags, *layout_caveats(plan)) for plan in plans]
+    flags = by_row(flags_by_row, (*result.flags, *notes), [plan.layout for plan in plans])
     flag_lines = [line for flag in flags for line in wrapped(f"note: {flag}")]
     return "\n".join([*lines, *(["", *flag_lines] if flag_lines else [])])
 

@@ -203,14 +203,19 @@ def _samples_or_tokens(estimate: PlanEstimate) -> tuple[int, str]:
 
 def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster) -> str:
     """Return every part of a plan as lines for a terminal. Local."""
+    layout = estimate.layout
+    nodes = f"{counted(nodes_of(layout, cluster), 'node')} of {cluster.name}"
+    devices = f"{equation(layout)}: {counted(layout.devices, 'device')} on {nodes}"
+    devices += f" ({cluster.node.devices} x {cluster.device.name} a node)"
     limited = [f"LIMITED: {flag}" for flag in estimate.flags if flag.startswith("MFU is limited")]
+    hint = [flag for flag in estimate.flags if flag == ONE_REPLICA]
     notes = [flag for flag in estimate.flags if flag != ONE_REPLICA]
     lines = [
         *limited,
         *_section("model", [model_line(estimate, description)]),
-        *_section("layout", [*layout_lines(estimate, cluster), *([ONE_REPLICA] * (ONE_REPLICA in estimate.flags))]),
+        *_section("layout", [devices, strategy_lines(layout, estimate.global_batch), *hint]),
         "",
-        *_section("memory", memory_lines(estimate.memory, estimate.layout)),
+        *_section("memory", memory_lines(estimate.memory, layout)),
         "",
         *_section("step", step_lines(estimate)),
         "",
@@ -232,10 +237,8 @@ def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
         f"{seconds(estimate.step_s)}{between(estimate.step_range_s)} a step{limited}",
         f"{seconds(run.wall_s)} for {counted(run.steps, 'step')}",
     ]
-    if math.isfinite(run.joules):
-        parts.append(joules(run.joules))
-    if run.carbon_g is not None and math.isfinite(run.carbon_g):
-        parts.append(grams(run.carbon_g))
+    parts += [joules(run.joules)] if math.isfinite(run.joules) else []
+    parts += [grams(run.carbon_g)] if run.carbon_g is not None and math.isfinite(run.carbon_g) else []
     return f"{'; '.join(parts)} ({cluster.name})"
 
 
@@ -244,14 +247,6 @@ def model_line(estimate: PlanEstimate, description: ModelDescription) -> str:
     tokens = f" = {large_count(estimate.tokens)} tokens" if description.tokens > 1 else ""
     size = f"{large_count(estimate.parameters, 4)} parameters"
     return f"{description.name}, {size}; {estimate.global_batch:,} samples{tokens} a step"
-
-
-def layout_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return the parallel degrees, the devices, and the strategy of a plan as lines. Local."""
-    layout = estimate.layout
-    devices = f"{counted(layout.devices, 'device')} on {counted(nodes_of(layout, cluster), 'node')} of {cluster.name}"
-    node = f"{cluster.node.devices} x {cluster.device.name} a node"
-    return [f"{equation(layout)}: {devices} ({node})", strategy_lines(layout, estimate.global_batch)]
 
 
 def equation(layout: ParallelLayout) -> str:
@@ -278,7 +273,7 @@ def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
     lines = [f"{_fit(memory, bytes_in_both, 'left')}{stage}", bar(memory)]
     for name, size in memory.terms.items():
         if size:
-            lines.append(f"{_letter(name)} {name:{_NAME}}{nbytes(size):>10} {share(size / memory.bytes):>7}")
+            lines.append(f"{name[0].upper()} {name:{_NAME}}{nbytes(size):>10} {share(size / memory.bytes):>7}")
     return [*lines, f"rule: {memory.rule}"]
 
 
@@ -291,14 +286,10 @@ def bar(memory: MemoryEstimate) -> str:
     drawn, end = "", 0.0
     for name, size in memory.terms.items():
         end += size * scale
-        drawn += _letter(name) * (round(end) - len(drawn))
+        drawn += name[0].upper() * (round(end) - len(drawn))
     limit = round(memory.limit_bytes * scale)
     drawn = drawn.ljust(limit, ".")
     return f"[{drawn[:limit]}|{drawn[limit:]}"
-
-
-def _letter(term: str) -> str:
-    return term[0].upper()
 
 
 def step_lines(estimate: PlanEstimate) -> list[str]:
@@ -312,7 +303,19 @@ def step_lines(estimate: PlanEstimate) -> list[str]:
             lines.append(f"{name:{_NAME}}{seconds(term_s):>10} {share(part):>7}  {'#' * round(40 * part)}")
     if timing.hidden_s:
         lines.append(f"messages that overlap with computation: {seconds(timing.hidden_s)}")
-    lines += rates(estimate)
+    work, devices = estimate.work, estimate.layout.devices - estimate.layout.servers
+    model = decimal(work.model_flops / estimate.step_s / devices, "FLOP/s")
+    hardware = decimal(work.hardware_flops / estimate.step_s / devices, "FLOP/s")
+    peak = decimal(estimate.peak_flops / devices, "FLOP/s")
+    lines.append(f"MFU {share(estimate.mfu)} ({model} of {peak} a device), HFU {share(estimate.hfu)} ({hardware})")
+    if (
+        abs(estimate.mfu - estimate.exact_mfu) > PAIRS * estimate.mfu
+        or abs(estimate.hfu - estimate.exact_hfu) > PAIRS * estimate.hfu
+    ):
+        lines.append(
+            "attention counts all pairs of tokens, as in publications; without masked pairs: MFU "
+            f"{share(estimate.exact_mfu)}, HFU {share(estimate.exact_hfu)}"
+        )
     if estimate.layout.pipeline > 1:
         lines.append(
             f"bubble: {share(timing.bubble)} of the time of the longest stage, as in publications: it includes waits "
@@ -324,24 +327,6 @@ def step_lines(estimate: PlanEstimate) -> list[str]:
             algorithm = timing.algorithms.get(axis, "")
             sent.append(f"{axis} {nbytes(size)}{f' ({algorithm})' if algorithm else ''}")
     return [*lines, *([f"a device sends {', '.join(sent)}"] if sent else [])]
-
-
-def rates(estimate: PlanEstimate) -> list[str]:
-    """Return a line with MFU, HFU and FLOP rates per device, and a line without masked pairs if it differs. Local."""
-    work, devices = estimate.work, estimate.layout.devices - estimate.layout.servers
-    model = decimal(work.model_flops / estimate.step_s / devices, "FLOP/s")
-    hardware = decimal(work.hardware_flops / estimate.step_s / devices, "FLOP/s")
-    peak = decimal(estimate.peak_flops / devices, "FLOP/s")
-    lines = [f"MFU {share(estimate.mfu)} ({model} of {peak} a device), HFU {share(estimate.hfu)} ({hardware})"]
-    if (
-        abs(estimate.mfu - estimate.exact_mfu) > PAIRS * estimate.mfu
-        or abs(estimate.hfu - estimate.exact_hfu) > PAIRS * estimate.hfu
-    ):
-        lines.append(
-            "attention counts all pairs of tokens, as in publications; without masked pairs: MFU "
-            f"{share(estimate.exact_mfu)}, HFU {share(estimate.exact_hfu)}"
-        )
-    return lines
 
 
 def _section(heading: str, lines: Iterable[str]) -> list[str]:

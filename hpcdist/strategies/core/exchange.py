@@ -17,10 +17,10 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.optim.master_weights import rounded
 from hpcdist.strategies.core.background import BackgroundCollectives
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.core.traits import Traits
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 

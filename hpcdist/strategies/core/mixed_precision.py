@@ -21,7 +21,7 @@ from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.parameter_views import ParameterViews, TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.pipeline.tied import TiedCopies
+from hpcdist.strategies.core.tied import TiedCopies
 
 INITIAL_SCALE: Final = 2.0**16
 MINIMUM_SCALE: Final = 1.0  # default of precision.minimum_scale

@@ -13,7 +13,7 @@ from hpcdist.models.model import BoundGradients
 from hpcdist.models.stage import Parameters
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.pipeline.tied import TiedCopies
+from hpcdist.strategies.core.tied import TiedCopies
 
 
 class ParameterViews:

@@ -22,7 +22,7 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.context.axis import ContextAxis
-from hpcdist.strategies.schedule.operations import StagePlacement
+from hpcdist.strategies.core.operations import StagePlacement
 
 _FEW_BYTES: Final = 128
 _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that work in place on shared buffers

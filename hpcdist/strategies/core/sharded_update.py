@@ -16,8 +16,8 @@ from hpcdist.optim import norms
 from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.optim.update import exact
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.tensor.axis import counted, ranges_of, sum_gradients, sum_norms
+from hpcdist.strategies.core.operations import Kind, Operation
+from hpcdist.strategies.core.tensor_shards import counted, ranges_of, sum_gradients, sum_norms
 
 
 class ShardedUpdate:

@@ -55,6 +55,8 @@ from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
+from hpcdist.strategies.core.tensor_shards import counted
+from hpcdist.strategies.core.tied import tied_tensors
 from hpcdist.strategies.core.traits import ShardingDegrees, Traits
 from hpcdist.strategies.data.coded import CodedGatherer, CodedScatter, CodedSum, CompressedGathers
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
@@ -67,8 +69,6 @@ from hpcdist.strategies.data.onebit import FROZEN, OneBit
 from hpcdist.strategies.data.parts import Gatherer, Reducer, saved_shares
 from hpcdist.strategies.data.reducers import Sum, TreeSum
 from hpcdist.strategies.data.scatter import Scatter, TreeScatter
-from hpcdist.strategies.pipeline.tied import tied_tensors
-from hpcdist.strategies.tensor.axis import counted
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.strategies.zero.offload import Offload
 

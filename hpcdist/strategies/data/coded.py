@@ -41,6 +41,7 @@ from hpcdist.strategies.compressed.reduction import (
     QuantisedReduction,
 )
 from hpcdist.strategies.compressed.registry import bucket_reduction, compressor
+from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
@@ -56,7 +57,6 @@ from hpcdist.strategies.data.residuals import (
     without_loss_scale,
 )
 from hpcdist.strategies.data.scatter import Scatter
-from hpcdist.strategies.schedule.operations import Operation
 
 
 class CodedSum(Sum):

@@ -32,12 +32,12 @@ from hpcdist.optim import norms
 from hpcdist.strategies.core.background import BackgroundCollectives
 from hpcdist.strategies.core.buckets import buckets_of_rank
 from hpcdist.strategies.core.exchange import pieces_of
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.data.exchange import DataExchange
 from hpcdist.strategies.data.parts import Gatherer, Reducer, saved_shares
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 PENDING: Final = "gradients.pending"  # kind, in a checkpoint, of the summed gradient that is not applied yet
 

@@ -28,11 +28,11 @@ from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.reduction import CodedUnit, GatheredReduction, GradientCoder
 from hpcdist.strategies.core.buckets import buckets_of_rank
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.local import LocalGradients
 from hpcdist.strategies.data.residuals import Feedback, Residuals
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 VELOCITY: Final = "velocity"
 

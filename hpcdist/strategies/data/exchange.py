@@ -11,12 +11,12 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.core.background import BackgroundCollectives
 from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
 from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.data.guard import LockStepGuard
 from hpcdist.strategies.data.parts import Gatherer, Reducer
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class DataExchange(Exchange):

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.core.background import BackgroundCollectives
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import OPTIMIZER, PARAMETERS, WHOLE, Cuts
 from hpcdist.strategies.data.parts import Gatherer
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class CutGatherer(Gatherer):

@@ -15,7 +15,7 @@ from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.exchange import Handlers
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.core.operations import Kind, Operation
 
 # Kinds that take part in a collective of a layer, or start one.
 GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START)

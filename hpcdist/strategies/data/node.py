@@ -24,11 +24,11 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.segments import wait_all
 from hpcdist.errors import DivergenceError, MissingCapabilityError
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import Cuts
 from hpcdist.strategies.data.parts import Gatherer
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 _TAG: Final = 0  # messages between two ranks stay in the order of the layers, which is the same on all ranks
 

@@ -8,11 +8,11 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.core.exchange import Handlers
+from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
+from hpcdist.strategies.core.tensor_shards import counted
 from hpcdist.strategies.data.residuals import Feedback
-from hpcdist.strategies.schedule.operations import Operation
-from hpcdist.strategies.tensor.axis import counted
 
 
 def saved_shares(context: RankContext) -> list[Range]:

@@ -12,10 +12,10 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.strategies.core.background import BackgroundCollectives
 from hpcdist.strategies.core.buckets import buckets_of_rank, groups_of_layers
 from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.parts import Reducer
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class Sum(Reducer):

@@ -10,12 +10,12 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.core.background import BackgroundCollectives
 from hpcdist.strategies.core.logical_shards import LogicalShards
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, WHOLE, Cuts
 from hpcdist.strategies.data.parts import Reducer
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class Scatter(Reducer):

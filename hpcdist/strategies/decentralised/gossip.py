@@ -28,10 +28,10 @@ from hpcdist.comm.transport import Request
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.base import ElementWise
 from hpcdist.strategies.core.exchange import Handlers
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig, parse_edges
 from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 Sources: TypeAlias = tuple[tuple[int, float], ...]  # (rank, weight) of the peers of a rank, without itself
 MOST_FOR_A_GAP: Final = 1024  # largest number of ranks for the eigenvalues of a graph of edges: p^3 operations

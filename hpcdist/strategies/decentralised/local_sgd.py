@@ -17,10 +17,10 @@ from typing import Any, Final
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim.update import kernels
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 OUTER: Final = "optimizer.outer"  # kind of the outer velocity in a checkpoint
 

@@ -21,10 +21,10 @@ from hpcdist.optim import norms
 from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.buckets import buckets_of_layers
 from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.core.traits import Traits
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class Replicas(Exchange):

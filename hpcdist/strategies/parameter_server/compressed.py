@@ -34,6 +34,7 @@ from hpcdist.compression.compressor import align
 from hpcdist.strategies.compressed.config import SUMMED
 from hpcdist.strategies.compressed.reduction import GradientCoder
 from hpcdist.strategies.compressed.registry import Compression, compressor
+from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.residuals import Feedback, Residuals, with_loss_scale, without_loss_scale
@@ -41,7 +42,6 @@ from hpcdist.strategies.parameter_server.lockstep import LockStepExchange, Push
 from hpcdist.strategies.parameter_server.messages import MessageTransport, ReceiveQueue
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.parameter_server.transport import GRADIENT, ServerTopology, Transport
-from hpcdist.strategies.schedule.operations import Operation
 
 _BYTES: Final = np.dtype(np.uint8)
 

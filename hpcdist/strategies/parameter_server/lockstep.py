@@ -28,6 +28,7 @@ import numpy as np
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.core.traits import Traits
@@ -38,7 +39,6 @@ from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.parameter_server.rma import RmaTransport
 from hpcdist.strategies.parameter_server.shared_memory import SharedMemoryTransport
 from hpcdist.strategies.parameter_server.transport import ServerTopology, Transport
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
     "messages": MessageTransport,

@@ -13,12 +13,12 @@ from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.model import Model
 from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.operations import StagePlacement
 from hpcdist.strategies.pipeline.costs import PassSeconds, TensorSplit, UnitCost, unit_costs
 from hpcdist.strategies.pipeline.memory import Moment, StageMemory, StateBytes, moments
 from hpcdist.strategies.pipeline.partition import StageDevices, check_units, least_memory, partition
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.operations import StagePlacement
 
 # Basis -> (unit of work, its size).
 BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("ms", 1e-3)}

@@ -15,13 +15,13 @@ from hpcdist.models.stage import Draw
 from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.mixed_precision import MixedPrecisionViews, NoLossScale
+from hpcdist.strategies.core.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.pipeline.tied import TiedCopies
+from hpcdist.strategies.core.tied import TiedCopies
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations, insert_gathers
 from hpcdist.strategies.schedule.graphs import KernelLaunches
 from hpcdist.strategies.schedule.observers import NanFinder, PhaseTimer
-from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
 from hpcdist.strategies.schedule.step import NO_COUNTS, Handler, StepObserver, StepResult
 

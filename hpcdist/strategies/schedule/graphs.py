@@ -18,7 +18,7 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.models.model import BoundGradients
 from hpcdist.models.runtime.arena import Arena, ArenaSaved, BlockUse, SavedState
 from hpcdist.models.stage import Draw, Parameters
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.core.operations import Kind, Operation
 
 WARM_UP: Final = 2  # steps: the second allocates the memory that the first step did not need yet
 MOST: Final = 4  # graphs per kind of operation, unit and micro-batch: some strategies alternate two gradient stores

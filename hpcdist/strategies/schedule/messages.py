@@ -9,9 +9,9 @@ from hpcdist.comm.transport import Request
 from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Saved
+from hpcdist.strategies.core.operations import MESSAGES, Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.pipeline.tied import TIES
-from hpcdist.strategies.schedule.operations import MESSAGES, Kind, Operation
+from hpcdist.strategies.core.tied import TIES
 
 # Slots in the arena, in addition to the layers of the model, which count from 0: four per connection of units.
 RECEIVED, GRADIENT_IN, ACTIVATION_OUT, GRADIENT_OUT = range(4)

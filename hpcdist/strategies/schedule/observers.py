@@ -10,7 +10,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
 from hpcdist.optim import norms
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.core.operations import COMPUTE, Kind, Operation
 from hpcdist.strategies.schedule.step import Handler, StepObserver
 
 # All other kinds are communication.

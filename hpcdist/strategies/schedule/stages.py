@@ -20,12 +20,12 @@ from hpcdist.models.model import LOSS_WEIGHT
 from hpcdist.models.runtime.arena import Arena, ArenaSaved
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.models.stage import Draw, MixedStage, Operations, Saved
+from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.graphs import KernelLaunches, Moving
 from hpcdist.strategies.schedule.messages import StageMessages
 from hpcdist.strategies.schedule.observers import NanFinder
-from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 
 Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 

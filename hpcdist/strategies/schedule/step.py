@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.core.operations import Kind, Operation
 
 Handler: TypeAlias = Callable[[Operation], None]
 

@@ -6,18 +6,12 @@ unless marked local.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from hpcdist import collectives
-from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, is_device
-from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.collectives.node import shared_memory
@@ -25,48 +19,6 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.models.attention.tiles import Pieces, blocks, one_piece
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.schedule.observers import NanFinder
-
-
-def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
-    """Return the subranges of ``parts`` (flat ranges of ``layout``) whose tensors the tensor axis does not shard."""
-    return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
-
-
-def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return the subranges of ``parts`` that this rank counts, so that a sum over ``comm`` counts no tensor twice.
-
-    ``parts``: ranges of the flat parameter vector that ``layout`` describes. ``comm``: tensor axis. Only rank 0 counts
-    tensors that are not sharded. Local.
-    """
-    if comm.rank == 0:
-        return list(parts)
-    return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is not None]
-
-
-def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
-    """Sum ``norms``, the squared norms of tensors, over ``comm`` in place; unsharded tensors count once. Collective."""
-    if comm.size == 1:
-        return
-    if comm.rank:
-        norms[[segment.spec.cut is None for segment in layout.segments]] = 0
-    collectives.allreduce(comm, norms.reshape(-1), algorithm)
-
-
-def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicator, algorithm: str) -> None:
-    """Sum the gradients of unsharded tensors in the flat ranges ``parts`` over ``comm``, in one message. Collective."""
-    ranges = ranges_of(gradients.layout, parts)
-    on = "gpu" if backend.is_device(gradients.array) else "cpu"
-    message = backend.empty(sum(part.size for part in ranges), gradients.dtype, on)
-    if not message.size:
-        return  # the ranks of the axis have the same parts
-    ends = list(accumulate((part.size for part in ranges), initial=0))
-    slots = [Range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-    for part, slot in zip(ranges, slots, strict=True):
-        gradients.read(part, message[slot.slice])
-    collectives.allreduce(comm, message, algorithm)
-    for part, slot in zip(ranges, slots, strict=True):
-        gradients.write(part, message[slot.slice])
-
 
 ONE_NODE: Final = "node_shared"
 

@@ -29,6 +29,7 @@ from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
+from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, expert_replicas
@@ -39,7 +40,6 @@ from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
 from hpcdist.strategies.schedule.observers import NO_RANGES, NanFinder, OperationRanges, ProfilerRanges
-from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.strategies.tensor.axis import algorithm_on

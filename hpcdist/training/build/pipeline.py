@@ -22,12 +22,12 @@ from hpcdist.reporting import regular
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.tied import tied_tensors
 from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.pipeline import costs as pipeline_measured
 from hpcdist.strategies.pipeline.costs import PassSeconds
 from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.plan import PartitionPlan, plan
-from hpcdist.strategies.pipeline.tied import tied_tensors
 from hpcdist.strategies.schedule.generate import operation_list
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText, generated
 from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES

@@ -15,11 +15,11 @@ from hpcdist.optim import rates
 from hpcdist.strategies.compressed.autoselect import CompressionDecision
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor, StepResult
 from hpcdist.strategies.schedule.observers import ProfilerRanges
-from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.training import data

@@ -23,7 +23,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.hdf5.overlay import Overlay
 from hpcdist.strategies.core.exchange import Exchange
-from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
+from hpcdist.strategies.core.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.step import Handler, RunningStep, StepObserver
 from hpcdist.training.chaos.config import ChaosConfig, ChaosFault
 

@@ -16,7 +16,7 @@ from hpcdist.checkpoint.partner.redundancy import HeldCopies, PartnerStore
 from hpcdist.checkpoint.restoring.reshard import reshard
 from hpcdist.comm.communicator import Communicator
 from hpcdist.reporting.units import counted
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.recipe.config import SurvivalConfig

@@ -16,10 +16,10 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.optim import norms
 from hpcdist.optim.rates import SmoothedNoise, estimate_noise
 from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.core.tensor_shards import counted
 from hpcdist.strategies.schedule.step import RunningStep, StepObserver
-from hpcdist.strategies.tensor.axis import counted
 
 COMPLETING_PASSES: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # they complete a unit's gradients of a micro-batch
 WRITING_PASSES: Final = (*COMPLETING_PASSES, Kind.BACKWARD_INPUT)

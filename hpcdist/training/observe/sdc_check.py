@@ -23,7 +23,7 @@ from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DivergenceError
 from hpcdist.strategies.core.exchange import Exchange
-from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.schedule.step import RecomputeVerdict, RunningStep, StepObserver, StepResult
 
 MEDIAN_STEPS: Final = 50  # number of steps in the median

@@ -20,8 +20,8 @@ from hpcdist.collectives.algorithms.fixed_tree import shards_of
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
 from hpcdist.errors import NonFiniteError, StorageError
-from hpcdist.strategies.core.replica_check import check_parameters, explain_nonfinite
 from hpcdist.strategies.schedule.executor import StepResult
+from hpcdist.strategies.schedule.replica_check import check_parameters, explain_nonfinite
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.training.build.trainer import Trainer

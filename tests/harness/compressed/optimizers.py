@@ -13,9 +13,9 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import norms
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.data.exchange import DataExchange
-from hpcdist.strategies.schedule.operations import Kind
 
 MODEL = ModelConfig(layers=1, hidden=8, heads=2, vocabulary=20)
 CONSTANT = {"decay": "constant", "warmup_steps": 0}

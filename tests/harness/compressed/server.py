@@ -21,10 +21,10 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.compressed.config import SUMMED, CompressionConfig
 from hpcdist.strategies.compressed.registry import Compression, compressor
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles, partition_keys
-from hpcdist.strategies.schedule.operations import Kind
 
 SOME = CompressionConfig(density=0.1)
 STEPS, SEED = 10, 5

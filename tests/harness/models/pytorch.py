@@ -17,8 +17,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.models.model import Model
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.operations import looped
 from hpcdist.strategies.schedule.executor import StepResult
-from hpcdist.strategies.schedule.operations import looped
 
 VOCABULARY, CONTEXT, HIDDEN = 23, 6, 16
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1

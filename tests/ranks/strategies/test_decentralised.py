@@ -13,9 +13,9 @@ from hpcdist.comm.threads.communicator import solo
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import DECENTRALISED_EXCHANGES
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import build as build_graph
-from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 

@@ -12,7 +12,7 @@ from hpcdist.arrays.ranges import split
 from hpcdist.collectives.algorithms.fixed_tree import FixedTree, shards_of
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
-from hpcdist.strategies.core.replica_check import check_replicas
+from hpcdist.strategies.schedule.replica_check import check_replicas
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 

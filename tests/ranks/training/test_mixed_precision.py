@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from harness.trainings import small_trainer, state_bits
-from hpcdist.strategies.core.replica_check import check_replicas
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
+from hpcdist.strategies.schedule.replica_check import check_replicas
 from hpcdist.training.run.saving import CheckpointSaver
 
 SAMPLES, STEPS, BAD = 12, 8, (3, 4)

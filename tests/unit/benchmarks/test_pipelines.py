@@ -11,10 +11,10 @@ from benchmarks.training import pipelines
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.pipeline.costs import PassSeconds
 from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
 from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
 

@@ -19,8 +19,8 @@ from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver

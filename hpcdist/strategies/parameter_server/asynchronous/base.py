@@ -23,6 +23,7 @@ from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.transport import Request
 from hpcdist.optim import norms
 from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
@@ -34,7 +35,6 @@ from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
 )
 from hpcdist.strategies.parameter_server.partition import Roles, partition_keys
 from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 def per_push_context(context: RankContext, workers: int) -> RankContext:

@@ -11,9 +11,7 @@ from typing import Final
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ConfigurationError, ScheduleError
-from hpcdist.strategies.schedule.generate.passes import LETTERS, Pass, Passes, expand, spell
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_schedule
-from hpcdist.strategies.schedule.operations import (
+from hpcdist.strategies.core.operations import (
     COMPUTE,
     ENDS,
     EXCHANGED,
@@ -24,6 +22,8 @@ from hpcdist.strategies.schedule.operations import (
     folded,
     looped,
 )
+from hpcdist.strategies.schedule.generate.passes import LETTERS, Pass, Passes, expand, spell
+from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_schedule
 from hpcdist.strategies.schedule.verify import liveness
 
 PLACEMENTS: Final = {"looped": looped, "folded": folded}

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation, StagePlacement
+from hpcdist.strategies.core.operations import COMPUTE, Kind, Operation, StagePlacement
 
 Pass: TypeAlias = tuple[Kind, int, int]  # (one of `COMPUTE`, micro-batch, local chunk): all units of the chunk
 Passes: TypeAlias = list[Pass]

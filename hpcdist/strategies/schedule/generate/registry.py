@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.core.operations import StagePlacement, folded, looped
 from hpcdist.strategies.schedule.generate.passes import (
     Passes,
     Peak,
@@ -30,7 +31,6 @@ from hpcdist.strategies.schedule.generate.passes import (
     zb_h2,
     zb_v,
 )
-from hpcdist.strategies.schedule.operations import StagePlacement, folded, looped
 
 
 def bubble(

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from hpcdist.errors import ScheduleError
+from hpcdist.strategies.core.operations import StagePlacement
 from hpcdist.strategies.schedule.generate.passes import Passes, Peak
-from hpcdist.strategies.schedule.operations import StagePlacement
 from hpcdist.strategies.schedule.simulate import program as programs
 from hpcdist.strategies.schedule.simulate.program import (
     AGAIN,

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpcdist.arrays.jit import jit
 from hpcdist.errors import ScheduleError, UsageError
-from hpcdist.strategies.schedule.operations import COMPUTE
+from hpcdist.strategies.core.operations import COMPUTE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
+from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.simulate import passes as passes_simulate
 from hpcdist.strategies.schedule.simulate import program as programs
 from hpcdist.strategies.schedule.simulate.program import CODES, RECV, SEND, WORK, Program, StepCosts, Times

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ORDER, ProcessGrid
-from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation, StagePlacement
+from hpcdist.strategies.core.operations import COMPUTE, ENDS, Kind, Operation, StagePlacement
 
 # kind -> (kind of its receive, whether it goes to the rank of the unit and not to the rank of the unit before)
 SENDS: Final = {Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, True), Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False)}

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcdist.arrays.ranges import Range, coverage
+from hpcdist.strategies.core.operations import COMPUTE, EXCHANGED, MESSAGES, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, MESSAGES, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.liveness import NOWHERE, RankProgram, is_covered, range_text
 

@@ -203,9 +203,13 @@ def test_load_of_the_ranks_is_not_busy():
 
 
 def test_load_of_other_processes_is_busy():
-    assert "a load of 6.9 where 2" in calibrate_run.busy_before(load_samples(6.9))
-    assert "a load of 5.0 where 2" in calibrate_run.busy_meanwhile(load_samples(0.1), load_samples(5.0), 600, 0.02)
-    assert "a load of 6.9 where 2" in calibrate_run.busy_meanwhile(load_samples(6.9), load_samples(0.5), 600, 0.02)
+    assert "a load of 6.9, of which this calibration causes 2" in calibrate_run.busy_before(load_samples(6.9))
+    assert "a load of 5.0, of which this calibration causes 2" in calibrate_run.busy_meanwhile(
+        load_samples(0.1), load_samples(5.0), 600, 0.02
+    )
+    assert "a load of 6.9, of which this calibration causes 2" in calibrate_run.busy_meanwhile(
+        load_samples(6.9), load_samples(0.5), 600, 0.02
+    )
     quiet = LoadSample(0.0, 2, 2)
     assert "8.0" in calibrate_run.busy_meanwhile((quiet, quiet), (quiet, LoadSample(8.0, 2, 2)), 600, None)
 
@@ -244,7 +248,7 @@ def test_load_sample_counts_all_ranks_of_a_machine(monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 0.0, 0.0))
     looks = run_threads(3, lambda comm: calibrate_run.sample_load(comm, 2))
     assert looks[0] == looks[2]
-    assert [(one.load, one.own) for one in looks[0]] == [(3.5, 6)]
+    assert [(one.load, one.threads) for one in looks[0]] == [(3.5, 6)]
 
     def raise_os_error():
         raise OSError

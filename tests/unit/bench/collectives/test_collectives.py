@@ -16,7 +16,8 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.bench.collectives import contenders, results, run
 from hpcdist.bench.collectives import report as collectives_report
 from hpcdist.bench.collectives.contenders import CollectivesContender
-from hpcdist.bench.collectives.run import CellLimits, CellTiming
+from hpcdist.bench.collectives.results import CellLimits
+from hpcdist.bench.collectives.run import CellTiming
 from hpcdist.cli.bench.collectives import _valid_names
 from hpcdist.cli.bench.group import compare
 from hpcdist.cli.runs.report import report

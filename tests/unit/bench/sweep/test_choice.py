@@ -51,7 +51,7 @@ def test_trial_is_selected_by_position_id_or_name(text, expected):
     ("lat start", ["'lat start'", "s.toml", "nearest is 'late start'"]),
     ("qqq", ["'qqq'", "0 to 3", "--list"]),
     ("", ["''", "--list"]),
-    ("a", ["is 2 trials", "0 (1 rank), 1 (2 ranks)", "id"]),
+    ("a", ["2 trials of s.toml", "0 (1 rank), 1 (2 ranks)", "id"]),
     ("1.0", ["'1.0'"]),
 )
 def test_unknown_trial_is_rejected_with_the_nearest_name(text, words):
@@ -156,7 +156,7 @@ def test_trial_environment_has_no_job_end_time(monkeypatch):
 
 def test_ranks_per_node_may_be_given_only_once():
     assert run_options(None, "--ranks-per-node 2") == ["--ranks-per-node", "2"]
-    with pytest.raises(UsageError, match="say the same"):
+    with pytest.raises(UsageError, match="keep one"):
         run_options(2, "--ranks-per-node 2")
 
 

@@ -194,7 +194,7 @@ def test_changed_reference_is_noted_but_no_regression(tmp_path, rng):
     before = write_results(tmp_path / "a.h5", rng, {key(): 1e-3, key("memcpy"): 1e-3})
     code, shown = run_compare(before, write_results(tmp_path / "b.h5", rng, {key(): 1e-3, key("memcpy"): 2e-3}))
     assert code == 0
-    assert "the two files are from different machines, or from different loads" in shown
+    assert "files were measured on different machines, or under different load" in shown
 
 
 def test_few_iterations_have_no_verdict():
@@ -226,7 +226,7 @@ def test_unreadable_or_mixed_files_are_rejected(tmp_path, rng):
     for other in (tmp_path / "missing.h5", tmp_path / "text.h5"):
         with pytest.raises(StorageError):
             run_compare(path, other)
-    with pytest.raises(UsageError, match="give two of a kind"):
+    with pytest.raises(UsageError, match="give two files of one benchmark"):
         run_compare(path, sweep)
 
 

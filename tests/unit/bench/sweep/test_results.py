@@ -53,14 +53,14 @@ def test_appended_results_are_read_back(path, rng):
     first, second = good_outcome(rng), good_outcome(rng, 4)
     results.append(path, trial("b", 4), 0, 0, second, "abc")
     results.append(path, trial("z"), 0, 1, first, "abc")
-    results.append(path, trial("z"), 0, 0, failed_outcome("no end within 3 s"), "def")
+    results.append(path, trial("z"), 0, 0, failed_outcome("timed out after 3 s"), "def")
     results.append(path, trial("a"), 1, 0, failed_outcome(), "abc")
     result = results.read(path)
     assert result.provenance == {"git_commit": "abc", "numpy_version": "2"}
     assert [(c.name, c.ranks) for c in result.configurations] == [("z", 2), ("a", 2), ("b", 4)]
     assert result.configurations[0].recipe == trial("z").recipe
     failed, well = result.configurations[0].repeats
-    assert (failed.number, failed.status, failed.exit_code, failed.reason) == (0, FAILED, 1, "no end within 3 s")
+    assert (failed.number, failed.status, failed.exit_code, failed.reason) == (0, FAILED, 1, "timed out after 3 s")
     assert failed.hpcdist_version == well.hpcdist_version == hpcdist.__version__
     assert (failed.git_commit, failed.wall_s, dict(failed.summary), dict(failed.samples)) == ("def", 1.0, {}, {})
     assert well.summary == {
@@ -185,7 +185,7 @@ def test_budget_skips_trials_that_would_not_end(tmp_path):
     ran, tally, output = run_sweep(path, trials, 2, limits=SeriesLimits(2000.0, 500.0))
     assert ran == ["short"], "only the second repeat of short; the new trial may take 1000 s"
     assert tally == SweepTally(ok=3, failed=0, left=3)
-    assert sum("left, it would not end within the budget" in line for line in output) == 3
+    assert sum("would not end within the time budget" in line for line in output) == 3
     limits = []
     run_sweep(
         path,
@@ -199,7 +199,7 @@ def test_budget_skips_trials_that_would_not_end(tmp_path):
 def test_timed_out_trial_may_run_again_with_a_smaller_limit(tmp_path):
     path, trials = tmp_path / "r.h5", [trial("late"), trial("new"), trial("known")]
     results.prepare(path, {})
-    results.append(path, trials[0], 0, 0, failed_outcome("no end within 600 s", wall_s=600.0), "")
+    results.append(path, trials[0], 0, 0, failed_outcome("timed out after 600 s", wall_s=600.0), "")
     run_, tally, _ = run_sweep(path, trials, limits=SeriesLimits(600.0, 500.0), retry_failed=True)
     assert (run_, tally) == (["late", "new", "known"], SweepTally(3, 0, 0)), "the time of a failure must not count"
     results.append(path, trials[2], 2, 0, good_outcome(_RNG, wall_s=1000.0), "")
@@ -238,13 +238,13 @@ def test_trial_ended_by_the_budget_is_not_recorded(tmp_path, monkeypatch):
     def use_the_whole_limit(_, limit_s):
         assert limit_s == 5.0
         now_s[0] += limit_s
-        return failed_outcome("no end within 5 s")
+        return failed_outcome("timed out after 5 s")
 
     monkeypatch.setattr(series, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     ran, tally, output = run_sweep(
         tmp_path / "r.h5", [trial("a")], measure=use_the_whole_limit, limits=SeriesLimits(60.0, 5.0)
     )
-    assert (ran, tally) == (["a"], SweepTally(0, 0, 1)) and "ended with the budget" in output[0]
+    assert (ran, tally) == (["a"], SweepTally(0, 0, 1)) and "time budget ended before the trial" in output[0]
     assert results.statuses(tmp_path / "r.h5") == {}
 
 

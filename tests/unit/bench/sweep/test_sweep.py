@@ -139,15 +139,15 @@ TWO = """
 @cases(
     "conditions, words",
     ("ranks = '2'", ["ranks", "'2'", "[[exclude]] 1"]),
-    ("ranks = [2, 3]", ["ranks = 3", "meets no trial", "[1, 2]"]),
+    ("ranks = [2, 3]", ["ranks = 3", "matches no trial", "[1, 2]"]),
     ("ranks = []", ["ranks = []"]),
-    ("trial = 'c'", ["trial = 'c'", "meets no trial", "['a', 'b']"]),
-    ("optimizer.name = 'lars'", ["optimizer.name = 'lars'", "meets no trial", "['sgd', 'adamw']"]),
+    ("trial = 'c'", ["trial = 'c'", "matches no trial", "['a', 'b']"]),
+    ("optimizer.name = 'lars'", ["optimizer.name = 'lars'", "matches no trial", "['sgd', 'adamw']"]),
     ("optimizer.name = 3", ["optimizer.name = 3", "wrong type", "a text", "[[exclude]] 1"]),
-    ("run.seed = 1", ["run.seed = 1", "meets no trial", "[0]"]),
+    ("run.seed = 1", ["run.seed = 1", "matches no trial", "[0]"]),
     ("run.seed = [[0]]", ["run.seed = [0]", "a whole number"]),
     ("run.sed = 0", ["'run.sed'", "'run.seed'", "[[exclude]] 1"]),
-    ("trial = 'b'\nranks = 1", ["drops nothing", "'trial': 'b'"]),
+    ("trial = 'b'\nranks = 1", ["no trial matches all", "'trial': 'b'"]),
 )
 def test_meaningless_exclude_is_rejected(expand, conditions, words):
     with pytest.raises(ConfigurationError) as error:

@@ -108,7 +108,7 @@ def test_trial_without_results_is_a_failure(measure, source):
 
 def test_time_limit_ends_a_trial(measure):
     outcome = measure("import time; time.sleep(600)", limit_s=0.5)
-    assert (outcome.status, outcome.reason) == (FAILED, "no end within 0.5 s")
+    assert (outcome.status, outcome.reason) == (FAILED, "timed out after 0.5 s")
     assert outcome.wall_s < 300
 
 
@@ -120,7 +120,7 @@ def test_trial_that_ignores_sigterm_is_killed(measure, monkeypatch):
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('', flush=True); time.sleep(600)"
     )
     outcome = measure(source, limit_s=3.0)
-    assert (outcome.reason, outcome.exit_code) == ("no end within 3 s", -signal.SIGKILL)
+    assert (outcome.reason, outcome.exit_code) == ("timed out after 3 s", -signal.SIGKILL)
 
 
 def test_exception_of_the_parent_ends_the_trial(measure, tmp_path):

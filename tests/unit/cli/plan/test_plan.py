@@ -507,7 +507,7 @@ def test_printed_command_plans_the_best_layout_again(arguments, text, plan_json,
 
 def test_search_reports_unused_devices(plan_json):
     arguments = ["search", *GPT, *ON, "--first", "2", "--objective", "cost"]
-    output = "energy and price are those of 2 nodes: of 16 devices there 4 are not used"
+    output = "energy and price count 2 whole nodes: 4 of 16 devices are not used"
     assert output in plan_json(*arguments, "--devices", "12", "--implementation", "hpcdist")["flags"]
     assert not any("not used" in flag for flag in plan_json(*arguments, "--devices", "16")["flags"])
 

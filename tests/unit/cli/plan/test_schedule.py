@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from hpcdist.bench import schedules
-from hpcdist.bench import schedules as pictures
 from hpcdist.bench.schedules import ScheduleRequest
 from hpcdist.cli.plan.schedule import command
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
@@ -77,9 +76,9 @@ def test_invalid_schedules_are_rejected(tmp_path):
     assert "no schedule is given" in error_text(UsageError)
     assert "once for all stages, or 4 times" in error_text(UsageError, "1f1b", "--costs", "1,1,1", "--costs", "2,1,1")
     assert "finite" in error_text(UsageError, "1f1b", "--costs", "1,1,inf")
-    assert "takes nothing" in error_text(UsageError, "1f1b", "--costs", "0,0,0")
+    assert "each stage must have a cost above 0" in error_text(UsageError, "1f1b", "--costs", "0,0,0")
     assert "--message-s inf" in error_text(UsageError, "1f1b", "--message-s", "inf")
-    assert "stays in memory" in error_text(UsageError, "zb-h1", "--recompute")
+    assert "--recompute does not work with zb-h1" in error_text(UsageError, "zb-h1", "--recompute")
     assert "2 are given" in error_text(UsageError, "1f1b", "gpipe", "--dump", tmp_path / "x")
     for option in ("--dump", "--trace", "--plot"):
         end = ".png" if option == "--plot" else ""
@@ -132,13 +131,13 @@ def test_colours_differ_in_brightness():
         red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
         return 0.299 * red + 0.587 * green + 0.114 * blue
 
-    results = sorted(brightness(colour) for colour, _ in pictures.COLOURS.values())
+    results = sorted(brightness(colour) for _, _, colour, _ in schedules.STYLES.values())
     assert np.diff(results).min() > 0.02
-    assert all((brightness(colour) > 0.45) == (ink == "black") for colour, ink in pictures.COLOURS.values())
+    assert all((brightness(colour) > 0.45) == (ink == "black") for _, _, colour, ink in schedules.STYLES.values())
 
 
 def test_critical_path_follows_the_computing_ranks():
     result = schedules.simulate_schedule("1f1b", generated("1f1b", 2, 2), ScheduleRequest(2, 2))
-    panel = pictures.panel("two", result.timeline)
+    panel = schedules.panel("two", result.timeline)
     assert panel.path[0] == (0.0, 0) and panel.path[-1] == (result.timeline.makespan_s, 0)
     assert {rank for _, rank in panel.path} == {0, 1}

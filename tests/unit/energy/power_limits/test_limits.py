@@ -320,7 +320,8 @@ with nvml.NvmlDriver() as driver:
     print_json(error_text(lambda: enter([(power(driver, 1)[0], 150.0)])))
 """
     output = program(None, again)
-    assert "which was killed before it restored the limits" in output and "python -m benchmarks power --restore" in output
+    assert "which was killed before it restored the limits" in output
+    assert "python -m benchmarks power --restore" in output
     well, lines = program(None, RESTORE)
     assert well and lines == [
         "GPU-00 (H200): 300 W again (it was at 200 W)",

@@ -29,14 +29,14 @@ def test_most_important_flags_come_first():
     flags = table.ordered((*notes, *table.layout_caveats(small), *notes), [layout])
     assert len(set(flags)) == len(flags)
     expected = (
-        *("it does not fit into the memory", "products larger than"),
+        *("the plan does not fit into the memory", "products larger than"),
         *(
             "'selective' is not built",
             "estimates were compared only with",
             "messages that hide",
             "20,001 samples on",
         ),
-        *("neither --steps", "energy: assumption", "assumed in the file of a100-selene"),
+        *("neither --steps", "energy: assumption", "assumed in the cluster file of a100-selene"),
     )
     places = [next(place for place, flag in enumerate(flags) if words in flag) for words in expected]
     assert places == sorted(places)
@@ -47,24 +47,26 @@ def test_assumptions_of_a_file_use_one_line():
     (line,) = table.assumption_line(SELENE)
     sections = {text.partition(":")[0] for text in toml_file.assumptions(SELENE)}
     assert len(sections) > 3 and all(section in line for section in sections)
-    assert "`hpcdist plan clusters a100-selene` says what" in line
+    assert "`hpcdist plan clusters a100-selene` prints the details" in line
     (local_data,) = table.assumption_line(replace(SELENE, name="mine"))
-    assert "[sources] in it says what" in local_data
+    assert "its section [sources] has the details" in local_data
     assert table.assumption_line(CLUSTER) == ()
 
 
 def test_exceeded_memory_is_a_flag():
     assert of(PLAIN) == ()
     short = replace(ESTIMATE.memory, limit_bytes=34 * GB)
-    assert of(PLAIN, memory=short)[0].startswith("it does not fit into the memory: 34.0 GB (31.7 GiB) are missing")
+    assert of(PLAIN, memory=short)[0].startswith(
+        "the plan does not fit into the memory: 34.0 GB (31.7 GiB) are missing"
+    )
 
 
 @cases(
     "batch, data, size, output",
-    (65, 64, 1, "65 samples on 64 replicas: 1 computes 2 micro-batches while the others, with 1, wait"),
-    (130, 64, 1, "130 samples on 64 replicas: 2 compute 3 micro-batches while the others, with 2, wait"),
-    (65, 64, 2, "65 samples on 64 replicas: 1 computes 2 samples while the others have 1"),
-    (36, 4, 2, "9 samples of a replica in micro-batches of 2: the last one has 1"),
+    (65, 64, 1, "65 samples on 64 replicas: 1 replica computes 2 micro-batches, while the others compute 1 and wait"),
+    (130, 64, 1, "130 samples on 64 replicas: 2 replicas compute 3 micro-batches, while the others compute 2 and wait"),
+    (65, 64, 2, "65 samples on 64 replicas: 1 replica computes 2 samples, while the others compute 1"),
+    (36, 4, 2, "9 samples per replica in micro-batches of 2: the last micro-batch has 1"),
     (64, 64, 1, None),
     (128, 4, 8, None),
     (12, 4, 8, None),
@@ -89,7 +91,7 @@ def test_flags_of_several_rows_are_merged():
     assert table.by_row(rows, ("closed", "a of 6 s", "all")) == [
         "closed",
         "all",
-        "row 1, and with other numbers 2: a of 5 s",
+        "row 1, and with other numbers row 2: a of 5 s",
         "rows 1, 3: one",
         "row 2: two",
     ]

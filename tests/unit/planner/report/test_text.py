@@ -68,18 +68,18 @@ def test_other_units_are_formatted():
     "1.000 billion parameters; 512 samples = 512,000 tokens a step",
     "64 = data 4 x pipeline 2 x tensor 8 x context 1: 64 devices on 8 nodes of boxes (8 x card a node)",
     "1f1b over 128 micro-batches of 1 sample, selective recomputation, sequence parallel, bfloat16",
-    "fits, 17.9 GB (16.7 GiB) left: 68.0 GB (63.3 GiB) of 85.9 GB (80.0 GiB) on the fullest device, of stage 1",
+    "fits, 17.9 GB (16.7 GiB) left: at most 68.0 GB (63.3 GiB) of 85.9 GB (80.0 GiB) a device, reached on stage 1",
     "O optimizer       30.0 GB  44.1 %",
     "rule: 18 bytes a parameter: 2 + 4 + 12",
     "10.0 s, 51,200 tokens/s",
     "backward         4.00 s  40.0 %  ################\n",
-    "behind computation: 250 ms of messages",
+    "messages that overlap with computation: 250 ms",
     "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)\n",
-    "attention over all pairs, as published; over those that are looked at MFU 30.0 %, HFU 36.7 %\n",
-    "bubble 20.0 % of the span of the longest stage, as papers count it: its waits for slower stages",
+    "attention counts all pairs of tokens, as in publications; without masked pairs: MFU 30.0 %, HFU 36.7 %\n",
+    "bubble: 20.0 % of the time of the longest stage, as in publications: it includes waits for slower stages",
     "a device sends tensor 12.0 GB (ring), data 3.00 GB (hierarchical)",
     "10,000 steps, 5.12 billion tokens: 30.6 h, of which 27.8 h are steps",
-    "64 devices for that long: 1,960 device hours; 800 tokens/s a device",
+    "64 devices: 1,960 device hours; 800 tokens/s a device",
     "a failure every 10.0 h on this many nodes: 3.00 are expected, with 5.00 min for a restart",
     "a checkpoint takes 40.0 s, best every 30.0 min (Young, Daly); saves and failures: 10.0 % more time",
     "3.60 GJ (1.00 MWh) for the run, 360 kJ (100 Wh) a step: devices 69.4 %, hosts 22.2 %, cooling 8.3 %",
@@ -96,28 +96,28 @@ def test_text_contains_all_parts_of_a_plan(output):
 
 def test_visible_pairs_are_reported_if_they_are_fewer():
     near = replace(ESTIMATE.work, exact_flops=64 * 0.96e15, executed_flops=64 * 1.19e15)
-    assert "looked at" not in text.text(replace(ESTIMATE, work=near), DESCRIPTION, CLUSTER)
+    assert "masked pairs" not in text.text(replace(ESTIMATE, work=near), DESCRIPTION, CLUSTER)
     shown = text.text(replace(ESTIMATE, work=replace(near, executed_flops=64 * 1.1e15)), DESCRIPTION, CLUSTER)
-    assert "over those that are looked at MFU 32.0 %, HFU 36.7 %" in shown
+    assert "without masked pairs: MFU 32.0 %, HFU 36.7 %" in shown
 
 
 @cases(
     "term, changes, output",
-    ("activations", {}, "recomputation, more tensor devices or more context devices (--context-ranks)"),
-    ("activations", {"recompute": "full"}, "more tensor devices or more context devices (--context-ranks)"),
-    ("activations", {"tensor": 1, "recompute": "full", "tokens": 512}, "more tensor devices"),
+    ("activations", {}, "--recompute full, a larger --tensor or a larger --context-ranks"),
+    ("activations", {"recompute": "full"}, "a larger --tensor or a larger --context-ranks"),
+    ("activations", {"tensor": 1, "recompute": "full", "tokens": 512}, "a larger --tensor"),
     (
         "activations",
         {"microbatch": 2, "sequence_parallel": False, "tokens": 512},
-        "recomputation, a smaller micro-batch, sequence parallelism or more tensor devices",
+        "--recompute full, a smaller --microbatch, --sequence-parallel or a larger --tensor",
     ),
-    ("scratch", {"microbatch": 2, "tokens": 512}, "a smaller micro-batch or more tensor devices"),
-    ("parameters", {"strategy": "zero2"}, "more tensor or pipeline devices, or ZeRO 3"),
-    ("parameters", {"strategy": "zero3"}, "more data, tensor or pipeline devices"),
-    ("gradients", {"strategy": "zero1"}, "more tensor or pipeline devices, or ZeRO 2 or 3"),
-    ("gradients", {"strategy": "zero2"}, "more data, tensor or pipeline devices"),
-    ("optimizer", {"strategy": "allreduce"}, "ZeRO 1 to 3, which cut it over the data devices"),
-    ("optimizer", {"strategy": "zero1"}, "more data, tensor or pipeline devices"),
+    ("scratch", {"microbatch": 2, "tokens": 512}, "a smaller --microbatch or a larger --tensor"),
+    ("parameters", {"strategy": "zero2"}, "a larger --tensor or --pipeline, or --zero 3"),
+    ("parameters", {"strategy": "zero3"}, "a larger --data, --tensor or --pipeline"),
+    ("gradients", {"strategy": "zero1"}, "a larger --tensor or --pipeline, or --zero 2 or 3"),
+    ("gradients", {"strategy": "zero2"}, "a larger --data, --tensor or --pipeline"),
+    ("optimizer", {"strategy": "allreduce"}, "--zero 1, 2 or 3, which shard it over the data ranks"),
+    ("optimizer", {"strategy": "zero1"}, "a larger --data, --tensor or --pipeline"),
 )
 def test_memory_advice_lists_only_unused_options(term, changes, output):
     asked = dict(changes)
@@ -131,9 +131,9 @@ def test_unused_devices_of_a_node_are_paid_for():
     twelve = replace(ESTIMATE.layout, data=12, pipeline=1, tensor=1)
     shown = text.text(replace(ESTIMATE, layout=twelve), DESCRIPTION, CLUSTER)
     assert "not used" not in SHOWN
-    assert "energy and price are those of 2 nodes: of 16 devices there 4 are not used" in shown
+    assert "energy and price count 2 whole nodes: 4 of 16 devices are not used" in shown
     seven = replace(twelve, data=7)
-    assert "of 1 node: of 8 devices there 1 is not used" in text.text(
+    assert "count 1 whole node: 1 of 8 devices is not used" in text.text(
         replace(ESTIMATE, layout=seven), DESCRIPTION, CLUSTER
     )
 
@@ -170,18 +170,18 @@ def test_excess_memory_is_drawn_after_the_limit():
     assert len(within) - 1 == text.WIDTH // 2 and len(behind) == text.WIDTH // 2
     assert "." not in drawn
     shown = text.text(replace(ESTIMATE, memory=short), DESCRIPTION, CLUSTER)
-    assert "DOES NOT FIT, 34.0 GB (31.7 GiB) too much: 68.0 GB (63.3 GiB) of 34.0 GB (31.7 GiB)" in shown
+    assert "DOES NOT FIT, 34.0 GB (31.7 GiB) too much: at most 68.0 GB (63.3 GiB) of 34.0 GB (31.7 GiB)" in shown
     assert text.one_line(replace(ESTIMATE, memory=short), CLUSTER).startswith("DOES NOT FIT: 68.0 GB of 34.0 GB;")
 
 
-def test_missing_values_are_shown_as_not_known():
+def test_missing_values_are_shown_as_unknown():
     unknown = replace(
         CLUSTER, site=replace(CLUSTER.site, pue=None, carbon_g_per_kwh=None, device_hour_price=None, carbon_source="")
     )
     run = replace(ESTIMATE.run, carbon_g=None, price=None)
     shown = text.text(replace(ESTIMATE, run=run), DESCRIPTION, unknown)
-    assert "carbon: not known, the cluster has no site.carbon_g_per_kwh" in shown
-    assert "price: not known, the cluster has no site.device_hour_price" in shown
+    assert "carbon: unknown, the cluster has no site.carbon_g_per_kwh" in shown
+    assert "price: unknown, the cluster has no site.device_hour_price" in shown
     assert "cooling is not counted: the cluster has no site.pue" in shown
     assert "CO2e at" not in shown and "CO2e" not in text.one_line(replace(ESTIMATE, run=run), unknown)
 
@@ -231,7 +231,7 @@ def test_comparison_table_shows_relative_speed():
     lines = table.comparison_table(rows)
     assert "1.00x" in lines[1] and "2.00x" in lines[2] and "68.0 GB!" in lines[3]
     assert lines[4] == "!  does not fit into the memory of a device"
-    assert lines[5].startswith("2 against 1: 5.00 s (50.0 %) a step faster: 2.00 s less of bubble")
+    assert lines[5].startswith("row 2 compared with row 1: 5.00 s (50.0 %) a step faster: 2.00 s less of bubble")
     assert len({len(line.split("  allreduce")[0]) for line in lines[1:4]}) == 1
 
 
@@ -259,13 +259,13 @@ def test_search_text_shows_the_best_layouts():
     for output in ("least energy among 123,456 layouts on 64 devices, 77 of them planned", "energy (kWh)", "3.500"):
         assert output in shown
     assert "\n 1  better by far\n    memory is full\n 2  better by far" in shown
-    assert "\n  heads: 2,000 grids, such as: tensor = 5" in shown
+    assert "\n  heads: 2,000 grids, for example: tensor = 5" in shown
     assert "note: closed-form estimates\nnote: of the recipe" in shown
     assert max(len(line) for line in shown.splitlines()) <= 160
     single = replace(result, refused=(replace(refused, count=1),))
-    assert "\n  heads: 1 grid, such as" in table.search_table(single)
+    assert "\n  heads: 1 grid, for example" in table.search_table(single)
     assert "layouts on 1 device, 77" in table.search_table(replace(result, devices=1))
-    assert "row 1 in full: hpcdist plan it" in table.search_table(result, again="hpcdist plan it")
+    assert "command to plan row 1: hpcdist plan it" in table.search_table(result, again="hpcdist plan it")
     assert "row 1" not in shown
     nothing = replace(result, found=(), nothing=("each needs 10 GB more",))
     assert "no layout fits: each needs 10 GB more" in table.search_table(nothing)

@@ -14,7 +14,7 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed import autoselect, reduction
 from hpcdist.strategies.compressed.autoselect import CandidateTiming, CompressionDecision, decide
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.schedule.operations import StagePlacement
+from hpcdist.strategies.core.operations import StagePlacement
 
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 

@@ -9,8 +9,8 @@ from harness.trainings import local_bits, losses, outcomes, residuals_of, state,
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import COMPRESSORS
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.data.coded import CodedSum
-from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training.build import pipeline
 from hpcdist.training.run.saving import CheckpointSaver
 

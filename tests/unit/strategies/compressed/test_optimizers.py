@@ -17,12 +17,12 @@ from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.replica_check import check_replicas
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.data.dgc import Dgc
 from hpcdist.strategies.data.exchange import DataExchange
 from hpcdist.strategies.data.onebit import OneBit
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.schedule.replica_check import check_replicas
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.saving import CheckpointSaver

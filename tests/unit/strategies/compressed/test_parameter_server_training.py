@@ -10,7 +10,7 @@ from harness.marks import cases, on_threads
 from harness.trainings import PIPELINE, SERVER, Trained, assemble_trainer, assert_rejected
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.training.run.saving import CheckpointSaver
 
 Settings = dict[str, object]

@@ -17,7 +17,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.zero.config import ZeroConfig
 
 STEPS = 10

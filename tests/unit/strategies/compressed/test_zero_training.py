@@ -8,8 +8,8 @@ import pytest
 from harness.marks import on_threads
 from harness.trainings import assert_rejected, losses, recipe_keys, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.strategies.core.replica_check import check_replicas, check_tensor_axis
 from hpcdist.strategies.data.coded import CodedGatherer, CodedScatter
+from hpcdist.strategies.schedule.replica_check import check_replicas, check_tensor_axis
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 

@@ -11,10 +11,10 @@ from hpcdist.strategies.context.costs import AttentionShare, ring_exposed_s, scr
 from hpcdist.strategies.context.operations import MEMORY, Action, HeadExchange, head_exchanges, ring_operations
 from hpcdist.strategies.context.passes import paths, pieces
 from hpcdist.strategies.context.proof import prove_messages
+from hpcdist.strategies.core.operations import MESSAGES as MESSAGES_OF_STAGES
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.schedule.generate.operation_list import compute_operations
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.operations import MESSAGES as MESSAGES_OF_STAGES
-from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.simulate import program
 from hpcdist.strategies.schedule.verify.deadlock import OVER_CONTEXT, RECEIVES
 

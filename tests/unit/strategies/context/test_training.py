@@ -20,7 +20,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.context import operations
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.saving import CheckpointSaver
 

@@ -15,7 +15,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.strategies.core import logical_shards
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver

@@ -22,8 +22,8 @@ from harness.trainings import Trained, assemble_trainer, check_same, with_pointe
 from hpcdist.arrays import backend
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError
-from hpcdist.strategies.core.replica_check import check_tensor_axis
 from hpcdist.strategies.pipeline import costs
+from hpcdist.strategies.schedule.replica_check import check_tensor_axis
 from hpcdist.training.run.saving import CheckpointSaver
 from stubs import late_messages
 

@@ -11,7 +11,7 @@ from harness.trainings import losses_and_norms as train
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 

@@ -16,7 +16,7 @@ from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.core.mixed_precision import MAXIMUM_OVERFLOWS
-from hpcdist.strategies.schedule.operations import EXCHANGED
+from hpcdist.strategies.core.operations import EXCHANGED
 from hpcdist.training.run.saving import CheckpointSaver
 
 Keys = dict[str, Any]

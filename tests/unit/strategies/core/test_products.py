@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from harness.trainings import check_training, run_single_process, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.strategies.core.replica_check import check_tensor_axis
+from hpcdist.strategies.schedule.replica_check import check_tensor_axis
 
 STEPS = 3
 GRIDS = ((2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 3), (1, 1, 4), (3, 1, 1), (1, 3, 1))  # data, pipeline, tensor

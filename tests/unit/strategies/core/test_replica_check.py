@@ -10,7 +10,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError, DivergenceError
-from hpcdist.strategies.core.replica_check import check_batch, check_replicas
+from hpcdist.strategies.schedule.replica_check import check_batch, check_replicas
 
 LAYOUT = Layout.of([TensorSpec(0, "tokens", (10, 4)), TensorSpec(1, "weight", (50,)), TensorSpec(2, "bias", (3,))])
 

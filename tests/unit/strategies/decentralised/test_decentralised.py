@@ -20,12 +20,12 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import DECENTRALISED_EXCHANGES, build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
 from hpcdist.strategies.decentralised.gossip import build as build_graph
 from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
 from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.saving import CheckpointSaver
 

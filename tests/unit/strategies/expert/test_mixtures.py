@@ -20,7 +20,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, ScheduleError, StorageError
 from hpcdist.models.config import EXPERT_KEYS
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.replica_check import check_parameters, check_replicas
+from hpcdist.strategies.schedule.replica_check import check_parameters, check_replicas
 from hpcdist.strategies.schedule.verify.deadlock import OVER_CONTEXT
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe.requirements import grid_of_recipe

@@ -20,10 +20,10 @@ from hpcdist.optim import optimizer as optimizers
 from hpcdist.strategies import build
 from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 SAMPLES, STEPS = 2, 6
 MODEL = ModelConfig(layers=1, hidden=32, heads=2)

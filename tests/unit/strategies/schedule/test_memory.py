@@ -6,7 +6,7 @@ from harness import trainings
 from harness.inputs import write_text
 from harness.trainings import assemble_trainer, recipe_keys
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 
 RUN = recipe_keys(
     "pipeline=2 strategy=zero3 microbatches=3 zero.keep_gradients=true global_batch=12 layers=4 tied=false"

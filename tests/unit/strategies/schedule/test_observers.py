@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.schedule import observers
 from hpcdist.strategies.schedule.observers import PHASES, PhaseTimer, phase_of
-from hpcdist.strategies.schedule.operations import Kind, Operation
 
 OPERATIONS = [
     Operation(Kind.FORWARD, 0, 0),

@@ -10,6 +10,7 @@ from harness.marks import cases
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.operations import ENDS, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.generate.operation_list import (
     compute_operations,
     insert_exchange,
@@ -18,7 +19,6 @@ from hpcdist.strategies.schedule.generate.operation_list import (
     overlap_reductions,
     prefetch_gathers,
 )
-from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.verify.proof import verify
 
 UNIT = 40

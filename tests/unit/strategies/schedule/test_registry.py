@@ -6,10 +6,10 @@ import pytest
 
 from harness import jobs
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.core.operations import Kind, folded, looped
 from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations
 from hpcdist.strategies.schedule.generate.passes import interleaved, interleaved_group, spell, zb_h1, zb_v
 from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
-from hpcdist.strategies.schedule.operations import Kind, folded, looped
 from hpcdist.strategies.schedule.verify import liveness
 
 RANKS = range(1, 9)

@@ -1,13 +1,13 @@
 """Operation lists: their order, and the places of an exchange's reductions."""
 
 from hpcdist.arrays.ranges import Range
+from hpcdist.strategies.core.operations import USES, Kind, Operation, StagePlacement, looped
 from hpcdist.strategies.schedule.generate.operation_list import (
     compute_operations,
     evaluation_operations,
     insert_exchange,
     insert_gathers,
 )
-from hpcdist.strategies.schedule.operations import USES, Kind, Operation, StagePlacement, looped
 
 
 def whole(units):

@@ -8,11 +8,11 @@ import pytest
 from hpcdist.arrays.ranges import Range
 from hpcdist.bench.schedules import bars
 from hpcdist.errors import ScheduleError, UsageError
+from hpcdist.strategies.core.operations import Kind, Operation, looped
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.operation_list import generated
 from hpcdist.strategies.schedule.generate.passes import expand
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.operations import Kind, Operation, looped
 from hpcdist.strategies.schedule.simulate import passes, timeline
 from hpcdist.strategies.schedule.simulate.program import CODES, LinkCost, StepCosts
 

@@ -16,10 +16,10 @@ from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import build_executor
+from hpcdist.strategies.core.operations import Kind, folded, looped
 from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule import messages
 from hpcdist.strategies.schedule.generate.operation_list import generated
-from hpcdist.strategies.schedule.operations import Kind, folded, looped
 from stubs import late_messages
 
 LAYERS = 4  # of a gpt: six units

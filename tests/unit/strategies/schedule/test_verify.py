@@ -12,9 +12,9 @@ from hpcdist.arrays.ranges import Range, coverage, cut, split
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
+from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement, looped
 from hpcdist.strategies.schedule.generate.operation_list import insert_exchange, insert_gathers
 from hpcdist.strategies.schedule.generate.passes import expand, gpipe, one_f_one_b
-from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement, looped
 from hpcdist.strategies.schedule.verify.proof import verify
 
 UNIT = 40  # elements of a unit

@@ -11,8 +11,8 @@ from harness.trainings import assert_rejected, check_training, losses, recipe_ke
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError, ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
-from hpcdist.strategies.core.replica_check import check_tensor_axis
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.core.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.schedule.replica_check import check_tensor_axis
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.saving import CheckpointSaver
 

@@ -15,8 +15,8 @@ from hpcdist.errors import ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.zero.config import ZeroConfig
 
 SAMPLES, STEPS = 11, 20

@@ -17,8 +17,8 @@ from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import StepStatistics

@@ -17,8 +17,8 @@ from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.background import PrefetchCounts
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.training.recipe import recipe as recipes

@@ -11,8 +11,8 @@ import pytest
 from harness.trainings import LAYOUTS, Trained, assemble_trainer, assert_rejected, recipe_keys
 from hpcdist.arrays import backend
 from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.strategies.core.operations import COMPUTE
 from hpcdist.strategies.schedule.graphs import WARM_UP
-from hpcdist.strategies.schedule.operations import COMPUTE
 from stubs.gpu import cuda_double
 
 STEPS = WARM_UP + 3

@@ -28,7 +28,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DataError, DivergenceError, MissingCapabilityError
-from hpcdist.strategies.core.replica_check import check_replicas
+from hpcdist.strategies.schedule.replica_check import check_replicas
 from hpcdist.training import inference
 from hpcdist.training.data import microbatches
 from hpcdist.training.recipe import recipe as recipes

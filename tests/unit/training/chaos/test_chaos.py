@@ -10,7 +10,7 @@ from harness.marks import cases, on_threads
 from harness.trainings import assemble_trainer, assert_rejected
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.training.chaos.config import ChaosConfig
 from hpcdist.training.chaos.injection import Slowdown, SlowdownTimer, is_slow
 from hpcdist.training.recipe import recipe as recipe_recipe

@@ -15,8 +15,8 @@ from hpcdist.arrays import backend
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, DivergenceError, StorageError
-from hpcdist.strategies.core.replica_check import check_replicas
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
+from hpcdist.strategies.schedule.replica_check import check_replicas
 from hpcdist.training.chaos import injection
 from hpcdist.training.chaos.config import ChaosConfig
 from hpcdist.training.chaos.injection import flip_bit, largest_index, make_infinite

@@ -12,7 +12,7 @@ from harness.trainings import assemble_trainer, assert_rejected, recipe_keys
 from hpcdist.checkpoint.format.shard_layout import blocks_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.schedule.step import RecomputeVerdict
 from hpcdist.training.observe import sdc_check
 

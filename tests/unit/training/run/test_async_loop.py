@@ -17,7 +17,7 @@ from hpcdist.comm.launch import garbage
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.telemetry.metrics import step_metrics as files
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.observe import metrics

@@ -12,8 +12,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transport import Request
 from hpcdist.models.model import Model
 from hpcdist.strategies.core.exchange import Exchange
+from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.schedule.operations import Kind, Operation, StagePlacement
 
 TAG = 0  # the first of `TIES` tags, below the tags of activations and gradients
 TIES = 1 << 10

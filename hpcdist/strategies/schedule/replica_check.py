@@ -18,8 +18,8 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, DivergenceError, NonFiniteError
 from hpcdist.optim import norms
+from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.stages import MicroBatch
 
 
