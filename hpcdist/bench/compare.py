@@ -176,7 +176,7 @@ def _notes(changes: Sequence[MedianChange]) -> list[str]:
     if moved:
         worst = max(moved, key=lambda ratio: abs(np.log(ratio)))
         notes.append(
-            f"{len(moved)} references (memcpy, wire) changed by up to {worst:.2f}x, but run no code of hpcdist: the two "
+            f"{len(moved)} references (memcpy, wire) changed by up to {worst:.2f}x, but run no code of hpcdist: the "
             "files were measured on different machines, or under different load"
         )
     if single := sum(1 in row.sessions for row in changes):

@@ -16,12 +16,12 @@ from hpcdist.comm.config import CommunicationConfig
 from hpcdist.models.config import BUILT, FOREIGN
 from hpcdist.reporting import rules
 from hpcdist.reporting.rules import UNBUILT, Rule, Values, each_of, no_effect, rule
+from hpcdist.strategies import axis_rules
 from hpcdist.strategies.axis_rules import LOCK_STEP
 from hpcdist.strategies.compressed import rules as compressed
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.rules import BSP, COMPRESSED, IN_16_BITS, MIXING, SERVED, SHARDED
 from hpcdist.strategies.config import SUMMING
-from hpcdist.strategies import axis_rules
 from hpcdist.strategies.decentralised import config as decentralised
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig, own_steps
 from hpcdist.strategies.zero.config import OFFLOADED, STAGES, ZeroConfig

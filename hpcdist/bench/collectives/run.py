@@ -9,7 +9,7 @@ recorded too.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 

@@ -61,10 +61,7 @@ class RecipeResolver(Protocol):
 
 
 class TrialCandidate(NamedTuple):
-    """A trial to which ``[[exclude]]`` tables apply. ``values`` holds the ``settings`` in the recipe's types.
-
-    ``variant`` is the name of the ``[[trial]]`` table, or "" without such a table.
-    """
+    """A trial before exclusion, from the ``[[trial]]`` table ``variant``. ``values`` are typed ``settings``."""
 
     name: str
     variant: str
@@ -86,8 +83,7 @@ class TrialVariant:
 class Sweep:
     """Content of the sweep file ``path``. ``recipe`` is the path of the base recipe, or the inline recipe tables.
 
-    ``axes`` holds the values to combine by dotted recipe key. ``variants`` and ``excludes`` hold the ``[[trial]]`` and
-    ``[[exclude]]`` tables.
+    ``axes`` maps recipe keys to values. ``variants`` are the ``[[trial]]`` and ``excludes`` the ``[[exclude]]`` tables.
     """
 
     path: Path
@@ -336,8 +332,7 @@ def trial_table(rows: Sequence[dict[str, Any]]) -> str:
 def freeze(trials: Sequence[SweepTrial], repeats: int) -> str:
     """Return the text of a sweep file that expands into ``trials``, with the same ids, names and order.
 
-    ``repeats`` is the number of runs of each trial. The recipe tables hold the values that all trials share. Each trial
-    sets the remaining keys.
+    ``repeats`` is the number of runs of each trial. Values that all trials share are written once, as recipe tables.
     """
     keys = {trial.id: _toml_by_key(trial.recipe) for trial in trials}
     first, *others = keys.values()

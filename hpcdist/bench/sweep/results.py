@@ -182,10 +182,9 @@ def read(path: Path) -> SweepResults:
 
 
 def _configuration(group: Any) -> SweepConfiguration:
-    repeats = [_repeat(int(name.removeprefix(_REPEAT)), member) for name, member in group.items()]
-    repeats.sort(key=lambda repeat: repeat.number)
-    name = group.name.rpartition("/")[2]
-    return output_file.read_record(group, SweepConfiguration, id=name, repeats=tuple(repeats))
+    numbers = sorted(int(name.removeprefix(_REPEAT)) for name in group)
+    repeats = tuple(_repeat(number, group[f"{_REPEAT}{number}"]) for number in numbers)
+    return output_file.read_record(group, SweepConfiguration, id=group.name.rpartition("/")[2], repeats=repeats)
 
 
 def _repeat(number: int, group: Any) -> TrialRepeat:

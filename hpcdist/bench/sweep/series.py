@@ -19,10 +19,7 @@ class SweepStopped(BaseException):
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """One repeat of a trial. ``status`` is the recorded status, or "" if the repeat is still to run.
-
-    ``position`` is the index of the trial in the sweep. ``repeat`` counts from 0.
-    """
+    """Repeat ``repeat`` of the trial at index ``position`` of a sweep. ``status`` is "" if the repeat must still run."""
 
     trial: SweepTrial
     position: int

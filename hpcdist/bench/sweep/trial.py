@@ -65,9 +65,8 @@ def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] =
 
     ``out`` is the run directory, and ``options`` are additional options of `hpcdist run`.
     """
-    ranks = str(trial.ranks)
-    launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", ranks, "--grace", f"{GRACE_S:g}", *options]
-    return [*launcher, "train", str(recipe), "--out", str(out), "--json"]
+    launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", str(trial.ranks), "--grace", f"{GRACE_S:g}"]
+    return [*launcher, *options, "train", str(recipe), "--out", str(out), "--json"]
 
 
 def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environment: Mapping[str, str]) -> TrialOutcome:

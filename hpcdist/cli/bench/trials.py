@@ -48,7 +48,7 @@ def check_alone() -> None:
     launched = environment.launch_environment()
     if launched is not None and launched.size > 1:
         started = f"{launched.launcher} started {launched.size} ranks of this command"
-        raise UsageError(f"{started}, but a sweep starts the ranks of its trials itself; start the sweep as one process")
+        raise UsageError(f"{started}, but a sweep starts the ranks of its trials; start the sweep as one process")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class StartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StartRecord:
     """Record of the starts of the run in ``directory``, to which the constructor adds this start. Local, on one rank.
 
-    ``clock`` returns the time in seconds since 1970. ``launch``: name of this start; None: the name that the launcher gave it.
+    ``clock`` returns the time in seconds since 1970. ``launch``: name of this start, by default the launcher's.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None) -> None:

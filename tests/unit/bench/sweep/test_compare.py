@@ -162,7 +162,7 @@ def test_comparison_without_any_verdict_is_rejected(tmp_path, rng, monkeypatch):
     monkeypatch.setattr(compare, "LEAST", ITERATIONS)
     assert run_compare(path, path)[0] == 0
     monkeypatch.setattr(compare, "LEAST", ITERATIONS + 1)
-    with pytest.raises(UsageError, match="none of 1 configurations"):
+    with pytest.raises(UsageError, match="none of 1 common configurations"):
         run_compare(path, path)
 
 

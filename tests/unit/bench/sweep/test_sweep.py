@@ -251,7 +251,7 @@ COMMAND = """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, as it should be
     from hpcdist.bench.sweep import trial
     from hpcdist.cli import main
-    trial.command = lambda of, recipe, out: [sys.executable, "-c", "from pathlib import Path; " + sys.argv[1]]
+    trial.command = lambda of, recipe, out, options: [sys.executable, "-c", "from pathlib import Path; " + sys.argv[1]]
     main.main(["bench", "sweep", "sweep.toml", *sys.argv[2:]])
 """
 
