@@ -180,10 +180,7 @@ def _notes(changes: Sequence[MedianChange]) -> list[str]:
             "files were measured on different machines, or under different load"
         )
     if single := sum(1 in row.sessions for row in changes):
-        notes.append(
-            f"{single} of {len(changes)} intervals use a single process per file, so they exclude differences between "
-            "processes"
-        )
+        notes.append(f"{single} of {len(changes)} intervals exclude differences between processes: a file has only one")
     if few := sum(row.verdict == FEW for row in changes):
         notes.append(f"{few} configurations have no verdict: it needs at least {LEAST} iterations in each file")
     return notes

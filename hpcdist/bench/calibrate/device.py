@@ -314,7 +314,7 @@ def _profile(run: TimedRun, config: ModelConfig, context: int, samples: int, on:
     rows = []
     for _ in range(WARM + STEPS):
         tokens = draw.integers(0, config.vocabulary, (samples, context + 1)).astype(np.uint8)
-        x, targets = (backend.place(part, on) for part in (tokens[:, :-1], tokens[:, 1:]))
+        x, targets = (backend.place(array, on) for array in (tokens[:, :-1], tokens[:, 1:]))
         rows.append(run.profile(x, targets, solo()))
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: float(np.percentile([row.get(key, 0.0) for row in rows[WARM:]], 25)) for key in keys}

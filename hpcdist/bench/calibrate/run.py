@@ -118,9 +118,11 @@ def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping
             group.attrs.update({name: value for name, value in asdict(model.config).items() if value is not None})
             names = ("context", "samples", "parameters", "operations")
             group.attrs.update({name: getattr(model, name) for name in names})
-            rows = [_Row(kind.kind, way, getattr(kind, way)) for kind in model.kinds for way in ("forward", "backward")]
+            rows = [
+                _Row(kind.kind, name, getattr(kind, name)) for kind in model.kinds for name in ("forward", "backward")
+            ]
             rows += [_Row("norm", "step", model.norm), _Row("update", "step", model.update)]
-            _table(group, [*rows, _Row("all", "step", model.step)], kind="kind", way="way")
+            _table(group, [*rows, _Row("all", "step", model.step)], kind="kind", way="phase")
         columns = {"level": "level", "nbytes": "nbytes", "border": "border"}
         _table(file.create_group("messages"), calibration.links, **columns)
         columns |= {"operation": "operation", "algorithm": "algorithm", "ranks": "ranks"}
@@ -128,10 +130,10 @@ def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping
 
 
 class _Row(NamedTuple):
-    """Row of the table of a model: seconds of the operations ``kind`` in the phase ``way`` of a step."""
+    """Row of the table of a model: seconds of the operations ``kind`` in the phase ``phase`` of a step."""
 
     kind: str
-    way: str
+    phase: str
     seconds: BusySeconds
 
 
@@ -145,19 +147,23 @@ def _table(group: Any, points: Sequence[Any], **fields: str) -> None:
         kind = object if values and isinstance(values[0], str) else None
         group.create_dataset(name, data=np.array(values, dtype=kind))
     times = [point.seconds for point in points]  # a number for collectives
-    busy = [each if isinstance(each, BusySeconds) else BusySeconds(each, each) for each in times]
-    spread = [math.nan if each.spread is None else each.spread for each in busy]
+    busy = [time_s if isinstance(time_s, BusySeconds) else BusySeconds(time_s, time_s) for time_s in times]
+    spread = [math.nan if time_s.spread is None else time_s.spread for time_s in busy]
     group.create_dataset("spread", data=np.array(spread, np.float64)).attrs["units"] = "1"
-    seconds = group.create_dataset("seconds", data=np.array([each[:2] for each in busy], np.float64).reshape(-1, 2))
+    seconds = group.create_dataset("seconds", data=np.array([time_s[:2] for time_s in busy], np.float64).reshape(-1, 2))
     seconds.attrs.update({"units": "s", "columns": "one rank of a node, all of them"})
 
 
 def run(
-    comm: Communicator, request: CalibrationRequest, mpi_library: str, processor: str, say: calibrate_links.Report
+    comm: Communicator,
+    request: CalibrationRequest,
+    mpi_library: str,
+    processor: str,
+    print_message: calibrate_links.Report,
 ) -> CalibrationPoints:
     """Measure what ``request`` asks for, and return the measurements on all ranks. Collective over ``comm``.
 
-    ``processor``: name of a CPU core for the result. ``say``: function that prints a message, called on rank 0.
+    ``processor``: name of a CPU core for the result. ``print_message``: called on rank 0 with each message.
     """
     begin_s = time.perf_counter()
     threads = threads_of_rank()
@@ -165,7 +171,7 @@ def run(
 
     def report(text: str) -> None:
         if comm.rank == 0:
-            say(text)
+            print_message(text)
 
     if busy := busy_before(before):
         report(f"warning: the machine is busy: {busy}; the results will be of its free capacity")

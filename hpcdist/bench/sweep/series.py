@@ -19,7 +19,7 @@ class SweepStopped(BaseException):
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """Repeat ``repeat`` of the trial at index ``position`` of a sweep. ``status`` is "" if the repeat must still run."""
+    """Repeat ``repeat`` of the trial at index ``position`` of a sweep. ``status`` is "" for a repeat that will run."""
 
     trial: SweepTrial
     position: int

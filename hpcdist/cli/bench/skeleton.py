@@ -150,7 +150,7 @@ def begin(check: Callable[[], object]) -> "Session":
 
 
 def origin(session: "Session", anonymous: bool, **more: Any) -> dict[str, Any]:
-    """Return the provenance of the results on rank 0, with the entries ``more``, and {} on other ranks. Collective.
+    """Return the provenance of the results with the entries ``more`` on rank 0, and {} on other ranks. Collective.
 
     ``anonymous``: leave the host names out.
     """

@@ -114,7 +114,9 @@ def timeline(
     hop_s = border(description, layout, cluster).seconds
     blocking_s = hop_s if is_pipelined and messages_block(layout) else 0.0
     passes = [stage_of(load, layout, cluster, m).seconds for load in chunks]
-    padded = [PlannedSeconds(each.forward_s + blocking_s, each.input_s + blocking_s, each.weight_s) for each in passes]
+    padded = [
+        PlannedSeconds(chunk.forward_s + blocking_s, chunk.input_s + blocking_s, chunk.weight_s) for chunk in passes
+    ]
     schedule = layout.schedule if is_pipelined else "sequential"
     steps = simulated_timeline(
         schedule, padded, layout.pipeline, m, message_s=hop_s - blocking_s, recompute=recomputes_ahead(layout)
@@ -236,10 +238,10 @@ def _windows(timeline: PlannedTimeline) -> list[tuple[float, float]]:
     """
     most = max(Counter(bar.stage for bar in timeline.bars).values(), default=0)
     filled_s = max((bar.end_s for bar in timeline.bars if bar.microbatch == 0 and bar.kind != "forward"), default=0.0)
-    part_s = max(timeline.end_s * _MOST_BARS / max(1, most) / 2, 1.1 * filled_s)
-    if most <= _MOST_BARS or part_s > timeline.end_s / 2:
+    window_s = max(timeline.end_s * _MOST_BARS / max(1, most) / 2, 1.1 * filled_s)
+    if most <= _MOST_BARS or window_s > timeline.end_s / 2:
         return [(0.0, timeline.end_s)]
-    return [(0.0, part_s), (timeline.end_s - part_s, timeline.end_s)]
+    return [(0.0, window_s), (timeline.end_s - window_s, timeline.end_s)]
 
 
 def _timeline(

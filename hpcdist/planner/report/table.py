@@ -167,10 +167,10 @@ def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return text_table.aligned([heads, *rows], [column for column, head in enumerate(heads) if head in _LEFT])
 
 
-def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str | None = None) -> str:
+def search_table(result: "SearchResult", notes: Sequence[str] = (), command: str | None = None) -> str:
     """Return the result of a search as text: a table, the reasons for its order, refused layouts, and notes. Local.
 
-    ``notes``: further warnings to print. ``again``: the command that plans the layout of row 1, or None.
+    ``notes``: further warnings to print. ``command``: the command that plans the layout of row 1, or None.
     """
     devices = counted(result.devices, "device")
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
@@ -183,7 +183,7 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), again: str |
         heads = ("#", *(() if is_by_time else (f"{result.objective} ({result.found[0].unit})",)), *HEADS)
         values = [[] if is_by_time else [figures(ranked.value, 4)] for ranked in result.found]
         rows = [[str(index + 1), *value, *row(plans[index])] for index, value in enumerate(values)]
-        lines += ["", *aligned(heads, rows), "", *((f"command to plan row 1: {again}", "") if again else ())]
+        lines += ["", *aligned(heads, rows), "", *((f"command to plan row 1: {command}", "") if command else ())]
         lines.append("why each row is better than the next row, and what limits it")
         for number, ranked in enumerate(result.found, 1):
             reasons = [line for reason in (*ranked.why, *ranked.limits) for line in wrapped(reason, "    ")]

@@ -129,8 +129,8 @@ def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
 def breaks_lines(estimate: PlanEstimate) -> list[str]:
     """Return the largest memory term, the largest overhead of a step, and failures, with advice, as lines. Local."""
     memory, largest, slowdown = estimate.memory, estimate.memory.breaks_first, estimate.run.slowdown
-    part = share(memory.terms[largest] / memory.limit_bytes)
-    lines = [f"memory: {largest}, {part} of the limit; less with {_less(largest, estimate)}"]
+    fraction = share(memory.terms[largest] / memory.limit_bytes)
+    lines = [f"memory: {largest}, {fraction} of the limit; less with {_less(largest, estimate)}"]
     overheads = {name: term_s for name, term_s in estimate.timing.terms.items() if name not in ("forward", "backward")}
     name = max(overheads, key=lambda term: overheads[term], default="")
     if overheads.get(name, 0.0) > 0:
@@ -269,7 +269,7 @@ def strategy_lines(layout: ParallelLayout, global_batch: int) -> str:
 
 def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
     """Return the verdict on the memory, a bar chart, the bytes of each term, and the rule as lines. Local."""
-    stage = f", reached on stage {memory.stage}" if layout.pipeline > 1 else ""
+    stage = f" (stage {memory.stage})" if layout.pipeline > 1 else ""
     lines = [f"{_fit(memory, bytes_in_both, 'left')}{stage}", bar(memory)]
     for name, size in memory.terms.items():
         if size:
@@ -299,8 +299,8 @@ def step_lines(estimate: PlanEstimate) -> list[str]:
     lines = [f"{seconds(estimate.step_s)}{between(estimate.step_range_s)}, {figures(count / estimate.step_s)} {noun}/s"]
     for name, term_s in timing.terms.items():
         if term_s:
-            part = term_s / estimate.step_s
-            lines.append(f"{name:{_NAME}}{seconds(term_s):>10} {share(part):>7}  {'#' * round(40 * part)}")
+            fraction = term_s / estimate.step_s
+            lines.append(f"{name:{_NAME}}{seconds(term_s):>10} {share(fraction):>7}  {'#' * round(40 * fraction)}")
     if timing.hidden_s:
         lines.append(f"messages that overlap with computation: {seconds(timing.hidden_s)}")
     work, devices = estimate.work, estimate.layout.devices - estimate.layout.servers
@@ -313,7 +313,7 @@ def step_lines(estimate: PlanEstimate) -> list[str]:
         or abs(estimate.hfu - estimate.exact_hfu) > PAIRS * estimate.hfu
     ):
         lines.append(
-            "attention counts all pairs of tokens, as in publications; without masked pairs: MFU "
+            "attention counts all query-key pairs, as in publications; without masked pairs: MFU "
             f"{share(estimate.exact_mfu)}, HFU {share(estimate.exact_hfu)}"
         )
     if estimate.layout.pipeline > 1:
@@ -330,6 +330,6 @@ def step_lines(estimate: PlanEstimate) -> list[str]:
 
 
 def _section(heading: str, lines: Iterable[str]) -> list[str]:
-    wrapped_lines = [part for line in lines for part in wrapped(line, width=LINE - _HEAD)]
+    wrapped_lines = [text for line in lines for text in wrapped(line, width=LINE - _HEAD)]
     heads = [f"{heading:{_HEAD}}", *[" " * _HEAD] * (len(wrapped_lines) - 1)]
     return [head + line for head, line in zip(heads, wrapped_lines, strict=False)]

@@ -248,8 +248,9 @@ def test_command_restarts_itself_with_the_requested_threads(monkeypatch):
 
     monkeypatch.setattr(step.subprocess, "run", run)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    result = CliRunner().invoke(command, ["step", "--threads", "2", "--steps", "3"], standalone_mode=False)
+    options = ["--threads", "2", "--steps", "3", "--profiled", "0"]
+    result = CliRunner().invoke(command, ["step", *options], standalone_mode=False)
     assert result.return_value == 7
     ((line, env),) = started
     assert env["OMP_NUM_THREADS"] == env["OPENBLAS_NUM_THREADS"] == "2" and env["PATH"] == os.environ["PATH"]
-    assert line[line.index("--steps") + 1] == "3" and line[line.index("--threads") + 1] == "2"
+    assert all(line[line.index(name) + 1] == value for name, value in zip(options[::2], options[1::2], strict=True))

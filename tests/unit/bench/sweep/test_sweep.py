@@ -333,7 +333,7 @@ def test_only_files_of_a_killed_sweep_are_removed(start, tmp_path):
     (tmp_path / "r.h5.trial-12345678").write_text("a file")
     again = start(SAYS, "-o", "r.h5")
     output = again.communicate(timeout=LIMIT_S)[1]
-    assert again.returncode == FAILURE and "--retry-failed runs the failed again" in output, output
+    assert again.returncode == FAILURE and "--retry-failed runs failed trials again" in output, output
     assert not left.exists() and set(tmp_path.glob("*.trial-*")) == kept
 
 

@@ -270,7 +270,7 @@ def test_parameter_servers_of_a_recipe_are_planned(plan_json, recipe):
     ("communication.compression=qsgd", "planned as int8"),
     ("communication.algorithm=circulant", "planned as the fastest"),
     ("run.logical_shards=4", "fixed summation"),
-    ("parallel.strategy=zero1", "one is planned"),
+    ("parallel.strategy=zero1", "one replica is planned"),
     ("run.batch_warmup=[96, 8]", "run.batch_warmup"),
 )
 def test_unplanned_recipe_keys_are_reported(key, output, plan_json, recipe):
@@ -300,13 +300,13 @@ def test_attention_of_packed_documents_is_planned_per_document(plan_json, recipe
 def test_text_notes_if_only_one_replica_is_planned(more, output, run, recipe):
     code, out, _ = run(recipe(RECIPE), *ON, *more, "--explain")
     layout = " ".join(out[out.index("\nlayout ") : out.index("\nmemory ")].split())
-    assert code == 0 and ("--devices N plans for N" in layout) == output
-    assert out.count("one is planned") == output
+    assert code == 0 and ("--devices N plans for N devices" in layout) == output
+    assert out.count("one replica is planned") == output
 
 
 def test_model_from_options_is_planned_on_one_replica(plan_json):
-    assert any("one is planned" in flag for flag in plan_json(*GPT, *ON)["flags"])
-    assert not any("one is planned" in flag for flag in plan_json(*GPT, *ON, "--data", 2)["flags"])
+    assert any("one replica is planned" in flag for flag in plan_json(*GPT, *ON)["flags"])
+    assert not any("one replica is planned" in flag for flag in plan_json(*GPT, *ON, "--data", 2)["flags"])
 
 
 @cases(
@@ -332,13 +332,15 @@ def test_explain_lists_assumptions(run, recipe):
 def test_flags_are_listed_once_with_the_decisive_first(run, plan_json):
     arguments = ["--model", "gpt3-175b", "--batch", "65", "--data", "64", "--tensor-overlap", "0.5", *ON]
     flags = plan_json(*arguments, expected=1)["flags"]
-    assert flags[0].startswith("it does not fit") and flags[-1].startswith("assumed in the file of a100-selene")
-    assert "65 samples on 64 replicas: 1 computes 2 micro-batches while the others, with 1, wait" in flags
+    assert flags[0].startswith("the plan does not fit") and flags[-1].startswith(
+        "assumed in the cluster file of a100-selene"
+    )
+    assert "65 samples on 64 replicas: 1 replica computes 2 micro-batches, while the others compute 1 and wait" in flags
     assert "tensor_overlap = 0.5 has no effect with one tensor device" in flags
     assert any("attention_share" in one for one in plan_json(*arguments, expected=1)["assumptions"])
     _, out, _ = run("search", *GPT, *ON, "--devices", "16", "--first", "3")
     lines = [line for line in out.splitlines() if line.startswith("note: ")]
-    assert len(lines) == len(set(lines)) and lines[-1].startswith("note: assumed in the file")
+    assert len(lines) == len(set(lines)) and lines[-1].startswith("note: assumed in the cluster file")
     assert sum("messages that hide" in line for line in lines) <= 1
 
 
@@ -470,7 +472,7 @@ def test_search_lists_and_explains_layouts(run, plan_json, tmp_path):
     code, out, err = run(*arguments)
     assert code == 0, err
     assert "least time among" in out and "\n 1  " in out and "\n 3  " in out and "refused" in out
-    assert f"row 1 in full: {plan['again']}\n" in out
+    assert f"command to plan row 1: {plan['again']}\n" in out
 
 
 PIPELINES = "[parallel]\npipeline = 2\nmicrobatches = 4\nrecompute = true\n"
@@ -532,7 +534,7 @@ def test_search_uses_all_devices_of_the_cluster(plan_json, recipe):
     for subject in ([*GPT, "--precision", "float32"], [recipe(RECIPE)]):
         assert plan_json(*small, *subject)["devices"] == 2
         for devices in ([], ["--devices", "2"]):
-            assert not any("one is planned" in flag for flag in plan_json(*small, *subject, *devices)["flags"])
+            assert not any("one replica is planned" in flag for flag in plan_json(*small, *subject, *devices)["flags"])
 
 
 def test_search_keeps_other_recipe_keys(plan_json, recipe):
@@ -577,7 +579,7 @@ def test_comparison_prints_one_line_per_plan(run, plan_json):
     code, out, _ = run(*arguments)
     assert code == 0
     lines = [line for line in out.splitlines() if line[:7] in ("1  a100", "2  a100", "3  h100", "4  h100")]
-    assert len(lines) == 4 and "zero1" in lines[1] and "4 against 1: " in out
+    assert len(lines) == 4 and "zero1" in lines[1] and "row 4 compared with row 1: " in out
 
 
 def test_impossible_layouts_are_left_out_of_a_comparison(run, plan_json):
@@ -593,8 +595,8 @@ def test_impossible_layouts_are_left_out_of_a_comparison(run, plan_json):
 def test_notes_common_to_all_plans_are_printed_once(run):
     code, out, _ = run("compare", *GPT, *ON, "--cluster", "h100-hgx")
     assert code == 0 and out.count("neither --steps nor --tokens is given") == 1
-    assert (
-        "note: row 1: assumed in the file of a100-selene" in out and "note: row 2: assumed in the file of h100" in out
+    assert all(
+        f"note: row {row}: assumed in the cluster file of {name}" in out for row, name in ((1, "a100"), (2, "h100"))
     )
 
 

@@ -68,14 +68,14 @@ def test_other_units_are_formatted():
     "1.000 billion parameters; 512 samples = 512,000 tokens a step",
     "64 = data 4 x pipeline 2 x tensor 8 x context 1: 64 devices on 8 nodes of boxes (8 x card a node)",
     "1f1b over 128 micro-batches of 1 sample, selective recomputation, sequence parallel, bfloat16",
-    "fits, 17.9 GB (16.7 GiB) left: at most 68.0 GB (63.3 GiB) of 85.9 GB (80.0 GiB) a device, reached on stage 1",
+    "fits, 17.9 GB (16.7 GiB) left: at most 68.0 GB (63.3 GiB) of 85.9 GB (80.0 GiB) a device (stage 1)",
     "O optimizer       30.0 GB  44.1 %",
     "rule: 18 bytes a parameter: 2 + 4 + 12",
     "10.0 s, 51,200 tokens/s",
     "backward         4.00 s  40.0 %  ################\n",
     "messages that overlap with computation: 250 ms",
     "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)\n",
-    "attention counts all pairs of tokens, as in publications; without masked pairs: MFU 30.0 %, HFU 36.7 %\n",
+    "attention counts all query-key pairs, as in publications; without masked pairs: MFU 30.0 %, HFU 36.7 %\n",
     "bubble: 20.0 % of the time of the longest stage, as in publications: it includes waits for slower stages",
     "a device sends tensor 12.0 GB (ring), data 3.00 GB (hierarchical)",
     "10,000 steps, 5.12 billion tokens: 30.6 h, of which 27.8 h are steps",
@@ -265,7 +265,7 @@ def test_search_text_shows_the_best_layouts():
     single = replace(result, refused=(replace(refused, count=1),))
     assert "\n  heads: 1 grid, for example" in table.search_table(single)
     assert "layouts on 1 device, 77" in table.search_table(replace(result, devices=1))
-    assert "command to plan row 1: hpcdist plan it" in table.search_table(result, again="hpcdist plan it")
+    assert "command to plan row 1: hpcdist plan it" in table.search_table(result, command="hpcdist plan it")
     assert "row 1" not in shown
     nothing = replace(result, found=(), nothing=("each needs 10 GB more",))
     assert "no layout fits: each needs 10 GB more" in table.search_table(nothing)
