@@ -116,11 +116,9 @@ def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping
         for number, model in enumerate(calibration.models):
             group = file.create_group(f"models/{number}")
             group.attrs.update({name: value for name, value in asdict(model.config).items() if value is not None})
-            names = ("context", "samples", "parameters", "operations")
+            names, phases = ("context", "samples", "parameters", "operations"), ("forward", "backward")
             group.attrs.update({name: getattr(model, name) for name in names})
-            rows = [
-                _Row(kind.kind, name, getattr(kind, name)) for kind in model.kinds for name in ("forward", "backward")
-            ]
+            rows = [_Row(kind.kind, phase, getattr(kind, phase)) for kind in model.kinds for phase in phases]
             rows += [_Row("norm", "step", model.norm), _Row("update", "step", model.update)]
             _table(group, [*rows, _Row("all", "step", model.step)], kind="kind", way="phase")
         columns = {"level": "level", "nbytes": "nbytes", "border": "border"}
@@ -147,23 +145,19 @@ def _table(group: Any, points: Sequence[Any], **fields: str) -> None:
         kind = object if values and isinstance(values[0], str) else None
         group.create_dataset(name, data=np.array(values, dtype=kind))
     times = [point.seconds for point in points]  # a number for collectives
-    busy = [time_s if isinstance(time_s, BusySeconds) else BusySeconds(time_s, time_s) for time_s in times]
-    spread = [math.nan if time_s.spread is None else time_s.spread for time_s in busy]
+    busy = [value if isinstance(value, BusySeconds) else BusySeconds(value, value) for value in times]
+    spread = [math.nan if value.spread is None else value.spread for value in busy]
     group.create_dataset("spread", data=np.array(spread, np.float64)).attrs["units"] = "1"
-    seconds = group.create_dataset("seconds", data=np.array([time_s[:2] for time_s in busy], np.float64).reshape(-1, 2))
+    seconds = group.create_dataset("seconds", data=np.array([value[:2] for value in busy], np.float64).reshape(-1, 2))
     seconds.attrs.update({"units": "s", "columns": "one rank of a node, all of them"})
 
 
 def run(
-    comm: Communicator,
-    request: CalibrationRequest,
-    mpi_library: str,
-    processor: str,
-    print_message: calibrate_links.Report,
+    comm: Communicator, request: CalibrationRequest, mpi_library: str, processor: str, echo: calibrate_links.Report
 ) -> CalibrationPoints:
     """Measure what ``request`` asks for, and return the measurements on all ranks. Collective over ``comm``.
 
-    ``processor``: name of a CPU core for the result. ``print_message``: called on rank 0 with each message.
+    ``processor``: name of a CPU core for the result. ``echo``: function that prints a message, called on rank 0.
     """
     begin_s = time.perf_counter()
     threads = threads_of_rank()
@@ -171,7 +165,7 @@ def run(
 
     def report(text: str) -> None:
         if comm.rank == 0:
-            print_message(text)
+            echo(text)
 
     if busy := busy_before(before):
         report(f"warning: the machine is busy: {busy}; the results will be of its free capacity")

@@ -107,7 +107,7 @@ def text(results: StepResults) -> str:
     gflop = (about["forward_flops"] + about["backward_flops"]) / 1e9
     peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in peak_flops_per_s(results).items())
     lines = [
-        f"gpt of {about['parameters']:,} parameters: {model}",
+        f"gpt of {about['parameters']:,} parameters: {model} (samples of a rank in a step)",
         f"{machine}; {gflop:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
         f"numpy's BLAS: {about['blas']}",
         "",

@@ -30,7 +30,8 @@ from hpcdist.reporting import atomic
 
 SCHEMA: Final = "hpcdist.bench"
 VERSION: Final = 1
-FORMAT: Final = ResultsFormat(SCHEMA, VERSION, "trials")
+TRIALS: Final = "trials"
+FORMAT: Final = ResultsFormat(SCHEMA, VERSION, TRIALS)
 SUMMARY: Final = "summary"
 RANK: Final = "rank"  # dimension scale of samples that are measured on each rank
 SCALES: Final = (ITERATION, RANK)

@@ -112,18 +112,16 @@ def timeline(
     chunks = chunk_loads(description, layout, cluster) if is_pipelined else (loads(description, layout, cluster)[0][0],)
     terms = timing(description, layout, cluster, global_batch, simulate=is_pipelined).terms
     hop_s = border(description, layout, cluster).seconds
-    blocking_s = hop_s if is_pipelined and messages_block(layout) else 0.0
+    wait_s = hop_s if is_pipelined and messages_block(layout) else 0.0
     passes = [stage_of(load, layout, cluster, m).seconds for load in chunks]
-    padded = [
-        PlannedSeconds(chunk.forward_s + blocking_s, chunk.input_s + blocking_s, chunk.weight_s) for chunk in passes
-    ]
+    padded = [PlannedSeconds(forward_s + wait_s, input_s + wait_s, weight_s) for forward_s, input_s, weight_s in passes]
     schedule = layout.schedule if is_pipelined else "sequential"
     steps = simulated_timeline(
-        schedule, padded, layout.pipeline, m, message_s=hop_s - blocking_s, recompute=recomputes_ahead(layout)
+        schedule, padded, layout.pipeline, m, message_s=hop_s - wait_s, recompute=recomputes_ahead(layout)
     )
     begin_s, tied_s = terms["input"], tied_sum(description, layout, cluster).seconds
     bars = [TimelineBar(rank, "input_data", 0.0, begin_s) for rank in range(layout.pipeline) if begin_s]
-    bars += _passes(steps, chunks, blocking_s, begin_s)
+    bars += _passes(steps, chunks, wait_s, begin_s)
     ready_s = 0.0
     for rank, (stage, load) in enumerate(zip(steps.stages, _rank_loads(steps, chunks), strict=True)):
         end_s = begin_s + stage.begin_s + stage.span_s
@@ -140,9 +138,9 @@ def timeline(
 
 
 def _passes(
-    steps: "StepTimeline", chunks: Sequence[StageLoad], blocking_s: float, offset_s: float
+    steps: "StepTimeline", chunks: Sequence[StageLoad], wait_s: float, offset_s: float
 ) -> Iterator[TimelineBar]:
-    """Yield the bars of all passes, and of the ``blocking_s`` seconds of message after each, ``offset_s`` later."""
+    """Yield bars of all passes, and of a message of ``wait_s`` seconds after each. Add ``offset_s`` to all times."""
     from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
 
     kinds = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight", AGAIN: "recompute"}
@@ -158,7 +156,7 @@ def _passes(
             again_s = chunks[chunk].again_s if work in (BACKWARD, INPUT) and not is_recomputed_ahead else 0.0
             if again_s:
                 yield TimelineBar(rank, "recompute", start_s, start_s + again_s, microbatch, chunk)
-            message_s = stop_s - (0.0 if work in (WEIGHT, AGAIN) else blocking_s)
+            message_s = stop_s - (0.0 if work in (WEIGHT, AGAIN) else wait_s)
             yield TimelineBar(rank, kinds[work], start_s + again_s, message_s, microbatch, chunk)
             if message_s < stop_s:
                 yield TimelineBar(rank, "message", message_s, stop_s, microbatch, chunk)

@@ -115,9 +115,8 @@ def assumption_line(cluster: Cluster) -> tuple[str, ...]:
     sections = list(dict.fromkeys(text.partition(":")[0] for text in toml_file.assumptions(cluster)))
     if not sections:
         return ()
-    is_shipped = cluster.name in toml_file.names()
-    source = f"`hpcdist plan clusters {cluster.name}` prints" if is_shipped else "its section [sources] has"
-    names = ", ".join(sections)
+    command, names = f"`hpcdist plan clusters {cluster.name}` prints", ", ".join(sections)
+    source = command if cluster.name in toml_file.names() else "its section [sources] has"
     return (f"assumed in the cluster file of {cluster.name}, at least in part: {names}; {source} the details",)
 
 

@@ -230,10 +230,9 @@ def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster
 def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
     """Return memory, step time, duration, energy and carbon of a plan in one line. Local."""
     memory, run = estimate.memory, estimate.run
-    verdict = "fits" if memory.fits else "DOES NOT FIT"
     limited = f" (MFU limited to the published {share(estimate.mfu)})" if estimate.is_capped else ""
     parts = [
-        f"{verdict}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)}",
+        f"{'fits' if memory.fits else 'DOES NOT FIT'}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)}",
         f"{seconds(estimate.step_s)}{between(estimate.step_range_s)} a step{limited}",
         f"{seconds(run.wall_s)} for {counted(run.steps, 'step')}",
     ]
