@@ -92,7 +92,7 @@ def _request(contenders: Mapping[str, Mapping[str, Any]], options: Mapping[str, 
         _check_stragglers(ranks, *slow)
         scenarios[request.STRAGGLERS] = request.stragglers(*slow)
     base = _SHARED_SETTINGS if options["recipe"] is not None else {**_SHARED_SETTINGS, **_WITHOUT_RECIPE}
-    own = settings.overrides(options["overrides"], recipes.defaults()).values
+    own = settings.overrides(options["overrides"], recipes.known_keys()).values
     return request.ExchangeRequest(ranks, {**base, "run.steps": options["steps"], **own}, contenders, scenarios)
 
 

@@ -85,7 +85,7 @@ class SweepRecipes:
         from hpcdist.training.recipe import settings
 
         path = self.wanted.path
-        return settings.table(tree, f"sweep {path}", recipes.defaults(), path.parent)
+        return settings.table(tree, f"sweep {path}", recipes.known_keys(), path.parent)
 
 
 def remove_leftovers(output: Path) -> None:

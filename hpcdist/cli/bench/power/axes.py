@@ -101,7 +101,7 @@ def _value(key: str, text: str) -> Any:
     from hpcdist.training.recipe import settings
 
     try:
-        return settings.overrides([f"{key}={text}"], recipes.defaults()).values[key]
+        return settings.overrides([f"{key}={text}"], recipes.known_keys()).values[key]
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace(" in --set", " in --sweep")) from error
 
@@ -140,7 +140,7 @@ class PowerRecipes:
         from hpcdist.training.recipe.requirements import degrees_equation
         from hpcdist.training.recipe.settings import overrides
 
-        chosen = overrides(self.overrides, recipes.defaults())
+        chosen = overrides(self.overrides, recipes.known_keys())
         both = sorted(chosen.values.keys() & settings.keys())
         if both:
             raise UsageError(f"{both[0]} is given by --set and by --sweep; keep one of them")

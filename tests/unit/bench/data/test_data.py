@@ -50,7 +50,7 @@ def load_trial_recipe(trial):
 
     from hpcdist.training.recipe import settings
 
-    return settings.table(tomllib.loads(trial.recipe), "trial", recipes.defaults(), Path())
+    return settings.table(tomllib.loads(trial.recipe), "trial", recipes.known_keys(), Path())
 
 
 def test_invalid_contenders_are_left_out_with_a_reason():

@@ -1,0 +1,215 @@
+"""Configuration keys, each declared once. Begin with `key`, which declares a key as a field of a dataclass.
+
+    @dataclass(frozen=True, kw_only=True)
+    class RunConfig:
+        steps: int = key(1000, "Length of the run in steps.", ge=1)
+
+        def __post_init__(self) -> None:
+            check_section(RULES, "run", self)
+
+`fields_of` lists the keys of such a class. Light: imports `msgspec`, but no NumPy.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_origin
+
+import msgspec
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.reporting.jsonable import plain_number
+from hpcdist.reporting.rules import Rule, check, must, one_of, section_values, written
+from hpcdist.reporting.toml_text import toml_value
+
+T = TypeVar("T")
+TYPES: Final[Mapping[Any, str]] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple[int, ...]: "a list of whole numbers",
+    tuple[float, ...]: "a list of numbers",
+    tuple[str, ...]: "a list of texts",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """Declaration of a configuration key: ``meaning``, one sentence or two with the unit, and the valid values.
+
+    - ``gt``, ``ge``, ``lt``, ``le``: bounds (>, >=, <, <=) of a number or of each item of a list. ``unit``: their unit.
+    - ``off``: value that is valid although it is out of bounds, usually 0.
+    - ``choices``: the valid values, or the valid items of a list.
+    - ``valid``: function that returns true for further valid values. ``expected``: description of these values.
+    - ``word``: text that a number key accepts instead of a number.
+    - ``path``: True if the value is a path. A text: only values that contain this text are paths.
+    """
+
+    meaning: str
+    _: KW_ONLY
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    unit: str = ""
+    off: float | None = None
+    choices: tuple[Any, ...] = ()
+    valid: Callable[[Any], object] | None = None
+    expected: str = ""
+    word: str = ""
+    path: bool | str = False
+
+    def bounds(self, *, signs: bool) -> str:
+        """Return the bounds as text, such as "at least 0 and below 1", or ">= 0 and < 1" with ``signs``."""
+        limits = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
+        parts = [
+            f"{_SIGNS[word] if signs else word} {_number(limit)}" for word, limit in limits.items() if limit is not None
+        ]
+        text = " and ".join(parts)
+        if self.ge is not None and self.le is not None:
+            first, last = _number(self.ge), _number(self.le)
+            text = f"from {first} to {last}" if signs else f"between {first} and {last}"
+        return f"{text} {self.unit}".rstrip() + (f", or {_number(self.off)}" if self.off is not None else "")
+
+    def is_valid(self, value: Any) -> bool:
+        """Return True if ``value``, a value of this key or an item of its list, is valid."""
+        if value in self.choices or (self.off is not None and value == self.off) or (self.word and value == self.word):
+            return True
+        if self.choices or self.valid is not None:
+            return self.valid is not None and bool(self.valid(value))
+        return (
+            not isinstance(value, str)
+            and math.isfinite(value)
+            and (self.gt is None or value > self.gt)
+            and (self.ge is None or value >= self.ge)
+            and (self.lt is None or value < self.lt)
+            and (self.le is None or value <= self.le)
+        )
+
+
+def key(default: T, meaning: str, **limits: Any) -> T:
+    """Return the dataclass field of a configuration key with the value ``default``.
+
+    ``meaning`` and ``limits`` are the fields of its `Key`.
+    """
+    return dataclasses.field(default=default, metadata={"key": Key(meaning, **limits)})
+
+
+_SIGNS: Final = {"above": ">", "at least": ">=", "below": "<", "at most": "<="}
+
+
+def _number(value: float) -> str:
+    if value >= 1 << 16 and math.frexp(value)[0] == 0.5:
+        return f"2^{math.frexp(value)[1] - 1}"
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+@dataclass(frozen=True)
+class Field:
+    """Field ``name`` of a configuration class: its type, its default, and its declaration ``key``."""
+
+    name: str
+    type: Any
+    default: Any
+    key: Key
+
+    @property
+    def is_list(self) -> bool:
+        """True if the value is a list."""
+        return get_origin(self.type) is tuple
+
+    @property
+    def kind(self) -> str:
+        """Noun for the type of the values, for the reference of keys: "integer", "list of texts" or "path"."""
+        name = "a path" if self.key.path is True else TYPES[self.type]
+        return name.removeprefix("a ").replace("whole number", "integer")
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The valid values if they can be listed, else ()."""
+        return (False, True) if self.type is bool else () if self.is_list else self.key.choices
+
+    @property
+    def values(self) -> str:
+        """Text of the valid values for the reference of keys, such as "integer >= 1" or "none, thread, poll"."""
+        key = self.key
+        names = ", ".join(toml_value(choice).strip('"') for choice in self.choices or key.choices)
+        if self.choices:
+            return names + (f", or {key.expected}" if key.expected else "")
+        if names or key.expected:
+            return f"{self.kind}: {names}" if names else f"{self.kind}, {key.expected}"
+        return f"{self.kind} {key.bounds(signs=True)}".rstrip() + (f" or {key.word}" if key.word else "")
+
+    def rule(self, section: str) -> Rule | None:
+        """Return the rule that the value of this key in ``section`` must be valid, or None if all values are valid."""
+        key, label = self.key, f"{section}.{self.name}"
+        names, bounds = ", ".join(map(str, key.choices)), key.bounds(signs=False)
+        if key.valid is not None:
+            text = f"choose {names}, or {key.expected}" if names else f"it must be {key.expected}"
+        elif names and self.type is not str:
+            text = f"choose among {names}"
+        elif names:
+            return None if key.expected else one_of(label, key.choices)
+        elif bounds:
+            is_open = self.type is float and key.lt is None and key.le is None
+            text = f"{'each' if self.is_list else 'it'} must be {'finite and ' if is_open else ''}{bounds}"
+            text += f", or {key.word!r}" if key.word else ""
+        else:
+            return None
+        meaning = key.meaning.rstrip(".").replace("{", "{{").replace("}", "}}")
+        is_valid = (lambda items: all(map(key.is_valid, items))) if self.is_list else key.is_valid
+        return must(label, is_valid, f"{text}. Meaning: {meaning}")
+
+    def convert(self, value: Any, label: str, place: str, base: Path) -> Any:
+        """Return ``value``, read from ``place``, in the type of this key. ``label``: name of the key in messages.
+
+        Relative paths are relative to ``base``. Raises ConfigurationError if the type is wrong.
+        """
+        value = plain_number(value)
+        if value == self.key.word and self.key.word:
+            return value
+        if self.type is str and self.key.valid and type(value) is int:
+            value = str(value)
+        try:
+            value = msgspec.convert(value, self.type)
+        except msgspec.ValidationError:
+            expected = TYPES[self.type] + (f" or {self.key.word!r}" if self.key.word else "")
+            example = f". Meaning: {self.key.meaning}" if self.is_list else f", such as {written(self.default)}"
+            raise ConfigurationError(
+                f"{label} = {value!r} in {place} has the wrong type: expected {expected}{example}"
+            ) from None
+        if self.key.path and value and (self.key.path is True or self.key.path in value):
+            return os.path.abspath(base / Path(value).expanduser())
+        return value
+
+
+@cache
+def fields_of(kind: Any) -> Mapping[str, Field]:
+    """Return the `Field` of each key of the dataclass ``kind``, by name. Each field must be declared with `key`."""
+    return {
+        item.name: Field(
+            item.name,
+            item.type if isinstance(item.default, tuple) else type(item.default),
+            item.default,
+            item.metadata["key"],
+        )
+        for item in dataclasses.fields(kind)
+    }
+
+
+@cache
+def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
+    return tuple(rule for field in fields_of(kind).values() if (rule := field.rule(section)) is not None)
+
+
+def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
+    """Raise ConfigurationError if the dataclass ``section`` has an invalid value or breaks one of ``rules``.
+
+    ``name`` is the name of the section. Keywords are derived values that ``rules`` use.
+    """
+    check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
