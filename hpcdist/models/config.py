@@ -33,17 +33,11 @@ _ONLY: Final = {
     "factory": ("import",),
     "experts": TRANSFORMERS,
 }
-# Keys that only a mixture of experts uses; models without experts must have these defaults.
-EXPERT_KEYS: Final = {
-    "experts_per_token": 2,
-    "shared_experts": 0,
-    "expert_hidden": 0,
-    "router": "softmax",
-    "capacity_factor": 0.0,
-    "balance_loss": 0.01,
-    "z_loss": 0.0,
-    "balance_rate": 0.0,
-}
+# Keys that only a mixture of experts uses; models without experts must have the defaults.
+EXPERT_KEYS: Final = (
+    *("experts_per_token", "shared_experts", "expert_hidden", "router"),
+    *("capacity_factor", "balance_loss", "z_loss", "balance_rate"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,13 +158,13 @@ RULES: Final = (
     *(
         Rule(
             {
-                f"model.{name}": other_than(default),
+                f"model.{name}": other_than(getattr(ModelConfig, name)),
                 "model.experts": Condition(lambda count: count == 0, sign="=", values=(0,)),
             },
             NO_EFFECT,
             "remove it, or set model.experts to 2 or more",
         )
-        for name, default in EXPERT_KEYS.items()
+        for name in EXPERT_KEYS
     ),
     rule("model.experts=1", "a router must choose between experts", "set it to 2 or more, or to 0 for a dense model"),
     rule(
