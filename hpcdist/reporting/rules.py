@@ -46,7 +46,7 @@ class Condition:
 class Rule:
     """A forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
 
-    A key is a setting ``section.name``, an option (``--survive``), or the name of a derived value.
+    A key is a setting ``section.name``, an option (``--survive``), or a name that the caller of `check` defines.
 
     - ``conditions``: conditions on keys. The error message lists these keys with their values.
     - ``given``: conditions on further keys, which the message does not list.
@@ -124,9 +124,9 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield a `Rule` (forbidden combination of settings) for each further argument after ``why``.
+    """Yield a `Rule` (forbidden combination of settings) for each argument after ``why``.
 
-    The argument replaces * in ``form``, a text as in `rule`. ``why`` is the reason in the error message.
+    The argument replaces * in ``form``, the ``terms`` of `rule`. ``why`` is the reason in the error message.
     """
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
@@ -166,7 +166,7 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return a `Condition` that a setting satisfies if its value differs from all values passed to this function."""
+    """Return the `Condition` that a value differs from every argument of this function."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
@@ -174,8 +174,7 @@ def other_than(*values: Any) -> Condition:
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
     """Return a `Rule` that forbids a value of ``key`` other than ``default`` if the value has no effect.
 
-    The value has an effect only if the value of ``other`` is one of ``needed``. ``cure`` is the advice in the error
-    message.
+    The value has an effect only if the value of ``other`` is one of ``needed``. ``cure``: advice in the message.
     """
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 

@@ -212,7 +212,7 @@ def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
     """Raise ConfigurationError if the dataclass ``section`` has an invalid value or breaks one of ``rules``.
 
-    ``name`` is the name of the section. Keywords are derived values that ``rules`` use.
+    ``name`` is the name of the section. Further keyword arguments: values of keys of ``rules`` outside the section.
     """
     check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
 

@@ -45,12 +45,12 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     _check_memory(job, limits, place)
     if job.gpus_per_node and site.gpu.unsupported:
         raise ConfigurationError(
-            f"{counted(job.gpus_per_node, 'GPU')} per node at the site {site.name}: {site.gpu.unsupported}; use CPU "
-            "cores instead (run.device = 'cpu', and no --gpus-per-node)"
+            f"{counted(job.gpus_per_node, 'GPU')} per node at the site {site.name} cannot be used: "
+            f"{site.gpu.unsupported}; use CPU cores instead (run.device = 'cpu', and no --gpus-per-node)"
         )
-    requested = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
+    node_options = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
     if limits.max_nodes and job.nodes + job.spare_nodes > limits.max_nodes:
-        raise ConfigurationError(f"{requested}: {place} allows at most {limits.max_nodes} nodes")
+        raise ConfigurationError(f"{node_options}: {place} allows at most {limits.max_nodes} nodes per job")
     gpus = limits.gpus_per_node if limits.gpus_per_node >= 0 else (site.gpu.per_node or None)
     if gpus is not None and job.gpus_per_node > gpus:
         raise ConfigurationError(
@@ -90,7 +90,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
                 "with --partition, or set scheduler.options in a profile"
             )
     if job.mem == "0" and kind == "pbs":
-        raise ConfigurationError(f"--mem 0: PBS at the site {site.name} reads 0 as no memory; give the size")
+        raise ConfigurationError(f"--mem 0: PBS at the site {site.name} reads 0 as no memory; give a size, e.g. 200G")
     if kind != "none":
         return
     options: dict[str, str | int | None] = {
@@ -147,7 +147,7 @@ def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
-    """Return a warning for each of ``paths`` (purpose -> path) that the nodes of ``site`` cannot see. Local."""
+    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: a dict from purpose to path."""
     return [
         f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]
@@ -194,7 +194,7 @@ def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
     if named not in profiles:
         raise ConfigurationError(
             f"site profile {named!r} does not exist; {suggestion(named, profiles)} (searched "
-            f"{', '.join(str(folder) for folder in folders(environment))}; put your profiles into the first)"
+            f"{', '.join(str(folder) for folder in folders(environment))}; put your profiles into the first folder)"
         )
     return profiles[named]
 
@@ -204,7 +204,7 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
     path = path_of(named, environment)
     tree = _load_tables(path, environment, ())
     try:
-        site: SiteProfile = _FORMAT.read(SiteProfile, tree)
+        site: SiteProfile = _TABLES.read(SiteProfile, tree)
         return dataclasses.replace(site, name=path.stem, origin=str(path))
     except ConfigurationError as error:
         raise ConfigurationError(f"site profile {path}: {error}") from error
@@ -256,7 +256,7 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the base profile ``named`` (a name or a path) of the site profile in the file ``path``."""
+    """Return the path of the profile ``named`` (a name or a path), on which the profile at ``path`` is based."""
     if os.sep in named or named.endswith(".toml"):
         return path.parent / Path(named).expanduser()
     if named == path.stem:
@@ -284,4 +284,4 @@ def _leaf(raw: Any, column: Column, where: str) -> Any:
         raise ConfigurationError(f"{where} = {raw!r} has the wrong type: {error}; correct the file") from error
 
 
-_FORMAT: Final = TableFormat(_leaf)
+_TABLES: Final = TableFormat(_leaf)

@@ -44,7 +44,7 @@ def read(name_or_path: str) -> Cluster:
 def of_tree(tree: Mapping[str, Any], place: str) -> Cluster:
     """Return the cluster in the parsed TOML ``tree``. ``place``: name of the file in the ConfigurationError."""
     try:
-        cluster: Cluster = _FORMAT.read(Cluster, tree)
+        cluster: Cluster = _TABLES.read(Cluster, tree)
         hardware.validate(cluster)
         return cluster
     except ConfigurationError as error:
@@ -63,7 +63,7 @@ def assumptions(cluster: Cluster) -> tuple[str, ...]:
 
 def dump(cluster: Cluster) -> str:
     """Return ``cluster`` as TOML text. `read` of this text returns an equal cluster."""
-    return "\n".join(_FORMAT.lines(cluster)) + "\n"
+    return "\n".join(_TABLES.lines(cluster)) + "\n"
 
 
 def _path_of(name_or_path: str) -> Path:
@@ -124,4 +124,4 @@ def _literal(value: Any, column: Column) -> str:
     return toml_value(value if kind == "text" else hardware.text(value, kind))
 
 
-_FORMAT: Final = TableFormat(_leaf, _literal, {"flops": ITEM_BYTES, "matmul": ITEM_BYTES, "sources": SOURCES})
+_TABLES: Final = TableFormat(_leaf, _literal, {"flops": ITEM_BYTES, "matmul": ITEM_BYTES, "sources": SOURCES})

@@ -128,4 +128,4 @@ def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | N
     try:
         atomic.write(file, text)
     except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror or error}; choose another file") from error
+        raise StorageError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
