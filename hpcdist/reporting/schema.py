@@ -7,7 +7,8 @@
         def __post_init__(self) -> None:
             check_section(RULES, "run", self)
 
-`fields_of` lists the keys of such a class. Light: imports `msgspec`, but no NumPy.
+`fields_of` lists the keys of such a class. `TableFormat` reads nested dataclasses from TOML tables and writes them. Light:
+imports `msgspec`, but no NumPy.
 """
 
 import dataclasses
@@ -111,19 +112,36 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-@dataclass(frozen=True)
-class Field:
-    """Field ``name`` of a configuration class: its type, its default, and its declaration ``key``."""
+class Field(NamedTuple):
+    """Field ``name`` of a configuration class: its type, its default, and its declaration ``key``.
+
+    ``key``: the `Key`; for an Annotated field its second argument, which `TableFormat.leaf` reads; or None.
+    """
 
     name: str
     type: Any
     default: Any
-    key: Key
+    key: Any
 
     @property
     def is_list(self) -> bool:
         """True if the value is a list."""
         return get_origin(self.type) is tuple
+
+    @property
+    def is_table(self) -> bool:
+        """True if the value is a table of alike values with free names."""
+        return get_origin(self.type) is Mapping
+
+    @property
+    def item(self) -> Any:
+        """Type of the values of a table or of the items of a list, else the type itself."""
+        return get_args(self.type)[-1 if self.is_table else 0] if self.is_table or self.is_list else self.type
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if the value stands in one line of the file, and not in tables."""
+        return not self.is_table and not dataclasses.is_dataclass(self.item)
 
     @property
     def kind(self) -> str:
@@ -192,16 +210,19 @@ class Field:
 
 @cache
 def fields_of(kind: Any) -> Mapping[str, Field]:
-    """Return the `Field` of each key of the dataclass ``kind``, by name. Each field must be declared with `key`."""
-    return {
-        item.name: Field(
-            item.name,
-            item.type if isinstance(item.default, tuple) else type(item.default),
-            item.default,
-            item.metadata["key"],
-        )
-        for item in dataclasses.fields(kind)
-    }
+    """Return the `Field` of each key of the dataclass ``kind``, by name in the file, except internal fields.
+
+    The name in the file is the attribute ``key`` of an Annotated field's second argument, else the name of the field.
+    """
+    result = {}
+    for item in dataclasses.fields(kind):
+        hint, key = get_args(item.type) if get_origin(item.type) is Annotated else (item.type, item.metadata.get("key"))
+        default = item.default_factory() if callable(item.default_factory) else item.default
+        if isinstance(key, Key) and not isinstance(default, tuple):
+            hint = type(default)
+        if not item.metadata.get(INTERNAL):
+            result[getattr(key, "key", item.name)] = Field(item.name, hint, default, key)
+    return result
 
 
 @cache
@@ -217,64 +238,18 @@ def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any
     check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
 
 
-class Column(NamedTuple):
-    """Field ``name`` of a dataclass that a TOML table fills. ``key``: its name in the file; ``type``: its type.
-
-    ``rule``: the second argument of the field's Annotated type, or None. An attribute ``rule.key`` renames the key.
-    """
-
-    key: str
-    name: str
-    type: Any
-    rule: Any
-    default: Any
-
-    @property
-    def item(self) -> Any:
-        """Type of the values of a table or of the items of a list, else the type itself."""
-        return get_args(self.type)[-1 if self.is_table else 0] if self.is_table or self.is_list else self.type
-
-    @property
-    def is_table(self) -> bool:
-        """True if the value is a table of alike values with free names."""
-        return get_origin(self.type) is Mapping
-
-    @property
-    def is_list(self) -> bool:
-        """True if the value is a list."""
-        return get_origin(self.type) is tuple
-
-    @property
-    def is_leaf(self) -> bool:
-        """True if the value stands in one line of the file, and not in tables."""
-        return not self.is_table and not dataclasses.is_dataclass(self.item)
-
-
-@cache
-def columns_of(kind: Any) -> Mapping[str, Column]:
-    """Return the `Column` of each field of the dataclass ``kind``, by name in the file, except internal fields."""
-    result = {}
-    for item in dataclasses.fields(kind):
-        hint, rule = get_args(item.type) if get_origin(item.type) is Annotated else (item.type, None)
-        key = getattr(rule, "key", item.name)
-        default = item.default_factory() if callable(item.default_factory) else item.default
-        if not item.metadata.get(INTERNAL):
-            result[key] = Column(key, item.name, hint, rule, default)
-    return result
-
-
 @dataclass(frozen=True)
 class TableFormat:
     """TOML format of nested dataclasses.
 
-    - ``leaf(raw, column, where)`` converts the TOML value ``raw``, or None if it is missing, and raises
+    - ``leaf(raw, field, where)`` converts the TOML value ``raw``, or None if it is missing, and raises
       ConfigurationError. ``where``: name of the value in messages.
-    - ``literal(value, column)`` returns a value as TOML text.
+    - ``literal(value, field)`` returns a value as TOML text.
     - ``names``: valid names in tables of alike values, by the key of the table. Other tables have any names.
     """
 
-    leaf: Callable[[Any, Column, str], Any]
-    literal: Callable[[Any, Column], str] = lambda value, column: toml_value(value)
+    leaf: Callable[[Any, Field, str], Any]
+    literal: Callable[[Any, Field], str] = lambda value, field: toml_value(value)
     names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)
 
     def read(self, kind: Any, table: Mapping[str, Any], place: str = "") -> Any:
@@ -282,54 +257,54 @@ class TableFormat:
 
         ``place``: text before the names of the keys in messages, such as "device.".
         """
-        columns = columns_of(kind)
-        check_names(table, columns, place)
+        fields = fields_of(kind)
+        check_names(table, fields, place)
         return kind(
             **{
-                column.name: self._value(table.get(key), column, f"{place}{key}")
-                for key, column in columns.items()
-                if column.default is dataclasses.MISSING or key in table
+                field.name: self._value(table.get(key), field, f"{place}{key}", key)
+                for key, field in fields.items()
+                if field.default is dataclasses.MISSING or key in table
             }
         )
 
-    def _value(self, raw: Any, column: Column, where: str) -> Any:
-        if column.is_leaf:
-            return self.leaf(raw, column, where)
-        if not raw and raw != {} and column.default is dataclasses.MISSING:
-            section = f"[[{where}]] is missing: at least one is needed" if column.is_list else f"[{where}] is missing"
+    def _value(self, raw: Any, field: Field, where: str, key: str) -> Any:
+        if field.is_leaf:
+            return self.leaf(raw, field, where)
+        if not raw and raw != {} and field.default is dataclasses.MISSING:
+            section = f"[[{where}]] is missing: at least one is needed" if field.is_list else f"[{where}] is missing"
             raise ConfigurationError(f"the section {section}")
-        if column.is_list:
+        if field.is_list:
             if not isinstance(raw, list) or not all(isinstance(row, dict) for row in raw):
                 raise ConfigurationError(f"{where} is {raw!r}; expected sections [[{where}]]")
-            return tuple(self.read(column.item, row, f"{where} {number}: ") for number, row in enumerate(raw, 1))
+            return tuple(self.read(field.item, row, f"{where} {number}: ") for number, row in enumerate(raw, 1))
         if not isinstance(raw, dict):
             raise ConfigurationError(f"{where} is {raw!r}; expected a section [{where}]")
-        if not column.is_table:
-            return self.read(column.type, raw, f"{where}.")
-        check_names(raw, self.names.get(column.key, raw), f"{where}.")
-        inner = column._replace(type=column.item, default=dataclasses.MISSING)
-        return {name: self._value(value, inner, f"{where}.{name}") for name, value in raw.items()}
+        if not field.is_table:
+            return self.read(field.type, raw, f"{where}.")
+        check_names(raw, self.names.get(key, raw), f"{where}.")
+        inner = field._replace(type=field.item, default=dataclasses.MISSING)
+        return {name: self._value(value, inner, f"{where}.{name}", name) for name, value in raw.items()}
 
     def lines(self, source: Any, header: str = "") -> Iterator[str]:
         """Yield the lines of the dataclass ``source``: its leaves, then its tables, named ``header`` and their key."""
         tables = []
-        for column in columns_of(source.__class__).values():
-            value = getattr(source, column.name)
-            if not column.is_leaf:
-                tables.append((f"{header}{column.key}", column, value))
-            elif value is not None and (column.default is dataclasses.MISSING or value != column.default):
-                yield f"{column.key} = {self.literal(value, column)}"
-        for name, column, value in tables:
-            if column.is_list:
+        for key, field in fields_of(source.__class__).items():
+            value = getattr(source, field.name)
+            if not field.is_leaf:
+                tables.append((f"{header}{key}", field, value))
+            elif value is not None and (field.default is dataclasses.MISSING or value != field.default):
+                yield f"{key} = {self.literal(value, field)}"
+        for name, field, value in tables:
+            if field.is_list:
                 for row in value:
                     yield from ("", f"[[{name}]]", *self.lines(row, f"{name}."))
-            elif not column.is_table:
+            elif not field.is_table:
                 yield from ("", f"[{name}]", *self.lines(value, f"{name}."))
-            elif dataclasses.is_dataclass(column.item):
+            elif dataclasses.is_dataclass(field.item):
                 for key, row in value.items():
                     yield from ("", f"[{name}.{key}]", *self.lines(row, f"{name}.{key}."))
             elif value:
-                inner = column._replace(type=column.item)
+                inner = field._replace(type=field.item)
                 yield from ("", f"[{name}]", *(f"{key} = {self.literal(row, inner)}" for key, row in value.items()))
 
 

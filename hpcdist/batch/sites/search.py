@@ -19,7 +19,7 @@ from hpcdist.comm.launch import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import suggestion
-from hpcdist.reporting.schema import Column, TableFormat
+from hpcdist.reporting.schema import Field, TableFormat
 from hpcdist.reporting.units import counted
 
 VARIABLE: Final = "HPCDIST_SITE"
@@ -275,11 +275,11 @@ def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[st
     return merged
 
 
-def _leaf(raw: Any, column: Column, where: str) -> Any:
+def _leaf(raw: Any, field: Field, where: str) -> Any:
     if raw is None:
         raise ConfigurationError(f"{where} is missing")
     try:
-        return msgspec.convert(raw, column.type)
+        return msgspec.convert(raw, field.type)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{where} = {raw!r} has the wrong type: {error}; correct the file") from error
 

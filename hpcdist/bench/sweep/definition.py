@@ -27,14 +27,15 @@ override it, as they override any base recipe: a job that reads it unsets them.
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
-from hpcdist.reporting.nearest import nearest, suggestion
+from hpcdist.reporting.nearest import nearest
+from hpcdist.reporting.schema import check_names
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import counted
@@ -106,9 +107,9 @@ class SweepTrial:
 def read(path: Path) -> Sweep:
     """Read a sweep file. Raises StorageError where it cannot be read, ConfigurationError when it is not one."""
     tree = regular.settings(path, "sweep")
-    _check_names(tree, TABLES, f"sweep {path}")
+    check_names(tree, TABLES, f"sweep {path}: ")
     head = _table(tree, "sweep", path)
-    _check_names(head, HEAD, f"[sweep] of {path}")
+    check_names(head, HEAD, f"sweep {path}: sweep.")
     repeats = head.get("repeats", 1)
     if not _is_count(repeats):
         raise ConfigurationError(f"sweep.repeats = {repeats!r} in {path}; give a whole number of at least 1")
@@ -287,12 +288,6 @@ def _list_of_tables(tables: Any, name: str, path: Path) -> list[Mapping[str, Any
     if not isinstance(tables, list) or not all(isinstance(table, dict) and table for table in tables):
         raise ConfigurationError(f"{name} in {path} must be tables with keys, each under a line [[{name}]]")
     return tables
-
-
-def _check_names(table: Iterable[str], known: tuple[str, ...], place: str) -> None:
-    for name in table:
-        if name not in known:
-            raise ConfigurationError(f"unknown name {name!r} in {place}; {suggestion(name, known)}")
 
 
 _INTEGER: Final = re.compile(r"[+-]?\d+", re.ASCII)

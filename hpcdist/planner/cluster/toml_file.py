@@ -17,7 +17,7 @@ from hpcdist.planner.cluster import hardware
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, QuantityField
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import nearest
-from hpcdist.reporting.schema import Column, TableFormat
+from hpcdist.reporting.schema import Field, TableFormat
 from hpcdist.reporting.toml_text import toml_value
 
 SOURCES: Final = ("device", "matmul", "node", "level", "storage", "failures", "site", "fit")
@@ -78,12 +78,12 @@ def _path_of(name_or_path: str) -> Path:
     return FOLDER / f"{name_or_path}.toml"
 
 
-def _leaf(raw: Any, column: Column, where: str) -> Any:
-    quantity = column.rule or QuantityField(column.key)
+def _leaf(raw: Any, field: Field, where: str) -> Any:
+    quantity = field.key or QuantityField(field.name)
     if raw is None:
         example = hardware.EXAMPLES.get(quantity.kind)
         raise ConfigurationError(f"{where} is missing" + (f"; expected for example {example}" if example else ""))
-    if not column.is_list:
+    if not field.is_list:
         return _base_value(raw, quantity, where)
     if not isinstance(raw, list) or not raw:
         raise ConfigurationError(f"{where} is {raw!r}; expected a list of at least one number")
@@ -115,10 +115,10 @@ def _base_value(raw: Any, quantity: QuantityField, where: str) -> Any:
     )
 
 
-def _literal(value: Any, column: Column) -> str:
-    if column.is_list:
-        return f"[{', '.join(_literal(number, column._replace(type=column.item)) for number in value)}]"
-    kind = column.rule.kind if column.rule else "text"
+def _literal(value: Any, field: Field) -> str:
+    if field.is_list:
+        return f"[{', '.join(_literal(number, field._replace(type=field.item)) for number in value)}]"
+    kind = field.key.kind if field.key else "text"
     if kind in ("count", "number"):
         return repr(int(value) if kind == "count" else float(value))  # a NumPy number is not valid TOML
     return toml_value(value if kind == "text" else hardware.text(value, kind))

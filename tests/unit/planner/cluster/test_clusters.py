@@ -22,7 +22,7 @@ from hpcdist.planner.cluster.hardware import (
     LinkLevel,
     MeasuredFit,
 )
-from hpcdist.reporting.schema import columns_of
+from hpcdist.reporting.schema import fields_of
 
 GPUS = ("v100-dgx2", "a100-selene", "h100-hgx", "h200-hgx", "mi250x-frontier")
 GOOD = toml_file.FOLDER / "v100-dgx2.toml"
@@ -325,7 +325,7 @@ def test_commented_file_shows_every_field_and_is_valid():
         ClusterSite,
         MeasuredFit,
     )
-    reference = {key for kind in kinds for key, column in columns_of(kind).items() if column.is_leaf}
+    reference = {key for kind in kinds for key, field in fields_of(kind).items() if field.is_leaf}
     assert reference <= {line.split(" = ")[0] for line in lines if " = " in line}
 
 
