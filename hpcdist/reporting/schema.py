@@ -7,8 +7,8 @@
         def __post_init__(self) -> None:
             check_section(RULES, "run", self)
 
-`fields_of` lists the keys of such a class. `TableFormat` reads nested dataclasses from TOML tables and writes them. Light:
-imports `msgspec`, but no NumPy.
+`fields_of` lists the keys of such a class. `TableFormat` reads nested dataclasses from TOML tables and writes them.
+Light: imports `msgspec`, but no NumPy.
 """
 
 import dataclasses
