@@ -75,6 +75,10 @@ def _row(configuration: SweepConfiguration) -> SweepRow:
         reasons["failed"] = bad[-1].reason
     origin = configuration.name, configuration.ranks, configuration.id, len(good), len(bad)
     figures["bytes_moved_per_step"] = _moved(configuration)
+    if good and figures["bytes_moved_per_step"] is None:
+        reasons["bytes_moved_per_step"] = reasons.get(
+            "bytes_sent_per_step", "the summary of the run has no such figure"
+        )
     for name in ("speed_unit", "counts_activations"):
         if values := configuration.figures(name):
             figures[name] = values[0]
@@ -148,7 +152,7 @@ ROWS: Final[Catalogue[SweepRow]] = Catalogue(
     Figure("step_s", lambda row: row.step_s and row.step_s["median"], _times,
            title="step ms median / p95 / p99", reason=lambda row: row.reasons.get("step_s", "")),
     Figure("bytes_moved_per_step", lambda row: row.bytes_moved_per_step, ",.3f", 1e6,
-           title="MB moved a step (max over ranks)", reason=lambda row: row.reasons.get("bytes_sent_per_step", "")),
+           title="MB moved a step (max over ranks)", reason=lambda row: row.reasons.get("bytes_moved_per_step", "")),
     Figure("peak_bytes", lambda row: row.peak_bytes, _peak, title="peak MiB a rank",
            reason=lambda row: row.reasons.get("peak_bytes", "")),
     Figure("train_loss", lambda row: row.train_loss, ".4f", title="train loss",
@@ -285,15 +289,19 @@ def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
     """Draw the loss over the swept values, one line per label, and mark the smallest loss."""
     points = sorted((axis.values[row.id], getattr(row, axis.loss), axis.labels[row.id]) for row in measured)
-    for label in dict.fromkeys(axis.labels[row.id] for row in measured):
+    for index, label in enumerate(dict.fromkeys(axis.labels[row.id] for row in measured)):
         line = [(value, loss) for value, loss, of in points if of == label]
-        axes.plot(*zip(*line, strict=True), "o-", label=label or None)
+        axes.plot(
+            *zip(*line, strict=True), "o-", color=plotting.CYCLE[index % len(plotting.CYCLE)], label=label or None
+        )
     value, loss, label = min(points, key=lambda point: point[1])
     axes.plot([value], [loss], "*", color=plotting.ORANGE, markersize=15, label="best", zorder=3)
     axes.annotate(f"{value:g}: {loss:.4f}", (value, loss), (0, -16), textcoords="offset points", ha="center")
-    values = [value for value, _, _ in points]
+    values = sorted({value for value, _, _ in points})
     if values[0] > 0 and values[-1] > 10 * values[0]:
         axes.set_xscale("log")
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
     axes.margins(y=0.15)
     axes.set_xlabel(axis.key)
     axes.set_ylabel("validation loss" if axis.loss == "val_loss" else "training loss")
