@@ -91,7 +91,7 @@ class Catalogue(Generic[Record]):
                 names.setdefault((reason, heading), []).append(self.figures[0].text(record))
         headings: dict[tuple[str, str], list[str]] = {}
         for (reason, heading), of in names.items():
-            whose = f" of {', '.join(of)}" if len(of) < len(records) else ""
+            whose = f" of {', '.join(dict.fromkeys(of))}" if len(of) < len(records) else ""
             headings.setdefault((whose, reason), []).append(heading)
         return [f"no {', '.join(titles)}{whose}: {reason}" for (whose, reason), titles in headings.items()]
 

@@ -204,7 +204,9 @@ def jsonable(path: Path, results: SweepResults) -> dict[str, Any]:
 
 def plot(results: SweepResults, file: Path) -> None:
     """Write the drawing of `draw` to ``file``. Raises the errors of `draw` and of `plotting.drawing`."""
-    with plotting.chart_style(), plotting.drawing(file, *plot_inches(results)) as figure:
+    inches = plot_inches(results)
+    plotting.check_plot(file)
+    with plotting.chart_style(), plotting.drawing(file, *inches) as figure:
         draw(figure, results)
 
 
@@ -325,12 +327,12 @@ def efficiency(rows: Sequence[SweepRow]) -> list[float]:
 def _curves(figure: Any, curves: Mapping[str, Sequence[SweepRow]]) -> None:
     """Draw efficiency, bytes and memory over the number of ranks, a line for each configuration."""
     above, middle, below = figure.subplots(3, 1, sharex=True)
-    for name, rows in curves.items():
-        ranks = [row.ranks for row in rows]
-        above.plot(ranks, efficiency(rows), "o-", label=name)
+    for index, (name, rows) in enumerate(curves.items()):
+        ranks, colour = [row.ranks for row in rows], plotting.CYCLE[index % len(plotting.CYCLE)]
+        above.plot(ranks, efficiency(rows), "o-", color=colour, label=name)
         for axes, key, unit in ((middle, "bytes_sent_per_step", 1e6), (below, "peak_bytes", 2**20)):
             values = [getattr(row, key) for row in rows]
-            axes.plot(ranks, [np.nan if value is None else value / unit for value in values], "o-")
+            axes.plot(ranks, [np.nan if value is None else value / unit for value in values], "o-", color=colour)
     above.axhline(1.0, color="0.6", linewidth=0.8)
     above.set_ylabel("efficiency")
     middle.set_ylabel("MB sent a step")
