@@ -34,7 +34,7 @@ class FileStore(FlatStore):
     """A `FlatStore` (1-D array of model tensors) whose elements, initially zeros, are in a file in ``directory``.
 
     The file has no name and disappears with the process. There are no array views: use `read`, `write`, `add`, `blocks`
-    and `contents`. The keyword ``what`` names the data in error messages. Raises StorageError if the disk is full.
+    and `contents`. Keyword-only ``what`` names the data in error messages. Raises StorageError if the disk is full.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class FileStore(FlatStore):
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The range ``where`` of the elements in the file of ``store``. A `Piece` (tensor part) can use it as array."""
+    """Elements ``where`` of the file of ``store``, read and written on demand. A `Piece` can use it as ``array``."""
 
     store: FileStore
     where: Range
@@ -199,21 +199,20 @@ class FileSlice:
 
 
 def _reserved(directory: Path, nbytes: int, what: str) -> int:
-    needs = f"{nbytes} bytes are needed there for the {what}"
-    hint = "give zero.offload_directory a directory on a disk of this node that has enough free space"
+    hint = f"set zero.offload_directory to a disk of this node with {nbytes} free bytes for the {what}"
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             fd = os.dup(file.fileno())  # stays open after the context manager; the file has no name
     except OSError as error:
-        raise StorageError(f"{directory} cannot be written ({error.strerror}), and {needs}; {hint}") from error
+        raise StorageError(f"{directory} cannot be written: {error.strerror}; {hint}") from error
     try:
         if nbytes:
             os.posix_fallocate(fd, 0, nbytes)  # not a sparse file: a later full disk cannot fail a write
     except OSError as error:
         os.close(fd)
         space = os.statvfs(directory)
-        free = f" ({space.f_bavail * space.f_frsize} are free)" if error.errno in _FULL else ""
-        raise StorageError(f"{directory}: {error.strerror}: {needs}{free}; {hint}") from error
+        free = f" ({space.f_bavail * space.f_frsize} bytes are free)" if error.errno in _FULL else ""
+        raise StorageError(f"{directory} cannot store {nbytes} bytes: {error.strerror}{free}; {hint}") from error
     return fd
 
 

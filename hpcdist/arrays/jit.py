@@ -126,7 +126,6 @@ def _locked(function: Callable[..., Any], how: int) -> Iterator[None]:
 
 
 def _compile_once(function: Callable[..., Any], dispatcher: Any) -> None:
-    """Make ``dispatcher`` compile ``function`` in one process; other processes wait and load the code."""
     load, compile_for, here = dispatcher._cache.load_overload, dispatcher.compile, threading.local()
 
     def load_or_wait(signature: Any, context: Any) -> Any:
@@ -226,7 +225,7 @@ class Kernel:
     def address(self, *types: str) -> int:
         """Compile this kernel as a C function without result, and return its address for `intrinsics.call`.
 
-        The arguments are the numba names of the C function's argument types; a trailing ``*`` marks a pointer.
+        The positional arguments are the C function's argument types, as numba names; a trailing ``*`` marks a pointer.
         """
         with _lock:
             if types not in self._exported:
@@ -259,11 +258,11 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Register a function that returns a tuple of sample arguments. `warm` compiles this kernel for their types."""
+        """Register a function that returns a tuple of example arguments. `warm` compiles the kernel for their types."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Register argument types, as numba type names, for which the function `warm` compiles this kernel."""
+        """Register positional arguments of `address`, numba type names, with which `warm` compiles this kernel."""
         self._addressed.append(types)
 
 

@@ -57,8 +57,8 @@ class Piece:
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
         """Return the `Piece` for ``array``, which holds consecutive elements of one tensor.
 
-        ``kind``: name of the state ("optimizer.m"). ``segment``: the tensor and its range in the flat array of a
-        layout. ``touched``: range of that flat array which ``array`` holds.
+        ``kind``: name of the state ("optimizer.m"). ``segment``: the tensor, and its range in the flat array of a
+        layout. ``touched``: the range of this flat array that ``array`` holds.
         """
         spec = segment.spec
         shape = spec.whole or spec.shape

@@ -46,7 +46,7 @@ class Range:
 def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) -> list[Range]:
     """Split ``size`` elements of ``itemsize`` bytes into ``parts`` ranges of nearly equal size.
 
-    Boundaries except the last are multiples of ``align_bytes`` bytes. With too few elements, the last ranges are empty.
+    All inner boundaries are multiples of ``align_bytes`` bytes. With too few elements, the last ranges are empty.
     """
     assert size >= 0 and parts >= 1 and itemsize >= 1 and align_bytes >= 1
     block = max(1, align_bytes // itemsize)

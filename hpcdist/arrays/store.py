@@ -104,7 +104,7 @@ class FlatStore:
         yield self.range(elements)
 
     def contents(self, elements: Range) -> Array:
-        """Return the range ``elements`` of the model's flat array without a copy; from a `FileStore`, a `FileSlice`."""
+        """Return the range ``elements`` of the model's flat array as a view. A `FileStore` returns a `FileSlice`."""
         return self.range(elements)
 
     def copy_from(self, other: "FlatStore") -> None:

@@ -94,7 +94,7 @@ class SweepJob(ArrayJob):
 
     @property
     def folder(self) -> str:
-        """Results directory as a Slurm file name pattern, in which each % is doubled."""
+        """Path of the results directory, for Slurm's file name patterns: each % is doubled."""
         return str(self.run_dir).replace("%", "%%")
 
 
@@ -159,9 +159,11 @@ class BenchmarkJob(BatchJob):
             raise UsageError(f"--bench {self.suite!r}: unknown suite; choose one of {', '.join(SUITES)}")
         _check_trials(self, self.trial_ranks)
         if bool(self.sweep) != (self.suite == SWEEP):
-            raise UsageError(f"--bench {self.suite}: the suite sweep needs a sweep file, other suites take none")
+            raise UsageError(
+                f"--bench {self.suite}: the suite sweep needs a sweep file, and the other suites take no sweep file"
+            )
         if self.links > 1 or self.restarts or self.survive != "none":
-            raise UsageError("--chain, --restarts and --survive are only for trainings; leave them out with --bench")
+            raise UsageError("--bench excludes --chain, --restarts and --survive, which are only for trainings")
 
     @property
     def on_all_ranks(self) -> bool:
@@ -186,11 +188,11 @@ class ServersJob(BatchJob):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least 1")
         if self.server_partition == "":
-            raise UsageError("--server-partition is empty; give a name, or leave the option out")
+            raise UsageError("--server-partition is empty; give a name, or leave --server-partition out")
         if self.spare_nodes or self.survive != "none":
             raise UsageError(
-                "--spare-nodes and --survive are not supported in a job with --server-nodes; leave them out, or use "
-                "--restarts instead"
+                "--spare-nodes and --survive are not supported in a job with --server-nodes; leave both options out, "
+                "or use --restarts instead"
             )
         for argument in self.server_sbatch_args:
             # Same checks as for sbatch_args, but server nodes may have other features, memory and QOS.

@@ -133,7 +133,7 @@ def _column(path: Path, header: list[str], accepted: tuple[str, ...]) -> int:
     present = ", ".join(header) or "nothing"
     if columns:
         same = ", ".join(header[index] for index in columns)
-        raise ConfigurationError(f"{path} line 1: {len(columns)} columns hold {accepted[0]}: {same}; keep only one")
+        raise ConfigurationError(f"{path} line 1: {len(columns)} columns hold {accepted[0]}: {same}; keep one column")
     near = [name for name in names if nearest(name, accepted)]
     hint = f" ({near[0]!r} is similar)" if near else ""
     raise ConfigurationError(
@@ -147,11 +147,11 @@ def _moment(where: str, text: str) -> datetime:
     except ValueError:
         raise ConfigurationError(f"{where}: {text!r} is not a time; expected ISO 8601: 2026-11-22T14:00:00Z") from None
     if moment.tzinfo is None:
-        raise ConfigurationError(f"{where}: {text!r} has no time zone; write Z for UTC, or an offset such as +01:00")
+        raise ConfigurationError(f"{where}: {text!r} has no time zone; append Z for UTC, or an offset such as +01:00")
     try:
         return moment.astimezone(UTC)
     except OverflowError:
-        raise ConfigurationError(f"{where}: {text!r} is not between the years 1 and 9999 in UTC; change it") from None
+        raise ConfigurationError(f"{where}: {text!r} is not in the years 1 to 9999 in UTC; correct the time") from None
 
 
 def _intensity(where: str, text: str) -> float:

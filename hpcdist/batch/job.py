@@ -169,14 +169,15 @@ class BatchJob:
             )
         if self.environment is not None and self.python_of_ranks:
             raise UsageError(
-                "--stage-environment with a container: the image already has an environment; leave one of them out"
+                "--stage-environment with a container: the image already has an environment; leave "
+                "--stage-environment out, or use no container"
             )
         if self.survive not in SURVIVE:
             raise UsageError(f"--survive {self.survive}: choose one of {', '.join(SURVIVE)}")
         if self.program and self.survive != "none":
             raise UsageError(
                 f"--survive {self.survive}: only the training of a recipe can continue without a rank, not "
-                f"{self.program[0]}; leave it out, or use --restarts"
+                f"{self.program[0]}; leave --survive out, or use --restarts"
             )
         for name in ("name", "partition", "account", "qos", "constraint"):
             if getattr(self, name) == "":
@@ -197,9 +198,11 @@ class BatchJob:
         with_own_options = {f"--{name}": f"use --{name}" for name in RESOURCES if getattr(self, name) is not None}
         for owned, cure in (_OWNED | with_gpu | with_begin | with_own_options | with_mem).items():
             if owned in ("--requeue", "--no-requeue") and owned.startswith(match["option"]):
-                raise UsageError(f"--sbatch-arg {argument!r}: the script controls requeueing; {cure}")
+                raise UsageError(f"--sbatch-arg {argument!r}: the job script controls requeueing; {cure}")
             if owned.startswith(match["option"]):  # sbatch takes abbreviations
-                raise UsageError(f"--sbatch-arg {argument!r} conflicts with {owned} of the script; {cure}")
+                raise UsageError(
+                    f"--sbatch-arg {argument!r} conflicts with the option {owned} of the job script; {cure}"
+                )
 
     def _check_times(self) -> None:
         limit_s = None if self.walltime is None else walltime_s(self.walltime)

@@ -93,7 +93,7 @@ class LedgerJob:
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append an ``event``, with the keywords as its values, to the job ledger of ``run_dir``. Raises StorageError."""
+    """Append ``event`` to the job ledger of ``run_dir``, with the keyword arguments as values. Raises StorageError."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

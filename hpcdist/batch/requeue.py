@@ -52,7 +52,7 @@ def decide(
     """Decide whether to requeue ``job``, which ended with exit code ``code``. Local.
 
     ``entries`` are the recorded events of the run's jobs. ``restart`` is the job's restart count. ``saved`` is the
-    newest checkpoint. The keyword ``lost_nodes`` is a function that returns the nodes that do not answer.
+    newest checkpoint. Keyword-only ``lost_nodes`` is a function that returns the nodes that do not answer.
     """
     ledger_job = ledger.jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)

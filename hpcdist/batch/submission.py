@@ -75,7 +75,7 @@ def render(job: BatchJob, site: SiteProfile) -> str:
 
 
 def environment() -> Templates:
-    """Return the Jinja environment with this installation's templates. It raises an error for undefined names."""
+    """Return the Jinja environment with this installation's templates. Undefined names in a template are errors."""
     return _environment(batch_job.folder(batch_job.TEMPLATES))
 
 
@@ -104,7 +104,7 @@ def _begin(moment: datetime, scheduler: str = "slurm") -> str:
 
 def directive(value: object) -> str:
     """Quote ``value`` for #SBATCH lines, where a backslash escapes. Raises UsageError for control characters."""
-    text = _one_line(value, "an #SBATCH line cannot contain")
+    text = _one_line(value, "an #SBATCH line")
     if _PLAIN.fullmatch(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -124,13 +124,13 @@ def pbs(value: object) -> str:
 
 def comment(value: object) -> str:
     """Return ``value`` as text for a comment line of a job script. Raises UsageError for control characters."""
-    return _one_line(value, "a comment cannot contain")
+    return _one_line(value, "a comment")
 
 
-def _one_line(value: object, refused: str) -> str:
+def _one_line(value: object, destination: str) -> str:
     text = str(value)
     if not text.isprintable():
-        raise UsageError(f"{text!r} has a newline or another control character, which {refused}")
+        raise UsageError(f"{destination} cannot contain the newline or other control characters in {text!r}")
     return text
 
 
@@ -142,7 +142,7 @@ def _memory(text: str) -> str:
 
 def _variable(name: str) -> str:
     if not _VARIABLE.fullmatch(name):
-        raise ConfigurationError(f"{name!r} is not a valid environment variable name")
+        raise ConfigurationError(f"{name!r} is not a valid environment variable name; use letters, digits and _")
     return name
 
 

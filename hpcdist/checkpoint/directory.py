@@ -67,7 +67,7 @@ def loss_of(path: Path) -> float:
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) pairs of all checkpoints, including unfinished and replaced ones, the most recent first."""
+    """Return (step, path) of every checkpoint, the highest step first, including ``.tmp`` and ``.replaced`` ones."""
     if not directory.is_dir():
         return []
     preference = ["", ".replaced", ".tmp"]

@@ -61,8 +61,8 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        If the other process may be dead, wait for its heartbeat, unless the keyword ``waits`` is False. The keyword
-        ``otherwise``: text of advice for the error message.
+        If the other process may be dead, wait for its heartbeat, unless the keyword-only ``waits`` is False. The
+        keyword-only ``otherwise`` is advice for the error message.
         """
         path = directory / LOCK_FILE
         if path.is_dir():
@@ -78,9 +78,9 @@ class RunLock:
             # A heartbeat during the wait proves that the holder lives, on whatever machine.
             alive = not waits or _is_visible(holder, self._own) or (seen is not None and touched != seen)
             if alive or time.monotonic() > limit:
+                description = _description(directory, holder, age_s)
                 raise StorageError(
-                    f"{_description(directory, holder, age_s)}; wait until that process ends, or "
-                    f"{otherwise}; if it no longer exists, remove {path}"
+                    f"{description}; wait until the process ends, or {otherwise}; if the process is dead, remove {path}"
                 )
             if seen is None:
                 sys.stderr.write(
@@ -249,7 +249,7 @@ def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise StorageError(f"the stale lock {path} cannot be removed: {error.strerror}; remove it") from error
+        raise StorageError(f"the stale lock {path} cannot be removed: {error.strerror}; remove the file") from error
     # Only one process can rename the file. If it is the new lock of another process, rename it back.
     if _read_holder(aside)[0] != holder:
         with contextlib.suppress(FileExistsError):

@@ -78,8 +78,8 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
     """Save ``state`` in ``directory`` and return ``directory/checkpoints/step-N``. Collective over the communicator.
 
     ``state`` must have the same names on all ranks. A value is an array that is equal on all ranks, a `Sharded` array,
-    or a JSON value (used from rank 0). The keyword ``step`` is N, by default the newest step + 1. The keyword ``keep``:
-    number of newest checkpoints to keep. The save is atomic. Until this program ends, no other job can save in
+    or a JSON value (used from rank 0). Keyword-only: ``step`` is N, by default the newest step + 1; ``keep`` is
+    the number of newest checkpoints to keep. The save is atomic. Until this program ends, no other job can save in
     ``directory``. Raises StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
     """
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
@@ -128,7 +128,7 @@ def _check_values(values: Mapping[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"{name} is a {type(value).__name__}, which is neither an array nor a JSON value ({error}); convert it"
+                f"{name} is a {type(value).__name__}, neither an array nor a JSON value ({error}); convert the value"
             ) from error
 
 
@@ -184,7 +184,7 @@ def _check_stored(path: Path, piece: Piece, stored: tuple[tuple[int, ...], str] 
     if (tuple(shape), dtype) != (piece.global_shape, name_of(piece.array.dtype)):
         raise StorageError(
             f"{path}: {piece.tensor} is {dtype}{list(shape)}, but the array to fill is "
-            f"{name_of(piece.array.dtype)}{list(piece.global_shape)}; they must be equal"
+            f"{name_of(piece.array.dtype)}{list(piece.global_shape)}; dtype and shape must be equal"
         )
 
 
@@ -193,7 +193,7 @@ def _piece(comm: Communicator, name: str, value: Any, *, split_whole: bool) -> t
     if isinstance(array, np.ma.MaskedArray):
         raise UsageError(f"{name} is a masked array, which would lose its mask; save array.filled(value)")
     if fault := fault_in(array.dtype):
-        raise UsageError(f"{name}: {fault}")
+        raise UsageError(f"the array {name!r} cannot be used: {fault}")
     copied = not array.flags.c_contiguous
     flat = backend.namespace(array).ascontiguousarray(array).reshape(-1)
     part = Range(0, flat.size)

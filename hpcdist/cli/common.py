@@ -29,7 +29,7 @@ set_option = click.option(
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Return a decorator that applies several click options. The help lists them in the order of the arguments."""
+    """Return a decorator that applies all click options passed as arguments. The help keeps their order."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):

@@ -186,14 +186,14 @@ def _key(word: str) -> str:
         hints = [f"see `hpcdist {word} --help`"] if word in COMMANDS else []
         if here := synonym(word):
             name = here.rpartition(".")[2]
-            hints.append(f"here it is {name!r}: `hpcdist help {name if name in TOPICS else key_of(here)}`")
+            hints.append(f"hpcdist calls this {name!r}: `hpcdist help {name if name in TOPICS else key_of(here)}`")
         if on := _pages_with(word):
             hints.append(f"pages that contain the word: {', '.join(on)}")
         if hints:
             raise click.UsageError(f"no page of the documentation is named {word!r}; {'; '.join(hints)}") from error
         pages = f"{error}; pages are: {', '.join((*TOPICS, *BESIDE_FILES))}"
-        hint = f"did you mean `hpcdist help {near}`?" if near else pages
-        raise click.UsageError(f"no page of the documentation is named {word!r}; {hint}") from error
+        suggestion = f"did you mean `hpcdist help {near}`?" if near else pages
+        raise click.UsageError(f"no page of the documentation is named {word!r}; {suggestion}") from error
 
 
 def _pages_with(word: str) -> list[str]:

@@ -202,7 +202,7 @@ class _Launch:
         """Start ``command``, wait for its end, and return the outcome. Print the first failure of a rank.
 
         ``mask``: signal mask of the launcher. ``where``: launcher options that select nodes for a restart, or None. The
-        keyword ``repeated`` is True if the caller restarts failed jobs.
+        keyword-only ``repeated`` is True if the caller restarts failed jobs.
         """
         began_ns = time.time_ns()
         with _launch_dir() as folder:
@@ -298,8 +298,8 @@ def _check(command: tuple[str, ...], energy: bool) -> bool:
     script = command[0] not in COMMANDS and (command[0] in _OUR_PYTHON or shutil.which(command[0]) is not None)
     if not script and command[0] not in rank_commands.split(", ") and command[:2] not in measured:
         raise click.UsageError(
-            f"{command[0]!r} is neither a program nor a command to run on ranks; commands: {rank_commands}, "
-            f"{', '.join(' '.join(words) for words in measured)}; for a script write: python SCRIPT"
+            f"{command[0]!r} is neither a program nor a command to run on ranks; such commands are: {rank_commands}, "
+            f"{', '.join(' '.join(words) for words in measured)}. To run a script, write: python SCRIPT"
         )
     if energy and not script:
         raise UsageError(f"--energy is for scripts: {command[0]} always measures energy; see `hpcdist help energy`")
@@ -314,10 +314,10 @@ def _check(command: tuple[str, ...], energy: bool) -> bool:
 
 def _check_survival(name: str, survive: str | None, spares: int | None) -> None:
     if spares is not None and survive != "replace":
-        raise UsageError(f"--spares {spares} needs --survive replace: spare ranks replace dead ranks; add that option")
+        raise UsageError(f"--spares {spares} needs --survive replace: spare ranks replace dead ranks; add --survive")
     if survive is not None and name != "train":
         raise UsageError(
-            f"--survive {survive} works only with train, not with {name}; leave it out, or use --restarts N"
+            f"--survive {survive} works only with train, not with {name}; leave --survive out, or use --restarts N"
         )
 
 
@@ -328,9 +328,9 @@ def _run_dir(command: Sequence[str], script: bool, out_option: Path | None, resu
         return out_option
     if out_option is not None or resume is not None:
         word = "--out" if out_option is not None else "--resume"
-        raise UsageError(f"{word} must follow {command[0]}, which is no script; write: {command[0]} ... {word}")
+        raise UsageError(f"{word} must follow {command[0]}, an hpcdist command; write: {command[0]} ... {word}")
     if command[0] != "train":
-        raise UsageError(f"--restarts works only with train, not with {command[0]}; leave it out")
+        raise UsageError(f"--restarts works only with train, not with {command[0]}; leave --restarts out")
     out: Path | None = _train_options(command)["out"]
     if out is None:
         raise UsageError("--restarts needs the directory of the checkpoints; write: train ... --out DIR")
@@ -348,8 +348,8 @@ def check_training(
 ) -> None:
     """Raise the errors of `hpcdist train` that can be found before its ranks start.
 
-    ``ranks``: number of training ranks, or None if unknown. The keyword ``elsewhere``: the ranks run in a container or
-    on other hosts, so they may see other files.
+    ``ranks``: number of training ranks, or None if unknown. The keyword-only ``elsewhere`` is True if the ranks run in
+    a container or on other hosts, so they may see other files.
     """
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements

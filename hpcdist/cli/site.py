@@ -68,7 +68,7 @@ def modulefile(
     from hpcdist.batch.packaging import modulefile
 
     if in_place and prefix is not None:
-        raise UsageError("--in-place and --prefix exclude each other; leave one out")
+        raise UsageError("--in-place and --prefix exclude each other; choose one")
     if force and output is None:
         raise UsageError("--force overwrites files, so it needs --output DIR")
     installation = None if in_place else modulefile.find_installation(prefix or modulefile.running_installation())

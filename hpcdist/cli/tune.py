@@ -54,7 +54,7 @@ def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
     communication.algorithm.
     """
     if show and clear:
-        raise click.UsageError("--show and --clear exclude each other; leave one out")
+        raise click.UsageError("--show and --clear exclude each other; choose one")
     if show or clear:
         _show_cache(clear, as_json)
     else:

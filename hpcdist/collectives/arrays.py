@@ -34,7 +34,6 @@ MEAN: Final = "mean"
 OPS: Final = ("sum", MEAN, "max", "min")
 MEASURED_BYTES: Final = 4 << 20  # the largest measured size; its algorithm also serves larger buffers
 BUDGET_S: Final = autotune.BUDGET_S
-_AS_FLOAT: Final = "Pass smaller numbers, or floats."
 _UNORDERED: Final = "hierarchical"  # its shares are not in rank order, as the rows of the result must be
 
 Number = TypeVar("Number", int, float)
@@ -45,7 +44,7 @@ def allreduce(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array: 
 @overload
 def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number: ...
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
-    """Reduce ``array`` over all ranks in place, and return the result. Collective over the keyword ``comm``.
+    """Reduce ``array`` over all ranks in place, and return the result. Collective over keyword-only ``comm``.
 
     - ``array``: numpy or cupy array, PyTorch tensor, or number, of the same shape on all ranks.
     - dtypes: integers, and floats of 16 to 64 bits. 16-bit floats are summed in float32 and rounded once.
@@ -76,7 +75,7 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
     value = np.array([0 if is_too_large else number], np.int64 if is_whole else np.float64)
     rows = gather_counts(comm, np.array([value.view(np.int64)[0], is_whole, is_too_large]))
     if rows[:, 2].any():
-        raise UsageError(f"allreduce accepts integers of at most 64 bits; at least one rank passed more. {_AS_FLOAT}")
+        raise UsageError("allreduce got an integer of more than 64 bits on at least one rank; pass floats instead")
     values = [bits if whole else np.int64(bits).view(np.float64).item() for bits, whole, _ in rows.tolist()]
     if op in ("max", "min"):  # Python's max keeps a NaN or loses it by the order
         if all(isinstance(value, int) for value in values):
@@ -88,7 +87,7 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
 
 
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
-    """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over the keyword ``comm``.
+    """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over keyword-only ``comm``.
 
     ``array``, of shape (n, ...), has the same shape on all ranks and is not changed. Its n rows are split as by
     `numpy.array_split`. ``op``: "sum", "mean" (not for integers), "max" or "min". Raises UsageError for a 0-d array or
@@ -107,7 +106,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 
 
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
-    """Return the rows of all ranks' arrays, concatenated in rank order. Collective over the keyword ``comm``.
+    """Return the rows of all ranks' arrays, concatenated in rank order. Collective over keyword-only ``comm``.
 
     ``array`` is of shape (n, ...). The number of rows n may differ between ranks; the other dims and the dtype must be
     equal. Raises UsageError for a 0-d array or unequal dims, and BufferHandoverError for an unsupported dtype.
@@ -130,7 +129,7 @@ def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
 
 
 def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
-    """Overwrite ``array`` with the array of rank ``root``, and return ``array``. Collective over the keyword ``comm``.
+    """Overwrite ``array`` with the array of rank ``root``, and return ``array``. Collective over keyword-only ``comm``.
 
     Shape and dtype are equal on all ranks. Raises UsageError for an invalid root, and BufferHandoverError for an
     unsupported dtype or a read-only array.
@@ -142,7 +141,7 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
 
 
 def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
-    """Send ``parts[q]`` to each rank q. Return the received arrays in rank order. Collective over the keyword ``comm``.
+    """Send ``parts[q]`` to each rank q. Return the arrays received, by rank. Collective over keyword-only ``comm``.
 
     ``parts`` holds one array per rank. All have the same dtype and shape, except for the number of rows. Raises
     UsageError for a wrong number of parts, and BufferHandoverError for an unsupported dtype.
@@ -241,7 +240,7 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the selected allreduce for the dtype and device of ``buffer``: one name, or names with size limits.
+    """Return the allreduce algorithm selected for ``buffer``: one name, or a table of names by buffer size.
 
     Collective at the first call for a dtype and device.
     """

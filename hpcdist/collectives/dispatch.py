@@ -67,7 +67,7 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return the table of ``rows``: (largest size in bytes, algorithm), ascending. The last size is ignored."""
+        """Return the table of ``rows``: (largest size in bytes, algorithm), ascending. The last size is not a limit."""
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 
@@ -79,8 +79,8 @@ def parse_algorithm(text: "str | AlgorithmTable") -> AlgorithmTable:
     fault = fault_in_table(str(text), names)
     if fault:
         raise UsageError(
-            f"allreduce algorithm{',' * fault.startswith('row')} {fault}; choose one of {', '.join(names)}, or a table "
-            "by buffer size, NAME<=BYTES,...,NAME, for example recursive_doubling<=4096,ring"
+            f"invalid allreduce algorithm: {fault}; choose one of {', '.join(names)}, or a table by buffer size, "
+            "NAME<=BYTES,...,NAME, for example recursive_doubling<=4096,ring"
         )
     return text if isinstance(text, AlgorithmTable) else _rows(text)
 
@@ -130,9 +130,9 @@ def allreduce(
 ) -> None:
     """Reduce ``buffer`` in place by ``algorithm``, with equal bits on all ranks. Collective over ``comm``.
 
-    ``buffer`` is 1-D, contiguous, of equal size and dtype on every rank. ``op`` is "sum", "max" or "min". The keyword
-    ``scale`` multiplies the result; it must be 1 for integers. 16-bit floats are summed in float32 and rounded once.
-    Raises UsageError for bad arguments, and BufferHandoverError for an unsupported buffer.
+    ``buffer`` is 1-D, contiguous, of equal size and dtype on every rank. ``op`` is "sum", "max" or "min". The
+    keyword-only ``scale`` multiplies the result; it must be 1 for integers. 16-bit floats are summed in float32 and
+    rounded once. Raises UsageError for bad arguments, and BufferHandoverError for an unsupported buffer.
     """
     if algorithm not in _BY_NAME:
         algorithm = _row(comm, buffer, algorithm, op)
@@ -203,7 +203,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return a version of the allreduce ``function`` whose float keyword ``scale`` multiplies the result. Local."""
+    """Return a version of the allreduce ``function`` whose keyword-only ``scale`` multiplies the result. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 

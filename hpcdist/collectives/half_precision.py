@@ -133,7 +133,7 @@ for _loop in (widen_float16, widen_bfloat16, round_float16, round_bfloat16):
 def widened_allreduce(
     algorithm: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce 16-bit floats: run ``algorithm`` in float32, multiply by the keyword ``scale``, round. Collective."""
+    """Reduce 16-bit floats: run ``algorithm`` in float32, multiply by keyword-only ``scale``, round. Collective."""
     wide = scratch("widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
     widen(buffer, wide)
     algorithm(comm, wide, op)

@@ -31,7 +31,7 @@ class ScaledFunction(Protocol):
     """An allreduce that multiplies the result by ``scale``, then rounds to the buffer's dtype. Collective."""
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
-        """Reduce ``buffer`` in place and multiply the result by the keyword ``scale``."""
+        """Reduce ``buffer`` in place and multiply the result by keyword-only ``scale``."""
 
 
 def combiner(buffer: Array, op: str) -> Combine:

@@ -144,7 +144,7 @@ def _columns(comm: Communicator) -> list[list[int]]:
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return the ranges of a two-level reduction: one per local rank in a node, then one per node between nodes."""
+    """Return the buffer ranges of the two reductions: the first in each node, the second between the nodes."""
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]
     joined = [a.stop == b.start for column in parts for a, b in zip(column, column[1:], strict=False)]

@@ -93,7 +93,7 @@ class CommunicationConfig:
         fault = fault_in_table(self.algorithm, ALGORITHMS[1:]) if self.algorithm not in ALGORITHMS else ""
         if fault:
             raise ConfigurationError(
-                f"communication.algorithm: {fault}; choose one of {', '.join(ALGORITHMS)}, or a "
+                f"communication.algorithm is invalid: {fault}; choose one of {', '.join(ALGORITHMS)}, or a "
                 "table of algorithms by buffer size in bytes as `hpcdist tune` prints it, such as 'native<=4096,ring'"
             )
         check_section(RULES, "communication", self)

@@ -78,7 +78,7 @@ class Observable:
 
     @property
     def checked(self) -> bool:
-        """Whether ranks compare their calls before each collective. Derived communicators inherit this value."""
+        """True if ranks compare their calls before each collective. Derived communicators inherit this value."""
         return self._checked
 
     @checked.setter

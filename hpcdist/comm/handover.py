@@ -40,7 +40,7 @@ class Handover:
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
-        """Return an array with ``buffer``'s data that MPI can send. 16-bit floats appear as uint16.
+        """Return an array that MPI can send, with the data of ``buffer``. 16-bit floats are viewed as uint16.
 
         The array is a copy in host memory if MPI cannot read GPU memory in ``operation``, one of `OPERATIONS`.
         """

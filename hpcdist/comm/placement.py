@@ -32,8 +32,8 @@ def choose_gpu(announced: LaunchEnvironment | None) -> int:
     """
     if announced is not None and announced.local_rank is None and announced.size > 1:
         raise ConfigurationError(
-            f"{announced.launcher} announces {announced.size} ranks but no local rank, so no GPU can be chosen before "
-            "MPI starts; export MPI_LOCALRANKID for each rank"
+            f"the launcher {announced.launcher} announces {announced.size} ranks but no local rank, so no GPU can be "
+            "chosen before MPI starts; export MPI_LOCALRANKID for each rank"
         )
     return device.choose(0 if announced is None or announced.local_rank is None else announced.local_rank)
 
@@ -53,10 +53,9 @@ def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement
         if None not in local_ranks:
             if not is_permutation(local_ranks):
                 raise ConfigurationError(
-                    f"rank {comm.rank}: {announced.launcher} announced the local ranks {shown(local_ranks)} to the "
-                    f"{len(local_ranks)} ranks that MPI finds on this node; expected each of 0 to "
-                    f"{len(local_ranks) - 1} once; start the job with one launcher, the one that belongs to the MPI "
-                    "library"
+                    f"rank {comm.rank}: MPI finds {len(local_ranks)} ranks on this node, to which the launcher "
+                    f"{announced.launcher} announced the local ranks {shown(local_ranks)}; expected each number from 0 "
+                    f"to {len(local_ranks) - 1} once; start the job with only the launcher of this MPI library"
                 )
             local_rank = local_ranks[nodes.intra.rank]
     return Placement(

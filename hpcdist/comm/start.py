@@ -54,7 +54,7 @@ class Session:
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
         """Record communication operations in ``directory``, with a deadline of ``deadline_s`` seconds each. Collective.
 
-        If the keyword ``spans`` is True, also record named time intervals.
+        If keyword-only ``spans`` is True, also record named time intervals.
         """
         folder = directory / "recorder"
         try:
@@ -62,7 +62,7 @@ class Session:
             if self.comm.rank == 0:
                 flight_recorder.remove_others(folder, self.comm.size)
         except OSError as error:
-            raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another --out") from error
+            raise StorageError(f"folder {folder} cannot be created: {error.strerror}; choose another --out") from error
         failfast.set_recovery_limit(None)
         self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
         self.comm.events = self.recorder
@@ -227,7 +227,7 @@ def refuse_worker() -> None:
 def fail_alike(*, launched: bool = False) -> None:
     """Give errors before `start` the same report and exit code as errors after it. Local.
 
-    If the boolean keyword ``launched`` is True, processes without a launcher are left unchanged.
+    If keyword-only ``launched`` is True, this function does nothing without a launcher.
     """
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
@@ -271,7 +271,7 @@ def outlives(comm: Communicator) -> bool:
     if mode and not comm.supports("ulfm"):
         raise MissingCapabilityError(
             f"{exit_file.SURVIVE}={mode} requires the job to continue after rank failures, but this MPI was started "
-            "without ULFM; start the job by `hpcdist run --survive` with Open MPI 5, or unset the variable"
+            f"without ULFM; start the job by `hpcdist run --survive` with Open MPI 5, or unset {exit_file.SURVIVE}"
         )
     return bool(mode)
 
@@ -285,7 +285,7 @@ def library(mpi: Any) -> str:
 def _wants_checks(checked: bool) -> bool:
     value = os.environ.get(CHECK_COLLECTIVES, "0")
     if value not in ("0", "1"):
-        raise ConfigurationError(f"{CHECK_COLLECTIVES}={value!r}; set it to 1 to compare all calls, or to 0")
+        raise ConfigurationError(f"{CHECK_COLLECTIVES}={value!r}; expected 1 (compare the calls of all ranks) or 0")
     return checked or value == "1"
 
 
@@ -297,15 +297,12 @@ def start_alone() -> Session:
 
 
 def check_world(launch: environment.LaunchEnvironment, size: int, library: str) -> None:
-    """Raise ConfigurationError if MPI's world ``size`` differs from ``launch``, the launcher's announcement. Local.
-
-    ``library`` is the version string of the MPI library, for the message.
-    """
+    """Raise ConfigurationError if MPI's world ``size`` differs from ``launch``, the launcher's announcement. Local."""
     if size != launch.size:
         raise ConfigurationError(
             f"{launch.launcher} announced {launch.size} ranks, but MPI ({library}) sees a world of {size}: the "
             "launcher belongs to another MPI than the library that mpi4py loaded. Start the job with the mpirun of the "
-            "same MPI (`hpcdist doctor` shows both paths), or under Slurm with the --mpi= plugin that it supports "
+            "same MPI (`hpcdist doctor` shows both paths), or under Slurm with the --mpi= plugin of this MPI "
             "(`srun --mpi=list`)"
         )
 
@@ -314,8 +311,8 @@ def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> No
     signs = [name for name in ("PMIX_RANK", "PMI_RANK", "PMI_FD") if name in os.environ]
     if launch is None and signs:
         raise ConfigurationError(
-            f"{', '.join(signs)} is set, so a launcher started this process, but it announces no number of ranks; "
-            "start the job with mpirun or srun, or unset the variable to train in one process"
+            f"the environment has {', '.join(signs)}, so a launcher started this process, but no variable gives the "
+            f"number of ranks; start the job with mpirun or srun, or unset {', '.join(signs)} to train in one process"
         )
 
 

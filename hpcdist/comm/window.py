@@ -81,8 +81,8 @@ class ObservedWindow:
         if not 0 <= peer < len(self._sizes) or at_bytes < 0 or at_bytes + buffer.nbytes > self._sizes[peer]:
             held = f"{self._sizes[peer]} bytes" if 0 <= peer < len(self._sizes) else "no memory"
             raise UsageError(
-                f"bytes {at_bytes} to {at_bytes + buffer.nbytes} of rank {peer} in a window of {self._name} are out of "
-                f"bounds: the rank has {held} in this window; use offsets inside it"
+                f"window of communicator {self._name}: bytes {at_bytes} to {at_bytes + buffer.nbytes} of rank {peer} "
+                f"are out of bounds, because rank {peer} has {held} in the window; use offsets inside the window"
             )
         return buffer.view(np.uint8)
 

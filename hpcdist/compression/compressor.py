@@ -145,12 +145,12 @@ class Compressor(ABC):
         expected = self.payload_bytes(values.size)
         if values.ndim != 1 or values.dtype != np.float32 or not values.flags.c_contiguous:
             raise UsageError(
-                f"{self.name}: values are {values.dtype} {values.shape}; pass a contiguous float32 array (n,)"
+                f"{self.name}: got {values.dtype} values of shape {values.shape}; pass a contiguous float32 array (n,)"
             )
         if payload.dtype != np.uint8 or payload.shape != (expected,) or not payload.flags.c_contiguous:
             raise UsageError(
-                f"{self.name}: the payload of {values.size} values is {payload.dtype} {payload.shape}; "
-                f"pass a contiguous uint8 array ({expected},), the size that payload_bytes returns"
+                f"{self.name}: the payload of {values.size} values is {payload.dtype} of shape {payload.shape}; "
+                f"pass a contiguous uint8 array of shape ({expected},), the result of payload_bytes"
             )
         if expected and address(payload) % 4:
             raise UsageError(
@@ -199,7 +199,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 class ErrorFeedback:
     """Compression errors (residuals) of this rank, which are added to later gradients.
 
-    ``layout`` describes the flat parameter vector. ``parts``: its ranges that have residuals (None: all elements). In a
+    ``layout`` describes the flat parameter vector. ``parts``: ranges of the vector with residuals (None: all). In a
     step, call `encode` once for each range, or `compensate` to compress the values yourself. End the step with `keep`,
     or with `rollback` if the step is skipped.
     """
@@ -238,8 +238,8 @@ class ErrorFeedback:
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
             raise UsageError(
-                f"the residuals of {overlap} were already used in this step, and {where} overlaps them; "
-                "end the step with keep() or rollback()"
+                f"the residuals of the elements {where} overlap residuals already used in this step, {overlap}; end "
+                "the step with keep() or rollback()"
             )
         if where:
             self._open.append(where)

@@ -127,8 +127,8 @@ class PowerSgd:
     def _shaped(self, name: str, flat: Array, shape: tuple[int, int]) -> Array:
         if flat.dtype != np.float32 or flat.shape != (shape[0] * shape[1],) or not flat.flags.c_contiguous:
             raise UsageError(
-                f"PowerSGD: {name} is {flat.dtype} {flat.shape}; pass a contiguous float32 array "
-                f"({shape[0] * shape[1]},) with the whole {shape[0]} x {shape[1]} matrix, not only a shard"
+                f"PowerSGD: {name} is a {flat.dtype} array of shape {flat.shape}; pass a contiguous float32 array of "
+                f"shape ({shape[0] * shape[1]},) with the whole {shape[0]} x {shape[1]} matrix, not only a shard"
             )
         return flat.reshape(shape)
 

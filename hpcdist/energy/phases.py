@@ -28,7 +28,7 @@ def configure(**keys: Any) -> None:
     key, and ConfigurationError for an invalid value.
     """
     if _monitors:
-        raise UsageError("energy.configure must come before the first energy.window of a program")
+        raise UsageError("energy.configure was called after the first energy.window; call energy.configure first")
     world = init()
     try:
         config = EnergyConfig(
@@ -36,7 +36,7 @@ def configure(**keys: Any) -> None:
             | _settings(world.bcast({name: text for name, text in os.environ.items() if name.startswith(VARIABLES)}))
         )
     except TypeError as error:
-        raise UsageError(f"energy.configure: {error}; use the keys of [energy] in a recipe") from None
+        raise UsageError(f"energy.configure: invalid keyword ({error}); use keys of [energy] in a recipe") from None
     monitor = EnergyMonitor(world.comm, config)
     monitor.start()
     at_exit(monitor.stop)

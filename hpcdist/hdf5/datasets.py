@@ -45,7 +45,7 @@ def create(
 ) -> None:
     """Create table ``name`` with the columns ``described``. The first column becomes the dimension scale of the rows.
 
-    The keyword ``second`` names a dimension scale to create for the second dimension of 2-D columns; "": no scale.
+    Keyword-only ``second``: name of a dimension scale to create for the second dimension of 2-D columns; "": no scale.
     """
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
@@ -237,13 +237,15 @@ def check_filters(dataset: h5py.Dataset) -> None:
     if not missing or _is_readable(dataset):
         return
     code, name = next(iter(missing.items()))
-    what = (
-        f"{dataset.file.filename}: dataset {dataset.name} has the HDF5 filter {FILTER_NAMES.get(code, name)} ({code})"
-    )
+    path, filter_name = f"{dataset.file.filename}: dataset {dataset.name}", f"{FILTER_NAMES.get(code, name)} ({code})"
     if code in FILTER_NAMES and problem:
-        raise MissingCapabilityError(f"{what}, for which {sys.executable} needs the module {FILTER_PACKAGE}: {problem}")
+        raise MissingCapabilityError(
+            f"{path} has the HDF5 filter {filter_name}, for which {sys.executable} needs the module {FILTER_PACKAGE}: "
+            f"{problem}"
+        )
     raise MissingCapabilityError(
-        f"{what}, but no HDF5 plugin for this filter was found; set HDF5_PLUGIN_PATH to the folder of the plugin"
+        f"{path} has the HDF5 filter {filter_name}, but no HDF5 plugin for this filter was found; set HDF5_PLUGIN_PATH "
+        "to the folder of the plugin"
     )
 
 

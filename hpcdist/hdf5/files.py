@@ -118,11 +118,11 @@ def resolved(file: h5py.File, name: str) -> Any:
             file, name = open_read(path), link.path
         else:
             return file.get(name)
-    raise StorageError(f"{file.filename}: too many links lead to {name}; remove any cycle of links")
+    raise StorageError(f"{file.filename}: {name} is behind a chain of too many links; remove any cycle of links")
 
 
 def offset_in_file(dataset: h5py.Dataset) -> int | None:
-    """Return the byte offset of the elements of ``dataset`` in its file, or None if they are no plain array there."""
+    """Return the byte offset of the elements of ``dataset`` in its file, or None if not stored as a plain array."""
     properties = dataset.id.get_create_plist()
     file = dataset.file
     plain = (
@@ -161,12 +161,12 @@ def check_size(path: Path, needed: int, name: str) -> None:
         size = path.stat().st_size
     except OSError as error:
         raise StorageError(
-            f"{path}, with elements of dataset {name}: cannot be read: {error.strerror}; restore the file"
+            f"{path} stores elements of dataset {name}, but cannot be read: {error.strerror}; restore {path}"
         ) from error
     if size < needed:
         raise StorageError(
-            f"{path}, with elements of dataset {name}, has {size:,} of {needed:,} bytes: it was truncated, or is still "
-            "being written; restore the whole file"
+            f"{path} stores elements of dataset {name}, but has {size:,} of {needed:,} bytes: it was truncated, or is "
+            "still being written; restore the whole file"
         )
 
 
@@ -178,7 +178,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
     holder, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
     location = holder.resolve(), str(dataset.name)
     if location in outer:
-        raise StorageError(f"{holder}: the virtual dataset {dataset.name} is a part of itself; create it anew")
+        raise StorageError(f"{holder}: the virtual dataset {dataset.name} is a part of itself; create a new dataset")
     if complete:
         sizes.setdefault(holder, holder.stat().st_size)
     rest = dataset.nbytes
@@ -199,7 +199,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
         with open_read(path) as file:
             part = file.get(name)
             if not is_dataset(part):
-                raise StorageError(f"{path}: no dataset {name}, which a virtual dataset needs; restore the file")
+                raise StorageError(f"{path}: has no dataset {name}, which a virtual dataset needs; restore the file")
             complete &= _add_storage(part, sizes, seen, (*outer, location))
     return complete
 
@@ -227,7 +227,7 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
         shown = repr(file_schema)[:80]
         raise DamagedFileError(f"{path}: its schema is {shown}, expected {schema!r}; check the path")
     if version is not None and number > version:
-        raise StorageError(f"{path}: {schema} version {number} is newer than version {version}; update hpcdist")
+        raise StorageError(f"{path}: its {schema} version {number} is newer than version {version}; update hpcdist")
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
     path = Path(path)
     created = not path.exists()
     if not created and not path.is_file():
-        raise DamagedFileError(f"{path}: it is not a regular file; remove or rename it")
+        raise DamagedFileError(f"{path}: not a regular file; remove or rename {path}")
     # A new file is renamed when complete: a killed writer leaves no file at `path`.
     written = atomic.temporary_path(path) if created else path
     try:
@@ -259,7 +259,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
                 if created:
                     written.replace(path)
             except OSError as error:
-                raise StorageError(f"{path}: cannot be written: {error.strerror}; its old content remains") from error
+                raise StorageError(f"{path}: cannot be written: {error.strerror}; the file was not changed") from error
     except BaseException:
         if created:
             atomic.discard(written)
@@ -307,10 +307,10 @@ def write_contiguous(
 
     Syncs the file to the disk. Raises StorageError if ``path`` exists or a write fails. A failed write leaves no file.
 
-    - ``attributes``: root attributes, in addition to the keywords ``schema`` and ``version``.
+    - ``attributes``: root attributes, in addition to keyword-only ``schema`` and ``version``.
     - ``dataset_attributes``: attributes of each dataset, by name.
-    - The keyword ``opens``: function that creates the file ``path`` and returns its `Overlay`.
-    - The keyword ``outside``: hash object. It is updated with all bytes of the file outside the datasets.
+    - Keyword-only ``opens``: function that creates the file ``path`` and returns its `Overlay`.
+    - Keyword-only ``outside``: hash object. It is updated with all bytes of the file outside the datasets.
     """
     path = Path(path)
     try:

@@ -186,7 +186,7 @@ class Overlay(io.RawIOBase):
     def commit(self, *, wait: bool = True) -> None:
         """Write the changes to the disk. Raises OSError, and then leaves the file unchanged.
 
-        If the keyword ``wait`` is False, the changes may not be synced yet: call `fsync` afterwards.
+        If keyword-only ``wait`` is False, the changes may not be synced yet: call `fsync` afterwards.
         """
         if self._failure is not None:
             raise self._failure

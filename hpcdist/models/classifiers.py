@@ -32,7 +32,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
     """Return the stages of an mlp: ``config.layers`` hidden layers, and a head that outputs ``classes`` logits."""
     if features < 1 or classes < 1:
         raise ConfigurationError(
-            f"the data has {features} features and {classes} classes, but an mlp needs both; check data.path"
+            f"the data has {features} features and {classes} classes; an mlp needs at least 1 and 1: check data.path"
         )
     widths = [features] + [config.hidden] * config.layers + [classes]
     last = config.layers
@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x converted to ``dtype``, as an array of ``saved``. Integers are divided by their type's maximum."""
+    """Return x converted to ``dtype``, in memory of ``saved``. Integers are divided by the maximum of their type."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -96,8 +96,8 @@ def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, 
     """
     if min(height, width, channels, classes) < 1:
         raise ConfigurationError(
-            f"the data has pictures of {height} x {width} pixels with {channels} channels, and {classes} classes; a "
-            "convnet needs at least one of each: give an HDF5 file with x (rows, height, width, channels) and y"
+            f"the data has {height} x {width} pixels, {channels} channels and {classes} classes; for a convnet, each "
+            "number must be at least 1: use an HDF5 file with datasets x (rows, height, width, channels) and y"
         )
     shape = height, width, channels
     stages: list[Stage] = []
@@ -146,7 +146,7 @@ class Convolution(DeclaredStage):
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):
                 raise UsageError(
-                    f"got pictures {x.shape[1:]}, but the model expects {self.picture} (height, width, channels)"
+                    f"got pictures of shape {x.shape[1:]}, expected {self.picture} (height, width, channels)"
                 )
             x = as_fractions(x, parameters["convolution.weight"].dtype, saved).reshape(-1, *self.picture)
         y = convolve(parameters, "convolution", x, self.stride, saved)

@@ -90,7 +90,7 @@ class UnitCounts:
 def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
     """Return the number of query-key pairs that attention over ``context`` tokens computes.
 
-    The keyword ``window`` is the length of the sliding window, or 0 without a window.
+    Keyword-only ``window``: length of the sliding window, or 0 without a window.
     """
     hidden = max(0, context - window) if window else 0
     return (context * (context + 1) - hidden * (hidden + 1)) // 2 if causal else context * context
@@ -240,7 +240,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return 1 for an "rms" norm, else 2: its number of statistics per row, and also of parameter tensors."""
+    """Return the number of statistics per row, which is also the number of parameter tensors, of the model's norms."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -249,7 +249,7 @@ def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
 
 
 def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
-    """Return the `UnitCounts` (FLOPs, parameters and memory) of an mlp layer and its activation or, if last, loss."""
+    """Return the `UnitCounts` (FLOPs, parameters and memory) of an mlp layer with its activation or loss."""
     return UnitCounts(
         parameters=(inputs + 1) * outputs,
         linear=2 * inputs * outputs,
@@ -321,7 +321,7 @@ class Counts:
     def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
         """Return the largest activation memory of a micro-batch of ``samples`` samples, in bytes.
 
-        The keyword ``itemsize``: bytes per element. If the keyword ``recompute`` is True, all stages except the first
+        Keyword-only ``itemsize``: bytes per element. If keyword-only ``recompute`` is True, all stages except the first
         and the last recompute their activations.
         """
         names = {name for unit in self.units for name in unit.scratch}
@@ -378,7 +378,7 @@ class InputSizes(TypedDict, total=False):
 def counts(config: ModelConfig, *, documents: DocumentPairs | None = None, **sizes: Unpack[InputSizes]) -> Counts:
     """Return the `Counts` (parameters, FLOPs and memory) of the model that ``config`` describes.
 
-    The keyword ``context`` is the number of tokens of a text sample. For other data, pass other fields of `InputSizes`.
+    Keyword-only ``context``: number of tokens of a text sample. For other data, pass other fields of `InputSizes`.
     """
     if config.kind == "mlp":
         return Counts(units=_mlp(config, sizes.get("features", 0), sizes.get("classes", 0)))

@@ -137,8 +137,8 @@ def _call(config: ModelConfig, inputs: Mapping[str, int]) -> Any:
     except TypeError as error:
         sizes = ", ".join(f"{name}={value}" for name, value in inputs.items())
         raise ConfigurationError(
-            f"model.factory = {config.factory!r} cannot be called with the data sizes {sizes}: {error}; give the "
-            "function these parameters, or **inputs"
+            f"model.factory = {config.factory!r} cannot be called with the keywords {sizes}: {error}; add these "
+            "parameters to the function, or **inputs"
         ) from None
     return function(**inputs)
 
@@ -152,7 +152,7 @@ def _function(named: str) -> Callable[..., Any]:
     module = _of_file(Path(module_name)) if module_name.endswith(".py") else _of_name(module_name)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigurationError(f"model.factory = {named!r}: {module_name} has no function {name}; define it there")
+        raise ConfigurationError(f"model.factory = {named!r}: {module_name} has no function {name}; define {name}")
     factory: Callable[..., Any] = function
     return factory
 

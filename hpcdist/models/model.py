@@ -63,7 +63,7 @@ class SkipConnections:
             saved.keep(f"skip.{source}", self._values[source])
 
     def leave(self, unit: int, y: Array, *, copy: bool = False) -> None:
-        """Store the output ``y`` of stage number ``unit`` for later stages. The keyword ``copy``: store a copy of y."""
+        """Store the output ``y`` of stage ``unit`` for later stages. Keyword-only ``copy``: store a copy of y."""
         if unit in self._sources:
             self._values[unit] = y.copy() if copy else y
 
@@ -86,8 +86,8 @@ StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store with its t
 class Model:
     """Trainable model: stages in layer order, and a loss. The caller allocates the parameters and gradients.
 
-    Keyword ``seeded``: True if the initial values depend only on the seed; False makes all ranks use rank 0's values.
-    Keyword ``on``: the device, "cpu", "gpu", or None for the device of the parameters.
+    Keyword-only ``seeded``: True if initial values depend only on the seed; False makes all ranks use rank 0's values.
+    Keyword-only ``on``: the device, "cpu", "gpu", or None for the device of the parameters.
     """
 
     def __init__(

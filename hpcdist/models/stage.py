@@ -94,7 +94,7 @@ class LinearOperation(Protocol):
         """Names of the saved arrays that `backward_weight` needs, without the layer's name prefix."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return ``x weight^T + bias`` for x of shape (..., inputs). Add no bias if the keyword ``biased`` is False."""
+        """Return ``x weight^T + bias`` for x of shape (..., inputs). Keyword-only ``biased``: False to add no bias."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
         """Compute all gradients. Return the gradient of x, valid until the next backward of a linear layer."""
@@ -182,10 +182,10 @@ class AttentionOperation(Protocol):
         """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or the gradients of queries and kv if `forward` got the option ``kv``.
+        """Return the gradient of qkv, or a pair (gradient of queries, gradient of kv) if `forward` got ``kv``.
 
-        With the keyword ``keep=True``, returned arrays are valid until ``saved`` is released. By default, later calls
-        may overwrite them.
+        Keyword-only ``keep``: True if the results must stay valid until ``saved`` is released. If False, later calls
+        may overwrite the results.
         """
 
 
@@ -197,8 +197,9 @@ class ActivationOperation(Protocol):
     ) -> Array:
         """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
 
-        "swiglu" maps x of shape (..., 2 w), gates before values, to (..., w). An array in the keyword ``bias`` is first
-        added to x in place. x must not change until the backward pass. The keyword ``name`` must be unique in a stage.
+        "swiglu" maps x of shape (..., 2 w), gates before values, to (..., w). Keyword-only
+        ``bias``: array that is first added to x in place. x must not change until the backward pass. Keyword-only
+        ``name``: name of the call, unique in a stage.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
@@ -240,15 +241,15 @@ class ExpertsOperation(Protocol):
 
     @property
     def attends(self) -> bool:
-        """True if every rank with experts must take part in each forward and backward pass, even without samples."""
+        """True if a rank without samples must still call the collectives of each forward and backward pass."""
 
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
         """Start the forward pass of the experts. Return a function that finishes it and returns the output.
 
-        x, of shape (batch, context, hidden), must not change until then. ``activation``: the experts' activation
-        function.
+        x has shape (batch, context, hidden), and must not change until the returned function is called.
+        ``activation``: activation function of the experts.
         """
 
     def begin_backward(
@@ -256,7 +257,7 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the backward pass for the output gradient dy. Return a function that finishes it and returns dx.
 
-        Parameter gradients overwrite the arrays of ``gradients``, or are added, as `Gradients.into` determines.
+        Writes parameter gradients to ``gradients``, or adds them, as `Gradients.into` determines.
         """
 
 
@@ -303,12 +304,12 @@ class Stage(Protocol):
     ) -> Array | None:
         """Return the gradient of the stage's input, or None if the input is data. dy: gradient of the output.
 
-        Parameter gradients overwrite the arrays of ``gradients``, or are added to them, as `Gradients.into` determines.
+        Writes parameter gradients to the arrays of ``gradients``, or adds them, as `Gradients.into` determines.
         """
 
 
 class MixedStage(Stage, Protocol):
-    """Stage with experts. If ranks have different experts, a rank without samples must call the `attend` methods."""
+    """Stage with experts. If ranks have different experts, a rank without samples calls `attend`, `attend_backward`."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
         """Call the collectives of `forward` on a rank that has no samples. Collective."""
@@ -316,7 +317,7 @@ class MixedStage(Stage, Protocol):
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
     ) -> None:
-        """Call the collectives of `backward` on a rank without samples. Compute its experts' gradients. Collective."""
+        """Call the collectives of `backward` on a rank without samples, and compute expert gradients. Collective."""
 
 
 class DeclaredStage:
@@ -378,7 +379,7 @@ class WrappedStage:
 
 
 def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:
-    """Set tensor ``spec`` in ``parameters`` to normal random numbers from ``rng_of(spec)``, times ``deviation``."""
+    """Draw tensor ``spec`` of ``parameters`` from ``rng_of(spec)``: normal, with standard deviation ``deviation``."""
     parameters[spec.name][...] = rng_of(spec).standard_normal(spec.shape) * deviation
 
 
@@ -391,7 +392,7 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
     """Return the tensor specs of a linear layer whose weight and bias are sharded by outputs.
 
-    ``*outputs``: the number of outputs, or n and the number of outputs to stack n layers in one weight.
+    Arguments after ``inputs``: the number of outputs; or n, outputs per layer, to stack n layers in one weight.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1
@@ -411,7 +412,7 @@ IGNORED: Final = -1  # target without loss and gradient
 def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> None:
     """Raise DataError if a token is outside [0, count). ``what``: word for a token in the error message.
 
-    The keyword ``ignored`` also allows the token IGNORED. GPU tokens are not checked, to avoid a synchronisation.
+    Keyword-only ``ignored``: True to allow also the token IGNORED. Tokens on a GPU are not checked, to avoid a wait.
     """
     if not is_device(tokens) and tokens.size:
         least, most = int(tokens.min()), int(tokens.max())
@@ -424,7 +425,7 @@ def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False)
 
 
 def as_indices(tokens: Array, saved: Saved) -> Array:
-    """Return ``tokens`` as a flat int64 array for the kernels. On the CPU the array is in scratch memory."""
+    """Return ``tokens`` as a flat int64 array. On the CPU, the array is in scratch memory of ``saved``."""
     if is_device(tokens):
         return tokens.reshape(-1).astype(np.int64)
     indices = saved.scratch("tokens.indices", tokens.shape, np.int64)

@@ -33,14 +33,14 @@ INITIAL_DEVIATION: Final = 0.02  # of initial weights, as in GPT-2
 
 
 def transformer_stages(config: ModelConfig, context: int, *, causal: bool) -> tuple[Stage, ...]:
-    """Return the stages of a transformer for ``context`` tokens per sample. The keyword ``causal`` is True for GPT."""
+    """Return the stages of a transformer for ``context`` tokens per sample. Keyword-only ``causal``: True for GPT."""
     if context < 1:
         raise ConfigurationError(f"data.context is {context}; {config.kind} models need a context of at least 1 token")
     if config.dropout and not fits_counter(config.heads * context, context):
         raise ConfigurationError(
             f"model.dropout = {config.dropout} with model.heads = {config.heads} and data.context = {context}: a "
-            "sample has too many attention probabilities for the 32-bit dropout counter; use fewer heads, a shorter "
-            "context, or model.dropout = 0"
+            "sample has too many attention probabilities for dropout; lower model.heads or data.context, or set "
+            "model.dropout = 0"
         )
     blocks = (TransformerBlock(layer, config, context, causal) for layer in range(1, config.layers + 1))
     return (TokenEmbedding(config, context), *blocks, LanguageModelHead(config, context))
@@ -70,7 +70,8 @@ class TokenEmbedding(DeclaredStage):
         context = x.shape[1]
         if self.learned and context > self.context:
             raise UsageError(
-                f"got a context of {context} tokens, but the model has {self.context} positions; shorten the samples"
+                f"samples have {context} tokens, but the model has positions for only {self.context}; use shorter "
+                "samples"
             )
         y = operations.embed.forward(parameters, "tokens", x, saved)
         if self.learned:
@@ -110,7 +111,7 @@ class TransformerBlock(DeclaredStage):
         super().__init__(layer, specs, (context, hidden))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw each weight from ``rng_of(spec)``, smaller if it adds to the residual stream. Norm scales are 1."""
+        """Draw each weight from ``rng_of(spec)``. Weights of residual outputs are scaled down. Norm scales are 1."""
         for spec in self._specs:
             if spec.name.endswith(".weight"):
                 residual = spec.name.endswith(("projection.weight", "down.weight"))

@@ -31,7 +31,7 @@ class SegmentWise(ABC):
     """Base class of optimizers for ``parts``, the ranges of the flat parameter vector that this rank owns. Local.
 
     For an update, call `direction`, then `apply`. If ``needs_norms`` is true, sum the `partial_norms` over the ranks
-    and pass them to `apply`. ``slots`` maps names to optimizer state, in the dtype of the master weights.
+    and pass the sums to `apply`. ``slots`` maps names to optimizer state, in the dtype of the master weights.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()
@@ -75,11 +75,11 @@ class SegmentWise(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last update that `begin_step` started, or of the first update if none was started."""
+        """Learning rate of the last update that `begin_step` started. Before any update: rate of the first update."""
         return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
 
     def begin_step(self, factor: float = 1.0) -> None:
-        """Start the next update, with ``factor`` times the scheduled rate. To skip an update, do not call this."""
+        """Start the next update, with ``factor`` times the scheduled rate. Do not call it for a skipped update."""
         self.count += 1
         self._factor = factor
         self._norms.clear()
@@ -100,8 +100,8 @@ class SegmentWise(ABC):
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
         """Return this rank's contribution to sum(w^2) and sum(u^2) for each tensor, on the host.
 
-        w are weights, u update directions. The caller sums the results over the ranks that shard the tensors. They are
-        float64 or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
+        w are weights, u update directions. The caller sums the results over the ranks that shard the tensors. Results
+        are float64 or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
         """
         return to_host(self._norms.sums()).copy()
 
@@ -112,8 +112,8 @@ class SegmentWise(ABC):
         """Complete an update: change the weights ``master`` in the flat range ``piece``.
 
         ``direction`` is the store that was passed as ``gradient`` to the method `direction`; its content may be
-        overwritten. ``working``, if given, receives the rounded weights. ``norms``, if needed, are the `partial_norms`,
-        summed over the ranks.
+        overwritten. ``working``: store for the rounded weights, or None. ``norms``: `partial_norms`, summed over
+        the ranks, or None if ``needs_norms`` is False.
         """
 
     def state(self) -> dict[str, float]:
@@ -173,9 +173,9 @@ def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup
     for text, group in zip(config.groups, groups, strict=True):
         if not any(group is taken for taken in group_of.values()):
             raise ConfigurationError(
-                f"optimizer.groups has {text!r}, but it matches no tensor outside earlier groups; use names "
-                f"such as {', '.join(segment.key for segment in layout.segments[:4])}: `hpcdist checkpoint show "
-                "--tensors` lists the names of a run"
+                f"the group {text!r} in optimizer.groups matches no tensor, or only tensors of earlier groups; use "
+                f"tensor names such as {', '.join(segment.key for segment in layout.segments[:4])} (`hpcdist "
+                "checkpoint show --tensors` lists the names of a run)"
             )
     return group_of
 
@@ -194,7 +194,7 @@ class ElementWise(SegmentWise):
     _before = False
 
     def direct_before(self) -> None:
-        """From now on, compute update directions in `direction`, not in `apply`: the weights may change in between."""
+        """From now on, compute update directions in `direction`, not in `apply`. Weights may change in between."""
         self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
@@ -244,7 +244,7 @@ class ElementWise(SegmentWise):
         if self.wide is None or self.dtype != np.float32 or not is_16bit_float(direction.dtype):
             raise UsageError(
                 f"{direction.dtype} gradients cannot update {self.dtype} master weights: 16-bit gradients need float32 "
-                "master weights and a buffer to widen the gradients; use hpcdist.optim.master_weights.MasterWeights"
+                "master weights and a float32 buffer; use hpcdist.optim.master_weights.MasterWeights"
             )
         return self.wide
 
@@ -273,8 +273,8 @@ class LayerWise(SegmentWise):
     ) -> None:
         """Write the update direction of the flat range ``piece`` to ``into``, or over ``gradient`` if ``into`` is None.
 
-        ``master`` are the weights. The mean gradient is ``scale`` times ``gradient``. The result has the dtype of the
-        weights.
+        ``master`` are the weights. The mean gradient is ``scale`` times ``gradient``. The result has the dtype of
+        ``master``.
         """
         step = gradient if into is None else into
         assert master.dtype == self.dtype == step.dtype, "directions must have the master dtype"

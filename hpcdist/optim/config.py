@@ -25,7 +25,7 @@ READ_BY: Final[dict[str, tuple[Name, ...]]] = {
 class ParameterGroup:
     """Options for the tensors whose names ``LAYER.NAME`` match one of ``patterns``.
 
-    ``weight_decay`` replaces the value of the section [optimizer], also for biases and norm scales; None: no change.
+    ``weight_decay`` replaces ``optimizer.weight_decay``, also for biases and norm scales; None: no replacement.
     ``rate_factor`` multiplies the learning rate.
     """
 

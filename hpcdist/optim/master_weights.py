@@ -23,8 +23,8 @@ from hpcdist.optim.update import kernels
 class MasterWeights(WrappedOptimizer):
     """Optimizer for 16-bit parameters: ``inner`` updates float32 weights, which are then rounded to 16 bits.
 
-    This object has the float32 weights. Its methods take the 16-bit parameters (``master``) and gradients. If ``inner``
-    is layer-wise, update directions need 4 more bytes per owned parameter.
+    This object has the float32 weights. Methods take 16-bit parameters (argument ``master``) and gradients. If
+    ``inner`` is layer-wise, update directions need 4 more bytes per owned parameter.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class GpuNorms:
 
 
 class ExactNorms:
-    """Exact sums of squares of each tensor's weights and update directions: integers that `exact.rounded` converts."""
+    """Exact sums of squares of each tensor's weights and update directions, as accumulators of `update.exact`."""
 
     def __init__(self, count: int) -> None:
         self._sums = exact.zeros(count, 2)
@@ -113,8 +113,7 @@ def sum_of_squares(
 ) -> float:
     """Return the float64 sum of squares of ``store`` in the flat ranges ``parts`` (None: all), without padding.
 
-    ``watched``: further ranges, only checked: if they contain a NaN or infinity, the result is NaN. On a GPU, the host
-    waits once for the result.
+    ``watched``: further ranges, not summed: a NaN or infinity in these ranges makes the result NaN. Waits for a GPU.
     """
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)
@@ -175,12 +174,12 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
     """Return the factor that clips a gradient to the norm ``limit`` (0: no limit).
 
-    ``norm_squared``: squared norm of the gradient over all ranks. If the keyword ``normalize`` is True, a norm above
-    1e-30 becomes 1, or ``limit`` if 0 < ``limit`` < 1. A NaN or infinite norm raises NonFiniteError.
+    ``norm_squared``: squared norm of the gradient over all ranks. Keyword-only ``normalize``: True to scale a norm
+    above 1e-30 to 1, or to ``limit`` if 0 < ``limit`` < 1. Raises NonFiniteError if the norm is not finite.
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
-            f"the squared norm of the gradient is {norm_squared}; it must be finite: "
+            f"the squared norm of the gradient is {norm_squared}, but must be finite; "
             "lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
         )
     norm = math.sqrt(norm_squared)

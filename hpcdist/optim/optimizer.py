@@ -34,12 +34,12 @@ def build(
     on: str = "cpu",
     make_slot: Callable[[str], FlatStore] | None = None,
 ) -> SegmentWise:
-    """Return the optimizer ``config.name`` for the ranges ``parts`` of the flat parameter vector. Its state is zero.
+    """Return a new optimizer ``config.name`` for the ranges ``parts`` of the flat parameter vector, with zero state.
 
     - ``dtype``: dtype of the master weights, float32 or float64. Raises UsageError for another dtype.
-    - The keyword ``total_steps``: length of the learning-rate schedule.
-    - The keyword ``on``: device of the state, "cpu" or "gpu".
-    - The keyword ``make_slot(name)``, if set, returns the store of a state vector such as "m".
+    - Keyword-only ``total_steps``: length of the learning-rate schedule.
+    - Keyword-only ``on``: device of the state, "cpu" or "gpu".
+    - Keyword-only ``make_slot(name)``, if set, returns the store of a state vector such as "m".
     """
     return OPTIMIZERS[config.name](
         config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot

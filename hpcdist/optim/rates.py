@@ -85,20 +85,20 @@ def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
     for (start, _), (end, size) in pairwise([(0, 0), *stages]):
         if size < 1 or end <= start:
             raise ConfigurationError(
-                f"{setting} has a stage of {size} samples per step from sample {start} to {end}; a step takes at least "
-                "one sample, and each stage must end after the one before"
+                f"{setting} has a stage of {size} samples per step from sample {start} to sample {end}; a step must "
+                "have at least 1 sample, and each stage must end after the previous stage"
             )
         if (end - start) % size:
             near = start + max(1, round((end - start) / size)) * size
             raise ConfigurationError(
-                f"{setting}: samples {start} to {end} are not a whole number of steps of {size}; let the stage end "
-                f"at {near}"
+                f"{setting}: the stage from sample {start} to sample {end} is not a whole number of steps of {size} "
+                f"samples; let this stage end at sample {near}"
             )
     for smaller, larger in pairwise([*(size for _, size in stages), final]):
         if smaller >= larger:
             raise ConfigurationError(
                 f"{setting} does not fit run.global_batch = {final}: the samples per step must increase from stage to "
-                f"stage, up to run.global_batch, but {larger} comes after {smaller}"
+                f"stage, up to run.global_batch, but {smaller} samples per step are followed by {larger}"
             )
     return BatchSchedule(final, stages)
 
@@ -118,8 +118,7 @@ class NoiseEstimate:
         """Gradient noise scale B_simple = trace / gradient_squared in samples, or NaN if the divisor is not positive.
 
         If the Hessian is a multiple of the identity, a run with B samples per step takes 1 + B_simple / B times the
-        smallest number of steps, and 1 + B / B_simple times the smallest number of samples (arXiv:1812.06162, section
-        2.2).
+        smallest number of steps, and 1 + B / B_simple times the smallest number of samples (arXiv:1812.06162).
         """
         return self.trace / self.gradient_squared if self.gradient_squared > 0.0 else math.nan
 
@@ -142,9 +141,9 @@ def estimate_noise(small_squared: float, inverse_small: float, big_squared: floa
 
 
 class SmoothedNoise:
-    """Exponential moving average of gradient noise estimates over steps, corrected for the start value 0.
+    """Exponential moving averages of a `NoiseEstimate` over steps, corrected for the start value 0.
 
-    Numerator and denominator of the noise scale are averaged separately.
+    The two values of the estimate are averaged separately.
     """
 
     def __init__(self) -> None:
@@ -195,7 +194,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int
 
     def growth(self, update: int) -> float:
-        """Return the factor of the learning rate for the batch size at update number ``update``, counted from 1."""
+        """Return the factor on the learning rate for the batch size at update number ``update``, counted from 1."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
@@ -224,7 +223,7 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
     """Return a text for the log that describes batch growth, learning rate scaling and warm-up in samples. Local.
 
-    ``batches``: batch schedule of the run. The result is "" if a run has none of the three.
+    ``batches``: batch schedule of the run. The result is "" for a run without these features.
     """
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:

@@ -96,7 +96,7 @@ def devices_held(layout: ParallelLayout, cluster: Cluster) -> int:
 
 
 def unknown_terms(cluster: Cluster) -> tuple[str, ...]:
-    """Return warnings about energy terms that are left out because ``cluster`` has no power for them, or assumed."""
+    """Return warnings about energy terms that are left out, because ``cluster`` lacks data, or are assumed."""
     terms = (
         (cluster.device.peak_w, "the power of a device is unknown: its energy is left out"),
         (cluster.node.host_w, "the power of a host is unknown: its energy is left out"),

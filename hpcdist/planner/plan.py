@@ -56,7 +56,7 @@ def plan(
     The caller must check that the layout is possible, with `hpcdist.planner.limits.checks`. The memory estimate may
     exceed the device memory. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
 
-    Keywords:
+    Keyword-only:
         simulate: Simulate the pipeline schedule instead of using a closed formula.
         limit_bytes: Memory limit of a device, in bytes. Gradient buckets grow up to this limit. 0: the device memory.
         flow: Micro-batch times of this layout, if the caller has computed them already.
@@ -130,7 +130,7 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
     if layout.computes_in not in peaks:
         raise ConfigurationError(
             f"the device {cluster.device.name!r} of the cluster {cluster.name!r} has no peak FLOP rate for "
-            f"{layout.computes_in}; choose a precision of {', '.join(peaks)}, or add the rate to the cluster's file"
+            f"{layout.computes_in}; choose a precision of {', '.join(peaks)}, or add the rate to the cluster file"
         )
     return peaks[layout.computes_in]
 
@@ -209,7 +209,7 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True for ZeRO-3 on an uncalibrated cluster. The planner's times are then known to be too short."""
+    """Return True if the planner's times are known to be too short: for ZeRO-3 on an uncalibrated cluster."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 

@@ -20,7 +20,7 @@ _NAME: Final = re.compile(r"\..+\.[0-9a-f]{16}\.new", re.ASCII | re.DOTALL)
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a new random path next to ``path`` for the file that will replace ``path``. Creates no file."""
+    """Return a random path in the directory of ``path``, for a file that will be renamed to ``path``."""
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}{SUFFIX}")
 
 
@@ -33,7 +33,7 @@ def create(path: Path, mode: int = 0o666) -> int:
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
     """Yield a new binary file that replaces ``path`` after the block, unless the block raises. Raises OSError.
 
-    With the keyword ``durable``, the file and its directory are also synced to disk (fsync).
+    If the keyword-only ``durable`` is True, the file and its directory are also synced to disk (fsync).
     """
     new = temporary_path(path)
     descriptor = create(new, mode)
@@ -58,9 +58,9 @@ def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool 
 
 
 def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
-    """Replace the file ``path`` by ``content`` atomically. Raises StorageError, with the advice ``cure``.
+    """Replace the file ``path`` by ``content`` atomically. Raises StorageError, with the advice ``cure``, on failure.
 
-    If the keyword ``parents`` is True, first create the directory of ``path``.
+    If the keyword-only ``parents`` is True, first create the directory of ``path``.
     """
     try:
         if parents:
@@ -71,7 +71,7 @@ def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = Fa
 
 
 def discard(path: Path) -> None:
-    """Remove ``path`` if it exists. Ignores failures, so that clean-up does not hide the first error."""
+    """Remove ``path`` if it exists. Raises no error, so that an earlier error is not replaced during clean-up."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -99,7 +99,7 @@ def own_directory(path: Path) -> None:
 def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
     """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
 
-    ``of``: only remove temporary files of the file with this name. Do not pass ``older_s=0`` if other processes write.
+    ``of``: name of a file, to remove only its temporary files. Do not pass ``older_s=0`` if other processes write.
     """
     prefix = f".{of}." if of else "."
     with suppress(OSError):
@@ -124,5 +124,5 @@ def check_folder(file: Path) -> None:
     """Raise StorageError if ``file`` cannot be created or replaced in its directory."""
     folder = file.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        reason = "may not be written" if folder.is_dir() else "is no directory"
-        raise StorageError(f"{file} cannot be written, because {folder} {reason}; choose another path")
+        reason = "is not writable" if folder.is_dir() else "is not a directory"
+        raise StorageError(f"{file} cannot be written, because its parent {folder} {reason}; choose another path")

@@ -33,13 +33,14 @@ def require_matplotlib() -> Any:
 def check_plot(file: Path) -> Any:
     """Check that a plot can be saved as ``file``, and return the module ``matplotlib.figure``.
 
-    Raises MissingCapabilityError without matplotlib, UsageError for an unsupported suffix, and StorageError if ``file``
-    cannot be written.
+    Raises MissingCapabilityError without matplotlib, UsageError for a wrong suffix, StorageError without access.
     """
     figure = require_matplotlib()
     formats = figure.Figure().canvas.get_supported_filetypes()
     if file.suffix.removeprefix(".").lower() not in formats:
-        raise UsageError(f"{file}: unknown file type of a plot; choose an ending from {', '.join(sorted(formats))}")
+        raise UsageError(
+            f"the plot {file} cannot be saved; choose a file name extension from {', '.join(sorted(formats))}"
+        )
     check_folder(file)
     return figure
 
@@ -49,9 +50,9 @@ def save(figure: Any, file: str | Path) -> None:
     try:
         figure.savefig(file, dpi=120)
     except ValueError as error:  # a suffix that matplotlib does not support
-        raise UsageError(f"{file}: the figure cannot be saved: {error}; choose another ending") from error
+        raise UsageError(f"the plot {file} cannot be saved: {error}; choose another file name extension") from error
     except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}; check its directory") from error
+        raise StorageError(f"the plot {file} cannot be written: {error.strerror}; choose another path") from error
 
 
 @contextmanager
@@ -92,8 +93,8 @@ def draw_gantt(
 ) -> list[str]:
     """Draw ``bars`` on ``axes``, later bars on top. Return the kinds of the drawn bars, in the order of ``styles``.
 
-    ``styles`` maps each kind of bar to its style. The keyword ``character``: width of a label character on the time
-    axis, or 0 for no labels.
+    ``styles`` maps each kind of bar to its style. Keyword-only ``character``: width of a label character on the
+    time axis, or 0 for no labels.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:

@@ -35,7 +35,7 @@ class DamagedFileError(StorageError):
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return True if ``error``, raised while reading a file, is due to the file's content or type."""
+    """Return True if ``error``, raised while reading a file, was caused by the content or type of the file."""
     if isinstance(error, OSError):
         return error.errno is None or error.errno in _FILE_ERRORS
     return not isinstance(error, MemoryError)
@@ -44,8 +44,8 @@ def is_damage(error: BaseException) -> bool:
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
     """Rename the file ``path`` if ``error``, raised while reading the file, shows that the file is damaged.
 
-    Return a pair (is damaged, text). The text, such as "; it is now NAME", continues the caller's warning. If the file
-    was damaged, the caller may write a new file to ``path``.
+    Return a pair (is damaged, text to append to a warning, such as "; it is now NAME"). If the file was damaged, the
+    caller may write a new file to ``path``.
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
@@ -57,8 +57,8 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
     """Convert errors of a ``with`` block that reads the file ``path`` to DamagedFileError.
 
-    Errors of the operating system, such as a missing permission, become StorageError. ``what``: predicate of the
-    message, "<path>: <what>: ...".
+    Errors of the operating system, such as a missing permission, become StorageError. ``what``: the fault, as text
+    for the message "<path>: <what>: ...".
     """
     try:
         yield
@@ -171,14 +171,16 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
     """Write the text files in ``files``, a mapping from path to text, and create their directories.
 
-    Raises UsageError, before any write, if a file has different content and the keyword ``force`` is False. Raises
-    StorageError if a file cannot be read or written.
+    Raises UsageError, before any write, if a file exists with different content and the keyword-only ``force`` is
+    False. Raises StorageError if a file cannot be read or written.
     """
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]
     except OSError as error:
         raise StorageError(f"{error.filename} cannot be read: {error.strerror}") from error
     if differing and not force:
-        raise UsageError(f"{', '.join(differing)}: exists with another content; add --force to replace it")
+        raise UsageError(
+            f"existing files have different content: {', '.join(differing)}; add --force to replace these files"
+        )
     for path, text in files.items():
         atomic.save(path, text, parents=True)

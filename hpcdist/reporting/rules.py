@@ -48,7 +48,7 @@ class Condition:
 class Rule:
     """A forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
 
-    A key is a setting ``section.name``, an option (``--survive``), or the name of a derived value.
+    A key is a setting ``section.name``, an option (``--survive``), or a name that the caller of `check` defines.
 
     - ``conditions``: conditions on keys. The error message lists these keys with their values.
     - ``given``: conditions on further keys, which the message does not list.
@@ -126,9 +126,9 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield a `Rule` (forbidden combination of settings) for each further argument after ``why``.
+    """Yield a `Rule` (forbidden combination of settings) for each argument after ``why``.
 
-    The argument replaces * in ``form``, a text as in `rule`. ``why`` is the reason in the error message.
+    The argument replaces * in ``form``, the ``terms`` of `rule`. ``why`` is the reason in the error message.
     """
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
@@ -168,7 +168,7 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return a `Condition` that a setting satisfies if its value differs from all values passed to this function."""
+    """Return the `Condition` that a value differs from every argument of this function."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
@@ -176,8 +176,7 @@ def other_than(*values: Any) -> Condition:
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
     """Return a `Rule` that forbids a value of ``key`` other than ``default`` if the value has no effect.
 
-    The value has an effect only if the value of ``other`` is one of ``needed``. ``cure`` is the advice in the error
-    message.
+    The value has an effect only if the value of ``other`` is one of ``needed``. ``cure``: advice in the message.
     """
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 
@@ -199,7 +198,7 @@ def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
 
 
 def at_least(least: float, *keys: str, expected: str = "") -> Iterator[Rule]:
-    """Yield a `Rule` that forbids values below ``least``, for each configuration key passed as a further argument."""
+    """Yield a `Rule` for each configuration key passed after ``least``: its value must not be below ``least``."""
     for key in keys:
         below = Condition(lambda value: not value >= least, sign="<", values=(least,))  # also true for NaN
         yield Rule({key: below}, cure=expected or f"it must be at least {least}")
@@ -214,7 +213,7 @@ def at_most(most: float, *keys: str) -> Iterator[Rule]:
 
 
 def finite(key: str, holds: Callable[[float], object], expected: str) -> Rule:
-    """Return a `Rule`: the value of ``key`` must be finite and ``holds(value)`` true. ``expected``: text for errors."""
+    """Return the rule that the value of ``key`` is finite and ``holds(value)`` is true; messages print ``expected``."""
     return must(key, lambda value: math.isfinite(value) and holds(value), f"it must be finite and {expected}")
 
 
@@ -237,6 +236,6 @@ def section_values(name: str, section: Any) -> dict[str, Any]:
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
     """Raise ConfigurationError if the settings in the dataclass ``section`` break one of ``rules``.
 
-    ``name`` is the name of the section. Keywords are derived values that ``rules`` use.
+    ``name`` is the name of the section. Further keyword arguments: values of keys of ``rules`` outside the section.
     """
     check(rules, section_values(name, section) | derived)

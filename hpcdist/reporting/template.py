@@ -29,7 +29,7 @@ def templates(
 ) -> Templates:
     """Return a Jinja environment for the templates in ``folder``.
 
-    ``filters``: Jinja filters, keyed by name. The keyword ``html``: True to escape all inserted values for HTML.
+    ``filters``: Jinja filters, keyed by name. Keyword-only ``html``: True to escape all inserted values for HTML.
     """
     environment = TemplateSandbox(
         loader=jinja2.FileSystemLoader(folder),

@@ -20,7 +20,7 @@ def toml_value(value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ConfigurationError(f"{value!r} is not valid Unicode; rename the file or directory") from None
+        raise ConfigurationError(f"the path {value!r} is not valid Unicode; rename the file or directory") from None
     # A TOML basic string is a JSON string in which DEL is escaped too.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

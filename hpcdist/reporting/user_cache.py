@@ -28,7 +28,7 @@ JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
     """Return the variables of ``environment`` that change how MPI sends messages.
 
-    Further positional arguments are prefixes of other variables to include.
+    Arguments after ``environment``: prefixes of other variables to include.
     """
     begin = (*MPI_SETTINGS, *more)
     return {

@@ -72,15 +72,15 @@ def server_exchange(
     """Return this rank's parameter-server exchange, with the server and worker roles that ``config`` sets. Collective.
 
     ``shards``: logical shards of the global batch. Lock-step servers sum gradients in shard order. ``compression``:
-    compressor of sent gradients, not allowed with ``shards``. Raises ConfigurationError for unsupported algorithms or
-    compressors.
+    compressor of sent gradients, not allowed with ``shards``. Raises ConfigurationError for unsupported settings.
     """
     algorithms = server_algorithms(config)
     if shards is None and context.algorithm not in algorithms:
         raise ConfigurationError(
-            f"communication.algorithm = {context.algorithm!r} with a parameter server ({config.described}): workers do "
-            f"not allreduce gradients{', except within a node' if 'hierarchical' in algorithms else ''}; choose "
-            f"one of {', '.join(algorithms)}"
+            f"communication.algorithm = {context.algorithm!r} is not supported by a parameter server with the "
+            f"consistency {config.described}: its workers do not allreduce "
+            f"gradients{', except within a node' if 'hierarchical' in algorithms else ''}; choose one of "
+            f"{', '.join(algorithms)}"
         )
     roles = Roles.of(config, context.members.size)
     if compression is not None:
@@ -122,8 +122,8 @@ def build_executor(
 ) -> Executor:
     """Return the object that executes this rank's operations. Collective over the pipeline.
 
-    ``exchange``: exchange of gradients and parameters between replicas. If the keyword ``cuda_graph`` is True, stages
-    run as CUDA graphs. The keyword ``drops`` is True if a stage uses dropout.
+    ``exchange``: exchange of gradients and parameters between replicas. If the keyword-only ``cuda_graph`` is
+    True, stages run as CUDA graphs. Keyword-only ``drops``: True if a stage uses dropout.
     """
     copies = TiedCopies(context, tied_tensors(context.model, context.placed), exchange)
     arena = Arena(context.ledger, context.on)
@@ -182,8 +182,8 @@ def prove(
     """Check that the operations of all ranks form one correct step. Collective over the world.
 
     Return the step's peak memory use and message counts. Return None, without a check, on more than `PROVEN_RANKS`
-    ranks. If the check fails, all ranks raise ScheduleError. ``rank``: context of this rank. ``steps``: its operations.
-    ``microbatches``: number in a step.
+    ranks. If the check fails, all ranks raise ScheduleError. ``rank``: `RankContext` of this rank. ``steps``:
+    operations of this rank in a step. ``microbatches``: number in a step.
     """
     if rank.world.size > PROVEN_RANKS:
         return None

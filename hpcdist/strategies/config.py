@@ -89,9 +89,9 @@ def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
 def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
     """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
 
-    ``heads``: number of query heads. ``shared``: number of key heads. If the keyword ``ring`` is False, the result is
-    "all_to_all". Let c = ``ranks``, and K = bytes of keys per sample. A layer sends 6 K (c - 1) / c bytes by "ring". It
-    sends about 4 K (1 + heads / shared) (c - 1) / c^2 bytes by "all_to_all".
+    ``heads``: number of query heads. ``shared``: number of key heads. If the keyword-only ``ring`` is False, the result
+    is "all_to_all". Let c = ``ranks``, and K = bytes of keys per sample. A layer sends 6 K (c - 1) / c bytes by "ring".
+    It sends about 4 K (1 + heads / shared) (c - 1) / c^2 bytes by "all_to_all".
     """
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
@@ -138,7 +138,7 @@ class ParallelConfig:
 
     @property
     def recomputes_layers(self) -> bool:
-        """True if activations are recomputed, and one layer at a time instead of all layers of a rank at once."""
+        """True if activations are recomputed layer by layer; False if never, or for a whole rank at once."""
         at_once = self.microbatches == 1 or self.order in ("sequential", "1f1b")
         return self.recompute and self.pipeline == 1 and at_once
 
@@ -151,7 +151,7 @@ class ParallelConfig:
 
     @property
     def has_roles(self) -> bool:
-        """True if each rank is a parameter server, a worker or both. There is no pipeline or tensor axis then."""
+        """True for a parameter-server strategy: each rank is a server, a worker or both, without other axes."""
         return self.strategy == "parameter_server" and self.pipeline * self.tensor == 1
 
     @property

@@ -47,9 +47,9 @@ class Anomaly:
 class Anomalies:
     """Detector of anomalies in the steps of a run since its last start. The steps must be passed in order.
 
-    The keyword ``loss_spike``: distance of a spike from the median loss, in robust standard deviations. The keyword
-    ``throughput_drop``: smallest relative decrease of the speed that is an anomaly. 0 disables a check. The keyword
-    ``unit`` is "tokens" or "samples".
+    ``loss_spike``: smallest distance of a spike from the median loss, in robust standard deviations.
+    ``throughput_drop``: smallest relative decrease of the speed that is an anomaly. 0 disables a check. ``unit``:
+    "tokens" or "samples".
     """
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:
@@ -72,9 +72,9 @@ class Anomalies:
     ) -> list[Anomaly]:
         """Return the anomalies that begin in ``step``.
 
-        ``tokens``: number of tokens of the step. ``figures``: figures of the step from `DerivedFigures`. The keyword
-        ``skipped``: True if the step made no update. The keyword ``held_up``: True if the step includes a checkpoint or
-        a validation; its speed is then ignored.
+        ``tokens``: number of tokens of the step. ``figures``: figures of the step from `DerivedFigures`. Keyword-only
+        ``skipped``: True if the step made no update. Keyword-only ``held_up``: True if the step includes a checkpoint
+        or a validation; its speed is then ignored.
         """
         self._rows += 1
         self._skipped = self._skipped + 1 if skipped else 0

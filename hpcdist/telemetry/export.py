@@ -136,9 +136,7 @@ def _writing(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise StorageError(
-            f"{folder}: cannot be written: {error.strerror or error}; choose another --output"
-        ) from error
+        raise StorageError(f"{folder} cannot be written: {error.strerror or error}; choose another --output") from error
 
 
 @contextmanager

@@ -76,8 +76,8 @@ def _blamed_half_first(
 ) -> tuple[list[int], list[int]]:
     """Return the equally long rank lists ``a`` and ``b``, whose collectives differ, with the list to blame first.
 
-    If only one list's last two call sites never followed each other before, blame this list. Otherwise, blame the list
-    whose call site is further down in the source of the same function.
+    A list is to blame if its pair of call sites (previous and current collective) is new, but the pair of the other
+    list occurred before. Otherwise, the list whose call site is further down in the same function is to blame.
     """
 
     def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
@@ -167,8 +167,9 @@ def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRec
         raise last
     if not records:
         raise UsageError(
-            f"{directory} has no records (recorder/rank-*.rec); give the directory of a run. A program of your own "
-            "has records if it calls hpcdist.init() or makes a Training, started by `hpcdist run --out DIRECTORY`"
+            f"{directory} has no flight recorder files (recorder/rank-*.rec); give the directory of a run. Your own "
+            "program writes these files if it calls hpcdist.init() or creates a Training, and is started by `hpcdist "
+            "run --out DIRECTORY`"
         )
     world = max(records, key=lambda record: record.started_ns).world
     return [record for record in records if record.rank < world]  # a larger, earlier run may have left other files

@@ -37,13 +37,13 @@ work.install()
 
 def _create(backend: Any, options: Any) -> Group:
     if options is not None and not isinstance(options, Options):
-        raise ConfigurationError(f"pg_options is a {type(options).__name__}; pass hpcdist.torch.Options(...)")
+        raise ConfigurationError(f"pg_options has type {type(options).__name__}; pass hpcdist.torch.Options(...)")
     world = start_world("cpu")  # started by the import
     ranks = list(backend.global_ranks_in_group) or list(range(world.size))
     if (backend.group_rank, backend.group_size) != (ranks.index(world.rank), len(ranks)):
         raise ConfigurationError(
-            f"init_process_group got rank {backend.group_rank} of {backend.group_size}, but this is rank {world.rank} "
-            f"of {world.size} of MPI; leave rank and world_size out"
+            f"init_process_group got rank {backend.group_rank} of {backend.group_size}, but MPI started this process "
+            f"as rank {world.rank} of {world.size}; remove the arguments rank and world_size"
         )
     comm = launch.communicator(world, ranks, f"torch{backend.group_id or 0}")
     if not backend.global_ranks_in_group:

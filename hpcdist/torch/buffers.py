@@ -49,12 +49,12 @@ class Buffer:
                 raise BufferHandoverError("quantised tensors are not supported; pass tensor.dequantize()")
             kind = str(tensor.layout).removeprefix("torch.")
             raise BufferHandoverError(
-                f"{kind} tensors are not supported; pass tensor.to_dense(). The gradient of an embedding is dense with "
-                "torch.nn.Embedding(..., sparse=False)"
+                f"{kind} tensors are not supported; pass tensor.to_dense(). For the gradients of an embedding, set "
+                "sparse=False in torch.nn.Embedding"
             )
         if not (tensor.is_cpu or tensor.is_cuda):
             raise BufferHandoverError(
-                f"a tensor on the device {tensor.device} cannot be communicated; move it to cpu or cuda"
+                f"a tensor on the device {tensor.device} cannot be communicated; move the tensor to cpu or cuda"
             )
         is_aligned = tensor.is_cuda or tensor.data_ptr() % min(tensor.element_size(), 8) == 0
         if copy or not (tensor.is_contiguous() and is_aligned) or tensor.is_conj() or tensor.is_neg():
@@ -112,7 +112,7 @@ def array_of(memory: torch.Tensor) -> Array:
     """Return a 1-D array over the memory of a contiguous tensor. Raises BufferHandoverError for unsupported dtypes."""
     dtype = _SEEN_AS.get(memory.dtype)
     if dtype is None:
-        raise BufferHandoverError(f"tensors of {memory.dtype} cannot be communicated; view them as torch.uint8")
+        raise BufferHandoverError(f"tensors of {memory.dtype} cannot be communicated; pass tensor.view(torch.uint8)")
     if memory.is_cuda:
         streams.record_use(memory)
         view: Array = device.cupy().from_dlpack(memory.detach().reshape(-1).view(torch.uint8)).view(dtype)

@@ -29,7 +29,7 @@ LOOK_S: Final = 0.001
 
 
 def allreduce(comm: Communicator, buffer: Buffer, how: Reduction, algorithm: str) -> None:
-    """Allreduce ``buffer`` in place with the operation ``how`` (sum, max, ...). ``algorithm``: its name, or "auto"."""
+    """Allreduce ``buffer`` in place with operation ``how`` (sum, max, ...) by ``algorithm``, a name or "auto"."""
     _allreduce(comm, buffer.array, how, algorithm)
     buffer.finish()
 
@@ -180,8 +180,8 @@ def monitored_barrier(comm: Communicator, limit_s: float, name_all: bool) -> Non
         while not request.test():
             if time.monotonic() > limit:
                 raise DeadlineError(
-                    f"monitored_barrier of {comm.name}: rank 0 did not answer within {limit_s:g} s; the error of rank "
-                    "0 names a missing rank, unless rank 0 itself has stopped"
+                    f"monitored_barrier of {comm.name}: rank 0 did not report within {limit_s:g} s that all ranks have "
+                    "called it; see the error of rank 0, which names a missing rank, unless rank 0 itself has stopped"
                 )
             time.sleep(LOOK_S)
         return
@@ -215,7 +215,7 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
         if rows % ranks:
             raise UsageError(
                 f"the {which} of all_to_all_single has {rows} rows, which cannot be split evenly for {ranks} ranks; "
-                "give split sizes"
+                f"pass {which}_split_sizes"
             )
         sizes = [rows // ranks] * ranks
     if len(sizes) != ranks or sum(sizes) != rows or min(sizes) < 0:
@@ -231,15 +231,15 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
 def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
     """Raise UsageError unless dtypes, and the counts ``expected`` and ``actual``, are equal. ``name``: collective."""
     if output.dtype != source.dtype:
-        raise UsageError(f"the output of {name} is {output.dtype}, the input {source.dtype}; they must have one dtype")
+        raise UsageError(f"the output of {name} is {output.dtype}, but the input is {source.dtype}; use one dtype")
     if expected != actual:
         raise UsageError(
             f"the output of {name} has {output.numel()} elements, the input {source.numel()}; the larger tensor must "
-            "have the size of the smaller one times the number of ranks"
+            "have the size of the smaller tensor times the number of ranks"
         )
 
 
 def check_count(tensors: Sequence[Any], size: int, name: str) -> None:
     """Raise UsageError unless ``tensors`` has one entry for each of ``size`` ranks. ``name``: collective. Local."""
     if len(tensors) != size:
-        raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; give one tensor for each rank")
+        raise UsageError(f"{name} got a list of {len(tensors)} tensors for {size} ranks; pass one tensor per rank")

@@ -118,7 +118,8 @@ class Group(_ProcessGroup):
     def _streams_for(self, devices: set[torch.device]) -> Streams | None:
         if len(devices) > 1:
             raise UsageError(
-                f"the tensors of one operation are on {' and '.join(sorted(map(str, devices)))}; move them to one GPU"
+                f"the tensors of one operation are on {' and '.join(sorted(map(str, devices)))}; move all tensors to "
+                "one GPU"
             )
         device = next(iter(devices), None)
         if device is None or device.type == "cpu":
@@ -127,8 +128,8 @@ class Group(_ProcessGroup):
             self._streams = Streams(device)
         if device != self._streams.device:
             raise UsageError(
-                f"a tensor is on {device}, but the group {self._group_name} uses {self._streams.device}; "
-                "give each process one GPU: torch.device('cuda', LOCAL_RANK)"
+                f"a tensor is on {device}, but earlier tensors of the process group {self._group_name} were on "
+                f"{self._streams.device}; use one GPU per process: torch.device('cuda', LOCAL_RANK)"
             )
         return self._streams
 
@@ -295,7 +296,7 @@ class Group(_ProcessGroup):
         if len(tensors) != 1:
             raise UsageError(f"a message must be one tensor, got {len(tensors)} tensors; send each tensor separately")
         if not 0 <= peer < self.comm.size:
-            raise UsageError(f"rank {peer} is not in this group; use 0 to {self.comm.size - 1}")
+            raise UsageError(f"rank {peer} is not in this process group; use a rank from 0 to {self.comm.size - 1}")
         return self._streams_for({tensors[0].device}) if tensors[0].is_cuda else None
 
     def _start_coalescing(self, device: torch.device) -> None:

@@ -45,9 +45,12 @@ def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **opti
     valid = {field.name for field in fields(CompressionConfig)} - {"candidates", "parameters"}
     for option in options:
         if option not in valid or name not in READ_BY.get(option, COMPRESSORS):
-            raise UsageError(f"{option} is not an option of compressor {name}; leave it out")
+            raise UsageError(f"{option} is not an option of compressor {name}; remove {option}")
     if not isinstance(model.process_group, Group):
-        raise UsageError("compress needs a model over the backend hpcdist; call init_process_group('hpcdist') first")
+        raise UsageError(
+            "compress needs a model whose process group has the backend hpcdist; call init_process_group('hpcdist') "
+            "before wrapping the model"
+        )
     model.register_comm_hook(_State(model.process_group, name, CompressionConfig(**options), seed), _hook)
 
 

@@ -39,9 +39,9 @@ def start() -> World:
     present = {name: os.environ[name] for name in expected if name in os.environ}
     if any(present[name] != str(expected[name]) for name in present):
         raise ConfigurationError(
-            f"the environment has {', '.join(f'{name}={value}' for name, value in present.items())}, but this is rank "
-            f"{world.rank} of {world.size} of MPI ({world.library}); start the program with mpirun, srun or "
-            "`hpcdist run` instead of torchrun, or unset these variables"
+            f"the environment has {', '.join(f'{name}={value}' for name, value in present.items())}, but MPI "
+            f"({world.library}) started this process as rank {world.rank} of {world.size}; start the program with "
+            "mpirun, srun or `hpcdist run` instead of torchrun, or unset these variables"
         )
     os.environ |= {name: str(value) for name, value in expected.items()}
     os.environ |= {"LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.local_size)}

@@ -103,8 +103,8 @@ class MessageWork(Work):
             time.sleep(0)
             if limit is not None and time.monotonic() > limit:
                 raise DeadlineError(
-                    f"a message of {self._mailbox.name} with {self._peer_name()} has not ended within {seconds:g} s; "
-                    "check that the peer makes the matching call, or pass a longer timeout"
+                    f"a message from or to {self._peer_name()} on the communicator {self._mailbox.name} has not ended "
+                    f"within {seconds:g} s; check that the peer makes the matching call, or pass a longer timeout"
                 )
 
     def _peer_name(self) -> str:

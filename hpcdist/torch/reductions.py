@@ -65,11 +65,11 @@ def _reduction(kind: Any, dtype: torch.dtype) -> Reduction:
         if kind not in (RedOp.MAX, RedOp.MIN, RedOp.BXOR):
             raise UsageError(f"{_name(kind)} is not defined for bool tensors; use BOR, BAND, BXOR, MAX or MIN")
     elif dtype.itemsize == 1 and dtype.is_floating_point:
-        raise UsageError(f"{dtype} has too few bits for a reduction; send it unreduced, or reduce tensor.float()")
+        raise UsageError(f"{dtype} tensors cannot be reduced (too few bits); use tensor.float(), or do not reduce")
     if dtype.is_complex and kind not in (RedOp.SUM, RedOp.AVG, RedOp.PREMUL_SUM):
         raise UsageError(f"{_name(kind)} is not defined for complex tensors; use SUM or AVG")
     if kind in (RedOp.BAND, RedOp.BOR, RedOp.BXOR) and (dtype.is_floating_point or dtype.is_complex):
-        raise UsageError(f"{_name(kind)} is not defined for {dtype} tensors; use integers")
+        raise UsageError(f"{_name(kind)} is not defined for {dtype} tensors; use a tensor of integers")
     if kind not in _NATIVE and kind not in _UFUNCS:
         raise UsageError(f"the reduction {_name(kind)} is unknown; use SUM, AVG, MAX, MIN, PRODUCT, BAND, BOR or BXOR")
     return Reduction(_NATIVE.get(kind, ""), _UFUNCS.get(kind, ""), kind == RedOp.AVG)
@@ -95,8 +95,8 @@ def premultiply(buffer: Array, how: Reduction) -> None:
             factor = factor.detach().cpu().numpy().reshape(-1)
             if factor.size not in (1, buffer.size):
                 raise UsageError(
-                    f"the factor of PREMUL_SUM has {factor.size} elements, but the tensor has {buffer.size}; expected "
-                    "one element, or the tensor's size"
+                    f"the factor of PREMUL_SUM has {factor.size} elements, but the tensor has {buffer.size}; the "
+                    "factor must have one element, or as many elements as the tensor"
                 )
             factor = namespace(buffer).asarray(factor)
         buffer[...] = (buffer * factor).astype(buffer.dtype)

@@ -59,8 +59,8 @@ class Streams:
         except MissingCapabilityError as error:
             major = (torch.version.cuda or "12").partition(".")[0]
             raise MissingCapabilityError(
-                f"tensors on {device} need cupy ({error.__cause__}): pip install 'hpcdist[cuda{major}x]', or "
-                "communicate tensor.cpu()"
+                f"tensors on {device} need the package cupy ({error.__cause__}): pip install 'hpcdist[cuda{major}x]', "
+                "or communicate tensor.cpu()"
             ) from error
         gpu.count()
         self.device = device
@@ -77,7 +77,7 @@ class Streams:
 
     @contextmanager
     def communicating(self, *marks: cuda.Event | None) -> Iterator[None]:
-        """Make this thread's communication stream current in a ``with`` body. Arguments: events to wait for before."""
+        """Make this thread's communication stream current in a ``with`` body, after the events in ``marks``. Local."""
         with cuda.device(self.device):
             stream = _here.streams.get(self.device)
             if stream is None:

@@ -180,7 +180,7 @@ class CollectiveWork(Work):
         self._run: Callable[[], object] | None = run
 
     def size(self) -> tuple[str, int]:
-        """Return dtype and element count for event records: ("uint8", 0) if sizes may differ between ranks."""
+        """Return (dtype, element count) for event records, or ("uint8", 0) if sizes may differ between ranks."""
         if self.name not in ONE_SIZE or not self._result:
             return "uint8", 0
         return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)
@@ -326,8 +326,8 @@ class OperationQueue:
         if seconds > 0 and self.has_thread:
             if not work.wait_for_end(seconds):
                 raise DeadlineError(
-                    f"{work.name or 'operation'} of {self.name} has not ended within {seconds:g} s; check if all ranks "
-                    "have called it, or increase the timeout"
+                    f"{work.name or 'operation'} on the communicator {self.name} has not ended within {seconds:g} s; "
+                    "check that all ranks have called this operation, or increase the timeout"
                 )
             return
         self._turn.acquire()

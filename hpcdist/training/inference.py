@@ -56,8 +56,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield ``count`` generated tokens that follow ``prompt``. The model sees the last ``context`` tokens. Local.
 
-    ``logits_of`` maps tokens, of shape (1, length), to logits, of shape (1, length, vocabulary), both on the host. The
-    keyword ``temperature`` 0 selects the most likely token. The keyword ``top_k`` limits the choice to the k most
+    ``logits_of`` maps tokens, of shape (1, length), to logits, of shape (1, length, vocabulary), both on the host.
+    Keyword-only ``temperature`` 0 selects the most likely token. Keyword-only ``top_k`` limits the choice to the k most
     likely tokens (0: no limit).
     """
     draw = rng.stream(seed)
@@ -149,7 +149,6 @@ def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) ->
 
 
 def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Recipe, trust: bool) -> TrainedModel:
-    """Restore the model of ``checkpoint``. Collective: if the checkpoint is damaged, all ranks raise `DamagedError`."""
     if checkpoint is None:
         raise StorageError(
             f"{path} holds no valid checkpoint; finish the training in this run directory first (a training saves a "
@@ -160,7 +159,7 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
     lacking = [name for name in ("steps", "data") if name not in scalars]
     if lacking:
         raise StorageError(
-            f"{checkpoint} does not store {', '.join(lacking)}: the checkpoint is not from a training of hpcdist"
+            f"{checkpoint} does not store {', '.join(lacking)}: this checkpoint is not from a training of hpcdist"
         )
     if recipe.model.kind == "import" and not trust:
         _check_factory(comm, path, recipe.model.factory, stored.about.get("factory"))
@@ -182,16 +181,15 @@ def _loaded(comm: Communicator, path: Path, checkpoint: Path | None, recipe: Rec
 
 
 def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> None:
-    """Raise UsageError if the model factory ``named`` has changed since the training. ``seal``: hash of its file."""
     if not comm.broadcast_object(factory.is_sealed(named, seal) if comm.rank == 0 else None):
-        why = (
-            "is not the file that this user trained it with"
+        reason = (
+            "differs from the file with which this user trained the model"
             if seal
-            else "was not recorded by its training, so hpcdist cannot verify that it is the same file"
+            else "was not recorded by its training, so hpcdist cannot verify that the file is the same"
         )
         raise UsageError(
-            f"model.factory = {named!r} in the recipe of {path} names code that {why}; read the code, and add --trust "
-            "to execute it"
+            f"model.factory = {named!r} in the recipe of {path} names a file that {reason}; read the code in this "
+            "file, and add --trust to execute the code"
         )
 
 
@@ -214,10 +212,10 @@ def _check_shapes(path: Path, model: Model, stored: Manifest) -> None:
     for segment in model.layout.segments:
         shape = shapes.get(segment.key)
         if shape != segment.spec.shape:
-            has = "is missing" if shape is None else f"has the shape {list(shape)}"
+            fault = "is missing" if shape is None else f"has the shape {list(shape)}"
             raise StorageError(
-                f"{path}: {PARAMETERS}/{segment.key} {has}; expected shape {list(segment.spec.shape)}; use the recipe "
-                "that saved the checkpoint"
+                f"{path}: the stored tensor {PARAMETERS}/{segment.key} {fault}; the recipe's model expects shape "
+                f"{list(segment.spec.shape)}; use the recipe that saved the checkpoint"
             )
 
 
@@ -263,7 +261,6 @@ class InspectionSession:
 
 
 def _folder_for_records(comm: Communicator, path: Path) -> Path:
-    """Create a folder for flight records in ``path``, or else in the temporary directory. Return it. Collective."""
     name = None
     if comm.rank == 0:
         try:
@@ -276,9 +273,9 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
 
 
 def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield ``prompt``, then a text of ``tokens`` tokens, which the model in ``path`` generates, piece by piece. Local.
+    """Yield ``prompt``, then ``tokens`` tokens of text that the model in run directory ``path`` generates, one by one.
 
-    Ranks other than 0 yield nothing. Raises UsageError for an empty prompt, or a model whose tokens are not bytes.
+    Local. Ranks other than 0 yield nothing. Raises UsageError for an empty prompt, or if tokens are not bytes.
     """
     variables = environment.launch_environment()
     if variables is not None and variables.rank:

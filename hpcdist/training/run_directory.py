@@ -71,16 +71,16 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
     if stored.exists() and _has_begun(path):
         before = recipes.load_stored(stored)
         keys = recipes.differences(before, recipe)
-        other = recipes.contradictions(before, recipe)
-        if other:
+        differences = recipes.contradictions(before, recipe)
+        if differences:
             raise ConfigurationError(
-                f"{path} holds another run: {_listed(other)}; choose another --out, or continue that run with its "
-                f"{RECIPE_FILE}{recipes.init_from_hint(path, other)}"
+                f"{path} holds another run: {_listed(differences)}; choose another --out, or continue that run with "
+                f"its {RECIPE_FILE}{recipes.init_from_hint(path, differences)}"
             )
         if resume == "never":
             raise UsageError(
-                f"{path} holds this run already; add --resume auto (a script: resume='auto') to continue it, or "
-                "choose another --out"
+                f"{path} holds this run already; to continue the run, add --resume auto (in a script: resume='auto'), "
+                "or choose another --out"
             )
         if lock is not None:
             lock.take(path)
@@ -126,7 +126,6 @@ def _has_begun(path: Path) -> bool:
 
 
 def _has_only_start_files(path: Path) -> bool:
-    """Return True if ``path`` has only files that exist before a run starts, such as batch scripts and locks."""
     left = [entry.name for entry in path.iterdir() if not _JOB_FILE.fullmatch(entry.name)]
     return all(
         name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE, "recorder")

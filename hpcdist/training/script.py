@@ -163,12 +163,13 @@ class Training:
         """Return a ``batch_sampler`` for a PyTorch DataLoader that yields this replica's sample indices. Local.
 
         It yields one list of indices per remaining step, which depends only on the run's seed. Each epoch has every
-        sample of ``dataset`` once, with the keyword ``shuffle`` in random order.
+        sample of ``dataset`` once, in random order if keyword-only ``shuffle`` is True.
         """
         if self._trainer.shares is not None:
             raise UsageError(
                 "data.shares = 'measured' decides the samples of each replica just before a step, but a DataLoader "
-                "reads ahead; use rows `training.share` of each batch, or set data.shares = 'even'"
+                "reads ahead; pass the rows `training.share` of each global batch to `step`, or set data.shares = "
+                "'even'"
             )
         return ReplicaSampler(self, len(dataset), shuffle)
 
@@ -190,7 +191,8 @@ class Training:
         if not len(x) == len(y) == expected:
             raise UsageError(
                 f"step {self._done + 1}: rank {self.rank} got {len(x)} inputs and {len(y)} targets, expected "
-                f"{expected}; pass rows `training.share` of the step's {self._trainer.samples(self._done + 1)} samples"
+                f"{expected}; pass the rows `training.share` of the {self._trainer.samples(self._done + 1)} samples of "
+                "the step"
             )
         self._compare(f"step {self._done + 1}", x, y, self._done - self._trainer.first_step, self._done + 1)
         self._loop.instrumentation.waited(self._left_ns)  # the script's time between steps counts as time for data
@@ -287,11 +289,6 @@ class Training:
         return x, y
 
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
-        """Raise DataError if the ranks of a replica passed different batches. Only some steps are checked. Collective.
-
-        ``what``: name of the step or evaluation for messages. ``number``: its number in the run. ``before``: number of
-        earlier steps or evaluations since this process started.
-        """
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
         if trainer.grid.size == trainer.grid.data:
             return

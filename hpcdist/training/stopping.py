@@ -22,8 +22,6 @@ MARGIN_S: Final = 60.0
 
 
 class _Watch:
-    """Watcher of signals, of the stop file, and of the approaching end of this process's job."""
-
     def __init__(self) -> None:
         folder = os.environ.get(RUN_DIR)
         ends = end_of_job(None, time.time(), os.environ)

@@ -35,7 +35,7 @@ class JaxLoss(Loss):
     ``call`` returns the mean loss, losses of shape (samples, ...), or the pair (sum of losses, sum of weights). Raises
     UsageError if a returned mean has a divisor that depends on the data, such as the number of unmasked tokens.
 
-    The keyword ``output`` is the shape and dtype of ``y`` for one sample. The keyword ``example`` is an array of
+    Keyword-only ``output`` is the shape and dtype of ``y`` for one sample. Keyword-only ``example`` is an array of
     targets to test ``call`` with.
     """
 
@@ -143,8 +143,8 @@ def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
     """Return True if the JAX program ``jaxpr`` returns a plain mean: a sum of elements, divided by a constant.
 
     Sums, differences and multiples of plain means are also plain means. ``data`` is the set of input variables that are
-    not constant: the model output and the targets. If the keyword ``divided`` is True, the caller divides the output by
-    a constant.
+    not constant: the model output and the targets. If keyword-only ``divided`` is True, the caller divides the output
+    by a constant.
     """
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     depends = set(data)
@@ -279,8 +279,8 @@ def _refuse_unused(stage: JaxStage, samples: int) -> None:
     unused = stage.unused(samples)
     if unused:
         raise ConfigurationError(
-            f"tensor {stage.layer}.{unused[0]} has no gradient: the output of {stage} is not a differentiable "
-            "function of it; remove it from the params, or make it a constant of the function"
+            f"tensor {stage.layer}.{unused[0]} has no gradient: the output of {stage} is not a differentiable function "
+            "of the tensor; remove the tensor from the params, or make it a constant of the function"
         )
 
 

@@ -72,7 +72,7 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Copy the JAX array ``values`` to ``into``, or add it to ``into`` if the keyword ``add`` is True."""
+        """Copy the JAX array ``values`` to ``into``, or add it to ``into`` if keyword-only ``add`` is True."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:
@@ -145,7 +145,7 @@ class ParameterLeaves:
                 )
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise UsageError(f"two leaves of the {where} have the name {twice}; rename one of their keys")
+            raise UsageError(f"two leaves of the {where} have the name {twice}; rename the key of one leaf")
         return cls(
             tree,
             names,
@@ -164,8 +164,8 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
     leaves, structure = library().tree_util.tree_flatten(create())
     if structure != tree:
         raise UsageError(
-            f"the function that makes the {where} returned the pytree {structure}, but {tree} in an earlier call; "
-            "return the same structure in every call"
+            f"the function that makes the {where} returned the pytree {structure}, but the pytree {tree} in an earlier "
+            "call; return the same structure in every call"
         )
     return list(leaves)
 
@@ -202,15 +202,15 @@ def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
     for name, dtype in pairs:
         if dtype.name not in DTYPES:
             raise ConfigurationError(
-                f"{name} is {dtype}; params must be {' or '.join(DTYPES)}: convert them, and convert to 16 bits inside "
-                "the function if needed; turn values that are not trained into constants of the function"
+                f"{name} is {dtype}; params must be {' or '.join(DTYPES)}: convert trained params, and make other "
+                "values constants of the function. The function may compute in 16 bits"
             )
         if dtype != expected:
             raise ConfigurationError(f"{name} is {dtype}, but {first} is {expected}; convert all params to one dtype")
     if jax_dtype(expected) != expected:
         raise ConfigurationError(
-            f"the params are {expected}, which JAX has disabled; set JAX_ENABLE_X64=1, "
-            f"or convert them to {jax_dtype(expected)}"
+            f"the params are {expected}, which JAX has disabled; set JAX_ENABLE_X64=1, or convert the params to "
+            f"{jax_dtype(expected)}"
         )
     return expected
 
@@ -228,7 +228,7 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
         return None
     if len(platforms) > 1 or not platforms <= PLATFORMS.keys():
         raise ConfigurationError(
-            f"the params are on {', '.join(sorted(platforms))}; put them all on the CPU, or all on one GPU "
+            f"the params are on {', '.join(sorted(platforms))}; put all params on the CPU, or all on one GPU "
             "(jax.device_put)"
         )
     return PLATFORMS[platforms.pop()]
@@ -255,11 +255,11 @@ def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> li
         layer, before = int(number), int(owner.partition(".")[0])
         if owner in tied or before >= layer:
             raise UsageError(
-                f"{key} is tied to {owner}; the owner must be in an earlier stage and must not be tied itself (within "
-                "one stage, let the function use one leaf twice)"
+                f"tensor {key} is tied to {owner}; the owner must be in an earlier stage and must not be tied itself "
+                "(within one stage, let the function use one leaf twice)"
             )
         if shapes[key] != shapes[owner]:
-            raise UsageError(f"{key} has shape {shapes[key]}, {owner} has {shapes[owner]}; tied shapes must be equal")
+            raise UsageError(f"tied tensors {key} and {owner} have different shapes, {shapes[key]} and {shapes[owner]}")
         ties[layer][name] = owner
     for stage, group in enumerate(layers):
         if len(ties[stage]) == len(group.names):

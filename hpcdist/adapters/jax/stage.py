@@ -42,8 +42,8 @@ def compile_passes(
 ) -> CompiledPasses:
     """Compile the forward and backward of the function ``compute(leaves, x, draw)`` for one set of shapes.
 
-    ``leaves`` (parameters), ``x`` (input) and ``draw`` (random seed words) are given as `jax.ShapeDtypeStruct`. If the
-    keyword ``input_gradient`` is true, the backward also returns the gradient of x.
+    ``leaves`` (parameters), ``x`` (input) and ``draw`` (random seed words) are given as `jax.ShapeDtypeStruct`. If
+    keyword-only ``input_gradient`` is true, the backward also returns the gradient of x.
     """
     jax = library()
     policies = jax.checkpoint_policies
@@ -133,7 +133,7 @@ class StageFunction:
         ``tree`` is the pytree structure of the params. ``where`` names the function in the error message.
         """
         if not callable(call):
-            raise UsageError(f"{where} is a {type(call).__name__}; give a function (params, x) -> y")
+            raise UsageError(f"the function of {where} is a {type(call).__name__}; give a function (params, x) -> y")
         required = [
             parameter
             for parameter in inspect.signature(call).parameters.values()
@@ -143,7 +143,7 @@ class StageFunction:
         if len(required) not in (2, 3):
             names = ", ".join(parameter.name for parameter in required)
             raise UsageError(
-                f"{where} has the arguments ({names}); give a function (params, x) -> y or (params, x, keys) -> y"
+                f"the function of {where} has the arguments ({names}); give a function (params, x) or (params, x, keys)"
             )
         return cls(call, tree, len(required) == 3)
 
@@ -258,7 +258,7 @@ class JaxStage:
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:
         """Return the compiled forward and backward functions of this stage for ``samples`` samples.
 
-        The boolean keyword ``draws`` enables random keys. Raises UsageError for an output of invalid shape or dtype.
+        Keyword-only ``draws`` True enables random keys. Raises UsageError for an output of invalid shape or dtype.
         """
         drawn = draws and self.chain.keyed
         key = (self.chain.key, self._leaves.shapes, self._sample, self._dtype, self.layer > 0, samples, drawn)
@@ -333,8 +333,8 @@ class JaxStage:
             raise UsageError(f"{self} returns a {type(output).__name__}; a stage must return one array (samples, ...)")
         if output.dtype != self._computes:
             raise UsageError(
-                f"{self} returns {output.dtype}, but its parameters have the dtype {self._computes}; end it with "
-                f".astype({self._computes.name!r}), since stages exchange this type"
+                f"{self} returns {output.dtype}, but its parameters have the dtype {self._computes}; end the stage "
+                f"with .astype({self._computes.name!r}), because stages exchange arrays of the parameters' dtype"
             )
         shape = tuple(output.shape)
         if not shape or shape[0] != samples:

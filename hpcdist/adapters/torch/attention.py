@@ -71,8 +71,8 @@ def context_positions(tokens: int, device: "torch.device | str | None" = None) -
         return torch.arange(tokens, device=device)
     if tokens != cut.tokens:
         raise UsageError(
-            f"context_positions({tokens}): this rank has {cut.tokens} of the {cut.whole} tokens of a sample; "
-            f"pass {cut.tokens}"
+            f"context_positions({tokens}): this rank has {cut.tokens} of the {cut.whole} tokens of a sample; call "
+            f"context_positions({cut.tokens})"
         )
     return torch.from_numpy(cut.places.copy()).to(device)
 
@@ -169,7 +169,6 @@ def _function() -> Any:
 
 
 def _rows(x: "torch.Tensor") -> "torch.Tensor":
-    """Return ``x``, of shape (samples, heads, tokens, size), as contiguous (samples, tokens, heads * size)."""
     return x.detach().transpose(1, 2).reshape(x.shape[0], x.shape[2], -1).contiguous()
 
 

@@ -79,8 +79,8 @@ class TorchLoss(Loss):
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
         if self._cut is not None and not self._cut.calls:
             raise UsageError(
-                "no stage calls hpcdist.adapters.torch.context_attention: with parallel.context each token would see "
-                "only this rank's tokens; call it instead of scaled_dot_product_attention, or set parallel.context = 1"
+                "no stage calls hpcdist.adapters.torch.context_attention, so each token would see only this rank's "
+                "tokens; call context_attention instead of scaled_dot_product_attention, or set parallel.context = 1"
             )
         with share_stream(logits):
             outputs = tensor_of(logits)
@@ -102,11 +102,12 @@ class TorchLoss(Loss):
             outputs.grad = None
             total.backward(total.new_tensor(scale))
             if outputs.grad is None:
-                raise UsageError("the loss does not depend on the outputs of the last stage; compute it from them")
+                raise UsageError(
+                    "the loss does not depend on the outputs of the last stage; compute the loss from them"
+                )
             return array_of(outputs.grad)
 
     def _compare_halves(self, outputs: "torch.Tensor", targets: Inputs) -> None:
-        """Raise UsageError if the losses of half batches contradict the ``reduction`` passed to `wrap`."""
         half, count = len(outputs) // 2, len(outputs)
         devices = [outputs.device] if outputs.is_cuda else []
         random = library().get_rng_state if not devices else library().cuda.get_rng_state
@@ -250,7 +251,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _terms(node: Any, reduction: int) -> int | None:
-    """Return the number of elements that an autograd node averages (``reduction`` 1) or sums (2). Others: None."""
+    """Return the number of elements that ``node`` averages (``reduction`` 1) or sums (``reduction`` 2), or None."""
     kind = _kind(node)
     if kind == {1: "Mean", 2: "Sum"}[reduction]:
         return math.prod(node._saved_self_sym_sizes)
@@ -273,7 +274,6 @@ def _counted(node: Any) -> "int | torch.Tensor":
 
 
 def _selects(node: Any) -> bool:
-    """Return True if the autograd node ``node`` averages or sums only elements that a mask or index selects."""
     selects = False
     for operation in _before(node):
         kind = _kind(operation)

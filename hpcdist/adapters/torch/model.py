@@ -43,8 +43,8 @@ def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in KINDS:
         raise ConfigurationError(
-            f"hpcdist has no optimizer like {kind}; use AdamW or SGD, or name one in the recipe: optimizer.name is "
-            "'adamw', 'sgd', 'lars' or 'lamb'"
+            f"hpcdist has no optimizer like {kind}; use AdamW or SGD, or set optimizer.name in the recipe to 'adamw', "
+            "'sgd', 'lars' or 'lamb'"
         )
     for group in groups:
         _check_group(kind, group, groups[0])
@@ -63,8 +63,8 @@ def _check_group(kind: str, group: Mapping[str, Any], first: Mapping[str, Any]) 
             )
     if kind in ("Adam", "RMSprop") and group["weight_decay"]:
         raise ConfigurationError(
-            f"{kind} with weight_decay = {group['weight_decay']} adds it to the gradient; use AdamW, or "
-            "weight_decay = 0"
+            f"{kind} with weight_decay = {group['weight_decay']} adds the decay to the gradient, which hpcdist does "
+            "not support; use AdamW, or weight_decay = 0"
         )
     if kind == "RMSprop" and group["momentum"]:
         raise ConfigurationError(f"RMSprop with momentum = {group['momentum']} is not supported; use momentum = 0")
@@ -116,14 +116,14 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
     if missing:
         raise ConfigurationError(
             f"the optimizer lacks {len(missing)} of the {len(keys)} tensors of the model, such as "
-            f"{', '.join(missing[:4])}, and hpcdist trains all of them; add them to the optimizer, in a group with "
-            "lr = 0 if they must not change"
+            f"{', '.join(missing[:4])}, and hpcdist trains all of them; add these tensors to the optimizer, in a group "
+            "with lr = 0 if they must not change"
         )
     return {segment.key: group_of[segment.key] for segment in model.layout.segments}
 
 
 def _written(settings: Mapping[str, Setting]) -> list[str]:
-    """Format ``settings`` for the recipe key ``optimizer.groups``: tensor name -> (weight decay, rate factor)."""
+    """Format ``settings``, {tensor name: (weight decay, rate factor)}, for the recipe key ``optimizer.groups``."""
     by_end: dict[str, set[Setting]] = {}
     for key, setting in settings.items():
         by_end.setdefault(key.rpartition(".")[2], set()).add(setting)
@@ -149,17 +149,17 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
     with the training run. Raises UsageError for missing tensors, unknown tensors, and wrong shapes.
     """
     torch, remaining = library(), dict(parameters)
-    other = "these are parameters of other modules"
+    reason = "these are parameters of other modules"
     cure = "pass the module, or list of stages, that was passed to wrap"
     for layer, cut in enumerate(stages_of(module_or_stages)):
         for name, parameter in cut.own.items():
             values = remaining.pop(f"{layer}.{name}", None)
             if values is None:
-                raise UsageError(f"the parameters lack the tensor {layer}.{name}: {other}; {cure}")
+                raise UsageError(f"the parameters lack the tensor {layer}.{name}: {reason}; {cure}")
             if parameter.numel() and tuple(parameter.shape) != values.shape:
                 raise UsageError(
-                    f"tensor {layer}.{name} has shape {values.shape}, but the module expects "
-                    f"{tuple(parameter.shape)}: {other}; {cure}"
+                    f"tensor {layer}.{name} has shape {values.shape}, but the module expects {tuple(parameter.shape)}: "
+                    f"{reason}; {cure}"
                 )
             parameter.data = torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None
@@ -188,10 +188,10 @@ def wrap(
       the previous stage if it has no parameters, or only parameters of earlier modules.
     - If a batch has a tuple or dict of inputs, the inputs become the arguments of the first module.
     - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of counted targets. Or it returns
-      one number, and the keyword ``reduction`` says if this is the mean or the sum over samples. A mean must be
+      one number, and keyword-only ``reduction`` says if this is the mean or the sum over samples. A mean must be
       computed by ``mean``, cross_entropy or similar.
-    - The keyword ``example`` is an input, or a tuple (input, targets). Pipelines need it for the shapes between stages.
-    - The keyword ``adapted(name, parameter)`` returns True if weight decay and layer-wise rates apply to the parameter.
+    - Keyword-only ``example``: an input, or a tuple (input, targets). Pipelines need it for the shapes between stages.
+    - Keyword-only ``adapted(name, parameter)``: True if weight decay and layer-wise rates apply to the parameter.
       By default they apply to parameters with at least two dims.
 
     The modules provide the initial values. Tensors are named LAYER.NAME, where NAME is the tensor's name in the module.

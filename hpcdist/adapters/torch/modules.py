@@ -127,20 +127,20 @@ def check_modules(stages: Sequence[StageModules]) -> None:
     for cut, name, parameter in parameters:
         where = f"parameter {name} of {cut}"
         if torch.nn.parameter.is_lazy(parameter):
-            raise UsageError(f"{where} has no shape yet; run the module once on an example before you wrap it")
+            raise UsageError(f"{where} has no shape yet; run the module once on an example before you wrap the module")
         if parameter.device.type == "meta":
-            raise UsageError(f"{where} is on the meta device without values; call to_empty, then set its values")
+            raise UsageError(f"{where} is on the meta device without values; call to_empty, then set the values")
         if not parameter.numel():
             raise UsageError(
                 f"{where} is empty; another run may have freed its values. Wrap modules that have all their values"
             )
         if not parameter.requires_grad:
             raise UsageError(
-                f"{where} has requires_grad = False and therefore no gradient; register untrained tensors as "
-                "buffers (register_buffer), or set requires_grad"
+                f"{where} has requires_grad = False and therefore no gradient; register untrained tensors as buffers "
+                "(register_buffer), or set requires_grad = True"
             )
         if parameter.layout is not torch.strided:
-            raise UsageError(f"{where} has the layout {parameter.layout}; convert it with to_dense()")
+            raise UsageError(f"{where} has the layout {parameter.layout}; convert the parameter with to_dense()")
     _check_alike(parameters)
     _check_memory(parameters)
     for cut in stages:
@@ -180,8 +180,8 @@ def _check_memory(parameters: Sequence[tuple[StageModules, str, "torch.nn.Parame
             spans.append((start, start + (reach + 1) * parameter.element_size(), name, cut))
             if reach + 1 < parameter.numel():
                 raise UsageError(
-                    f"parameter {name} of {cut} is an expanded tensor: several elements share one number; make it "
-                    "contiguous before you wrap the module"
+                    f"parameter {name} of {cut} is an expanded tensor: several elements share one number; make the "
+                    "parameter contiguous before you wrap the module"
                 )
     spans.sort(key=lambda span: span[:2])
     for (_, stop, name, cut), (start, _, other, other_cut) in zip(spans, spans[1:], strict=False):
@@ -223,7 +223,7 @@ class _StageTensors:
 
 
 class ParameterBinding:
-    """Makes the parameters of the user's modules views of the arrays of a training run. Not thread-safe."""
+    """Link between user modules and a training run, whose arrays hold the modules' parameters. Not thread-safe."""
 
     def __init__(self, cuts: Sequence[StageModules]) -> None:
         self._bound = {id(cut): _StageTensors(cut) for cut in cuts}
@@ -248,7 +248,7 @@ class ParameterBinding:
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
 
     def settle(self, step: int) -> None:
-        """If ``step`` is 2 or later, free the initial values, and the parameters of stages not run by this rank."""
+        """From ``step`` 2 on, free the initial values, and the parameters of stages that this rank does not run."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}

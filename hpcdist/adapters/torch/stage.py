@@ -118,8 +118,8 @@ class TorchStage:
             y = self._recorded(x, None) if y is None else y
             if not y.requires_grad:
                 raise UsageError(
-                    f"the output of stage {self.layer}, {self.name}, does not depend on its parameters; use them in "
-                    "the forward"
+                    f"the output of stage {self.layer}, {self.name}, does not depend on its parameters; use the "
+                    "parameters in the forward"
                 )
             if self.layer > 0:
                 x.grad = None
@@ -140,7 +140,7 @@ class TorchStage:
             return array_of(x.grad)
 
     def guard(self, why: str) -> None:
-        """Make this stage's modules raise UsageError if user code calls them during a run. ``why``: error message."""
+        """Make this stage's modules raise UsageError if user code calls them during a run. ``why``: reason to print."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
             if not self._inside and self.binding.has(self.cut):
@@ -255,6 +255,7 @@ class TorchStage:
         missing = [name for name in (*self.cut.own, *self.cut.tied) if name not in written]
         if missing:
             raise UsageError(
-                f"no gradient reached parameter {', '.join(missing)} of stage {self.layer}, {self.name}: its forward "
-                "does not use it, or detaches it; remove it from the module, or register it as a buffer"
+                f"no gradient reached parameter {', '.join(missing)} of stage {self.layer}, {self.name}: the stage's "
+                "forward does not use the parameter, or detaches it; remove the parameter from the module, or "
+                "register it as a buffer"
             )

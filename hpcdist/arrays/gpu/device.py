@@ -58,17 +58,17 @@ def check_bfloat16() -> None:
         ) from error
 
 
-def check_tensor_cores(needs: str, instead: str) -> None:
+def check_tensor_cores(feature: str, advice: str) -> None:
     """Raise MissingCapabilityError if the current GPU has no bfloat16 tensor cores, as before Ampere.
 
-    For the error message, ``needs`` names the feature that uses tensor cores, and ``instead`` says what to change.
+    For the error message, ``feature`` names the feature that uses tensor cores, and ``advice`` says what to change.
     """
     properties = cupy().cuda.runtime.getDeviceProperties(index())
     major, minor = int(properties["major"]), int(properties["minor"])
     if (major, minor) < (8, 0):
         raise MissingCapabilityError(
-            f"GPU {index()} is a {properties['name'].decode()} of compute capability {major}.{minor}; {needs} needs "
-            f"8.0 or newer; {instead}"
+            f"GPU {index()} is a {properties['name'].decode()} of compute capability {major}.{minor}; {feature} needs "
+            f"compute capability 8.0 or newer; {advice}"
         )
 
 

@@ -24,7 +24,6 @@ from hpcdist.errors import MissingCapabilityError
 T = TypeVar("T")
 
 WORKSPACE_BYTES: Final = 32 << 20  # cuBLAS's default on Hopper; it uses less on older GPUs
-INSTEAD: Final = "set run.cuda_graph = false"
 # CUDA constants: element types, accumulation types, and the default algorithm.
 _ELEMENTS: Final = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 _SUMS: Final = {"float64": 70}  # all other types accumulate in float32
@@ -80,14 +79,16 @@ class Cublas:
 
     def _call(self, name: str, *args: Any) -> None:
         if status := getattr(self._library, name)(*args):
-            raise MissingCapabilityError(f"the cuBLAS function {name} returned status {status}; {INSTEAD}")
+            raise MissingCapabilityError(
+                f"the cuBLAS function {name} returned status {status}; set run.cuda_graph = false"
+            )
 
 
 def _loaded(library: str) -> str:
     maps = Path("/proc/self/maps").read_text()
     match = re.search(rf"\s(/\S*/{library}\.so\S*)$", maps, re.MULTILINE)
     if match is None:
-        raise MissingCapabilityError(f"the library {library} is not loaded in this process; {INSTEAD}")
+        raise MissingCapabilityError(f"the library {library} is not loaded in this process; set run.cuda_graph = false")
     return match[1]
 
 

@@ -70,8 +70,6 @@ class _Pool:
 
 
 class _Local(threading.local):
-    """One thread's copy stream, and the arrays that its copies in flight read."""
-
     def __init__(self) -> None:
         self.stream: Any = None
         self.leaving: deque[tuple[Event, Array]] = deque()
@@ -121,7 +119,7 @@ def to_host(source: Array) -> np.ndarray:
 
 
 def to_device(source: np.ndarray, target: Any) -> Event:
-    """Start to copy ``source`` to the GPU array ``target``. Do not change ``source`` before the returned event."""
+    """Start to copy ``source`` to the GPU array ``target``. Keep ``source`` unchanged until the event is done."""
     target.set(source)
     event = device.record()
     _per_thread.busy.append((event, source))  # the reference keeps the leased block out of the pool

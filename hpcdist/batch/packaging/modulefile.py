@@ -44,8 +44,8 @@ class Installation:
         alone = self.home / "hpcdist" / "libexec" / "hpcdist"
         if not os.access(alone, os.X_OK):
             raise ConfigurationError(
-                f"{alone} is missing or not executable in hpcdist {self.version}; reinstall hpcdist, or use "
-                "--environment to put its whole environment on PATH"
+                f"the command {alone} is missing or not executable in hpcdist {self.version}; reinstall hpcdist, or "
+                "use --environment to put all commands of its environment on PATH"
             )
 
 
@@ -71,7 +71,7 @@ def find_installation(prefix: Path) -> Installation:
         home, commands, python_path = _in_environment(prefix), prefix / "bin", False
     if not os.path.isfile(commands / "hpcdist"):
         raise ConfigurationError(
-            f"{prefix} has the package hpcdist in {home}, but no command {commands}/hpcdist; install it there with pip"
+            f"{prefix} has hpcdist in {home}, but no command {commands}/hpcdist; install hpcdist there with pip"
         )
     return Installation(home=home, bin=commands, version=_version(home), python_path=python_path)
 
@@ -94,7 +94,7 @@ def _in_environment(prefix: Path) -> Path:
         )
     if len(different) > 1:
         folders = ", ".join(map(str, different.values()))
-        raise ConfigurationError(f"{prefix} contains hpcdist more than once, in {folders}; remove all but one")
+        raise ConfigurationError(f"{prefix} contains hpcdist more than once, in {folders}; keep only one")
     return next(iter(different.values()))
 
 
@@ -103,10 +103,10 @@ def _version(home: Path) -> str:
         match = _VERSION.search(_package(home).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"{_package(home)} cannot be read: {error}; reinstall hpcdist, or make it readable"
+            f"the file {_package(home)} cannot be read: {error}; reinstall hpcdist, or make the file readable"
         ) from error
     if match is None:
-        raise ConfigurationError(f"{_package(home)} has no line __version__ = ...; reinstall hpcdist")
+        raise ConfigurationError(f"the file {_package(home)} has no line __version__ = ...; reinstall hpcdist")
     return match[1]
 
 
@@ -159,7 +159,7 @@ def render(kind: str, chosen: Modulefile) -> str:
 def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) -> list[Path]:
     """Write modulefiles of hpcdist ``version`` below ``folder`` and return their paths.
 
-    ``texts`` maps "tcl" and "lua" to texts. Raises UsageError if a file exists with another text, unless the keyword
+    ``texts`` maps "tcl" and "lua" to texts. Raises UsageError if a file exists with another text, unless keyword-only
     ``force`` is true.
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
@@ -199,7 +199,6 @@ def _lines_are_printable(text: str) -> bool:
 
 
 def _fits_braces(text: str) -> bool:
-    """Return True if Tcl reads ``text`` in braces unchanged."""
     depth = 0
     for letter in text:
         depth += {"{": 1, "}": -1}.get(letter, 0)

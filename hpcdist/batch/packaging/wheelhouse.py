@@ -66,7 +66,7 @@ class Wheel:
                 (metadata_name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
                 message = email.parser.BytesParser().parsebytes(archive.read(metadata_name))
         except (zipfile.BadZipFile, ValueError) as error:
-            raise UsageError(f"{path} is damaged or not a wheel: {error}; build it again with `pip wheel`") from error
+            raise UsageError(f"{path} is damaged or not a wheel: {error}; build a wheel with `pip wheel`") from error
         extras = tuple(message.get_all("Provides-Extra") or ())
         return cls(path, parsed.name, parsed.version, extras, str(message.get("Requires-Python", "")))
 

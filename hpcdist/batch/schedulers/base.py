@@ -112,8 +112,8 @@ def run_command(
 ) -> CommandResult:
     """Run the command ``line`` with ``script`` as standard input. Return its output and exit code. Local.
 
-    ``environment``: by default as in this process. Raises MissingCapabilityError with the text ``absent`` if the
-    program is not on PATH. If it cannot be run or exceeds ``limit_s`` seconds, the error has the advice ``cure``.
+    ``environment``: by default as in this process. Raises MissingCapabilityError: with the text ``absent`` if the
+    program is not on PATH, with the advice ``cure`` if it cannot be run or exceeds ``limit_s`` seconds.
     """
     program = shutil.which(line[0])
     if program is None:
@@ -128,6 +128,6 @@ def run_command(
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MissingCapabilityError(f"{program} did not run ({error}); {cure}") from error
+        raise MissingCapabilityError(f"the command {program} did not run ({error}); {cure}") from error
     complaint = process.stderr.decode(errors="replace").strip()
     return CommandResult(process.returncode, process.stdout.decode(errors="replace"), complaint)

@@ -39,7 +39,7 @@ def states(jobs: Iterable[str]) -> dict[str, JobState]:
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
-    """Return a dict from job id to a list of states: one, or one per array task (123_4) or component (123+1).
+    """Return {job id: list of states}, with one state per array task (123_4) or component (123+1) of the job.
 
     GONE: the scheduler no longer knows the job. UNKNOWN: the scheduler does not answer. Both states have a reason.
     """

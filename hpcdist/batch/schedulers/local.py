@@ -83,13 +83,12 @@ def submit(script: str, log: Path, begin: datetime | None = None) -> str:
             return _start([bash, "-c", _SUPERVISOR_SCRIPT, "hpcdist", str(begin_s)], new, file.fileno())
     except OSError as error:
         raise StorageError(
-            f"the job was not started: {error}; its log {log} and its folder in {folder} must be writable; set "
-            "XDG_STATE_HOME to move the folder"
+            f"the job was not started: {error}; make the log {log} and the job folder in {folder} writable, or set "
+            "XDG_STATE_HOME to move the job folder"
         ) from error
 
 
 def _start(line: list[str], new: Path, log_fd: int) -> str:
-    """Run the command ``line`` as a job with the folder ``new``. Rename the folder to the job id; return the id."""
     name_reader, name_writer = os.pipe()  # the shell's final folder name, which contains its process id
     ready_reader, ready_writer = os.pipe()  # the shell closes it when the job can be cancelled
     try:
@@ -166,10 +165,10 @@ def cancel(job: str) -> bool:
     """Send SIGTERM to all processes of ``job``, so that it saves and ends. Return False if the job has ended."""
     record = _job_record(job)
     if record is None:
-        raise UsageError(f"{_home()} has no job {job!r}; run `hpcdist jobs status` to list the jobs")
+        raise UsageError(f"there is no job {job!r} in {_home()}; run `hpcdist jobs status` to list the jobs")
     is_foreign = record.get("boot") != boot_id()  # of another machine, or before a reboot of this machine
     if is_foreign and record.get("host") != socket.gethostname():
-        raise MissingCapabilityError(f"{job} runs, or ran, on {record.get('host')}: cancel the job on that machine")
+        raise MissingCapabilityError(f"job {job} was started on {record.get('host')}: cancel the job on that machine")
     if is_foreign or not _alive(job) or _code(job)[0] is not None:
         return False
     (_home() / job / "cancelled").touch()
@@ -190,7 +189,6 @@ def _pid_and_start(job: str) -> tuple[int, int]:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the state of process ``pid``, and its start time in clock ticks since boot."""
     try:
         fields = process_fields(pid)
     except OSError:

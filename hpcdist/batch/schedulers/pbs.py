@@ -56,8 +56,8 @@ def submit(script: str, after: str | None = None) -> str:
     answer = _output_of("qsub", *dependency, script=script)
     if answer.code != 0:
         raise ConfigurationError(
-            f"PBS refused the job (qsub, exit code {answer.code}): {answer.complaint}; change the named option, or see "
-            "`qstat -Q` for queues and their limits"
+            f"PBS refused the job (qsub, exit code {answer.code}): {answer.complaint}; change the option that PBS "
+            "names, or see `qstat -Q` for queues and their limits"
         )
     return answer.output.strip()
 
@@ -66,7 +66,9 @@ def cancel(job: str) -> None:
     """End ``job`` by qdel: SIGTERM, and SIGKILL after kill_delay. Raises MissingCapabilityError if qdel fails."""
     answer = _output_of("qdel", job)
     if answer.code != 0 and "job has finished" not in answer.complaint.lower():
-        raise MissingCapabilityError(f"qdel {job} failed, exit code {answer.code}: {answer.complaint}; see qstat")
+        raise MissingCapabilityError(
+            f"qdel {job} failed, exit code {answer.code}: {answer.complaint}; see `qstat {job}`"
+        )
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:

@@ -54,13 +54,13 @@ class SiteScheduler:
         for option in self.options:
             if not option.startswith("-"):
                 raise ConfigurationError(
-                    f"scheduler.options has {option!r}, which is not an option; write e.g. '--account=NAME' as one text"
+                    f"scheduler.options: {option!r} does not begin with '-'; write e.g. '--account=NAME' as one item"
                 )
         for name in ("qos", "constraint"):
             if getattr(self, name) and self.kind != "slurm":
                 raise ConfigurationError(
                     f"scheduler.{name} = {getattr(self, name)!r} with scheduler.kind = {self.kind!r}: only Slurm has "
-                    "this setting; leave it out, or use scheduler.options"
+                    f"this setting; leave scheduler.{name} out, or use scheduler.options"
                 )
 
 
@@ -83,7 +83,7 @@ class SiteLauncher:
                 f"choose one of {', '.join(able)}"
             )
         if self.pmi and self.kind != "srun":
-            raise ConfigurationError(f"launcher.pmi = {self.pmi!r} needs launcher.kind = 'srun'; leave it out")
+            raise ConfigurationError(f"launcher.pmi = {self.pmi!r} needs launcher.kind = 'srun'; remove launcher.pmi")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class SiteLimits:
     mem_per_node: str = ""
 
     def over(self, general: "SiteLimits") -> "SiteLimits":
-        """Return a copy of these limits. Unknown values are taken from ``general``, such as the limits of the site."""
+        """Return these limits, with unknown values replaced by ``general``, such as the limits of the site."""
         limits = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
         return replace(general, **limits)
 
@@ -237,7 +237,7 @@ class SiteProfile:
 
         if self.storage.sbcast and self.scheduler.kind != "slurm":
             raise ConfigurationError(
-                f"storage.sbcast with scheduler.kind = {self.scheduler.kind!r}: sbcast is a Slurm command; leave it out"
+                f"storage.sbcast needs scheduler.kind = 'slurm', got {self.scheduler.kind!r}; leave storage.sbcast out"
             )
 
     def complete(self, job: BatchJob) -> BatchJob:

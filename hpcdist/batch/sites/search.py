@@ -47,12 +47,12 @@ def check(job: BatchJob, site: SiteProfile) -> None:
     _check_memory(job, limits, place)
     if job.gpus_per_node and site.gpu.unsupported:
         raise ConfigurationError(
-            f"{counted(job.gpus_per_node, 'GPU')} per node at the site {site.name}: {site.gpu.unsupported}; use CPU "
-            "cores instead (run.device = 'cpu', and no --gpus-per-node)"
+            f"{counted(job.gpus_per_node, 'GPU')} per node at the site {site.name} cannot be used: "
+            f"{site.gpu.unsupported}; use CPU cores instead (run.device = 'cpu', and no --gpus-per-node)"
         )
-    requested = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
+    node_options = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
     if limits.max_nodes and job.nodes + job.spare_nodes > limits.max_nodes:
-        raise ConfigurationError(f"{requested}: {place} allows at most {limits.max_nodes} nodes")
+        raise ConfigurationError(f"{node_options}: {place} allows at most {limits.max_nodes} nodes per job")
     gpus = limits.gpus_per_node if limits.gpus_per_node >= 0 else (site.gpu.per_node or None)
     if gpus is not None and job.gpus_per_node > gpus:
         raise ConfigurationError(
@@ -92,7 +92,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
                 "with --partition, or set scheduler.options in a profile"
             )
     if job.mem == "0" and kind == "pbs":
-        raise ConfigurationError(f"--mem 0: PBS at the site {site.name} reads 0 as no memory; give the size")
+        raise ConfigurationError(f"--mem 0: PBS at the site {site.name} reads 0 as no memory; give a size, e.g. 200G")
     if kind != "none":
         return
     options: dict[str, str | int | None] = {
@@ -149,7 +149,7 @@ def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
-    """Return a warning for each of ``paths`` (purpose -> path) that the nodes of ``site`` cannot see. Local."""
+    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: a dict from purpose to path."""
     return [
         f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]
@@ -196,7 +196,7 @@ def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
     if named not in profiles:
         raise ConfigurationError(
             f"site profile {named!r} does not exist; {suggestion(named, profiles)} (searched "
-            f"{', '.join(str(folder) for folder in folders(environment))}; put your profiles into the first)"
+            f"{', '.join(str(folder) for folder in folders(environment))}; put your profiles into the first folder)"
         )
     return profiles[named]
 
@@ -210,7 +210,7 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
     try:
         return msgspec.convert({**tree, "name": path.stem, "origin": str(path)}, SiteProfile)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{place} is invalid: {error}; correct the file") from error
+        raise ConfigurationError(f"{place} is invalid: {error}; correct this file") from error
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
@@ -259,7 +259,7 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the base profile ``named`` (a name or a path) of the site profile in the file ``path``."""
+    """Return the path of the profile ``named`` (a name or a path), on which the profile at ``path`` is based."""
     if os.sep in named or named.endswith(".toml"):
         return path.parent / Path(named).expanduser()
     if named == path.stem:

@@ -67,7 +67,7 @@ def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTenso
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` for the whole ``tensor``. ``store`` has methods to read or write elements, like `FileStore`."""
+    """Return a `Piece` for the whole ``tensor``, whose elements are read or written by methods of ``store``."""
     whole = Range(0, tensor.size)
     elements: Any = FileSlice(store, whole)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, elements)
@@ -81,7 +81,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
     """
     for path in paths:
         if path.exists():
-            raise StorageError(f"{path}: exists already; remove it, or choose another output name")
+            raise StorageError(f"{path} exists already; remove the file, or choose another output name")
     written = {path: atomic.temporary_path(path) for path in paths}
     named: list[Path] = []
     try:

@@ -47,8 +47,7 @@ def format_of(path: Path) -> tuple[str, Path]:
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
         if len(matches) != 1:
-            matched = f"{len(matches)} such files" if matches else "none"
-            raise StorageError(f"{path} must have one {SUFFIX} file or one index file, but has {matched}; give a file")
+            raise StorageError(f"{path} must have one {SUFFIX} or index file, but has {len(matches)}; name one file")
         path = matches[0]
     if not path.is_file():
         raise StorageError(f"{path}: there is no such file; correct the path")

@@ -207,8 +207,8 @@ class SafetensorsReader:
         data = pread_all(fd, out.nbytes, location.start + part.start * out.itemsize)
         if len(data) != out.nbytes:
             raise ValueError(
-                f"{self.tensors[index].name} has {out.nbytes} bytes, but the file has only {len(data)} of them; "
-                "copy the file again"
+                f"{out.nbytes} bytes of tensor {self.tensors[index].name} were requested, but the file ends after "
+                f"{len(data)} of these bytes; copy the file again"
             )
         out.view(np.uint8).data[:] = data
 
@@ -218,9 +218,9 @@ def _files_of(path: Path) -> list[Path]:
         return [path]
     index = regular.json_value(path, MAX_HEADER_BYTES)
     names = set(index["weight_map"].values()) if isinstance(index, dict) else set()
-    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or name.startswith(".")]
-    if strange or not names:
+    invalid = [name for name in names if not isinstance(name, str) or Path(name).name != name or name.startswith(".")]
+    if invalid or not names:
         raise ValueError(
-            f"the index lists {str(strange[:1])[:80]}, expected only files in its own directory; correct the index"
+            f"the index lists {str(invalid[:1])[:80]}, expected names of files in its directory; correct the index"
         )
     return [path.with_name(name) for name in sorted(names)]

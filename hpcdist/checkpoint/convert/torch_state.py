@@ -151,7 +151,7 @@ def _check_records(path: Path) -> None:
         records = archive.infolist()
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
         raise ValueError(
-            "the PyTorch file has compressed records, expected uncompressed records; save it again with torch.save"
+            "the PyTorch file has compressed records, expected uncompressed records; save the file again by torch.save"
         )
     nbytes, size = sum(record.file_size for record in records), path.stat().st_size
     if nbytes > size:  # reading must not take more memory than the file's size
@@ -168,7 +168,7 @@ def _check_records(path: Path) -> None:
 
 
 def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
-    """Return, from the dict ``state``: tensors by kind ("parameters", ...), metadata text or "", and ignored names."""
+    """Return the contents of ``state``: tensors by kind, metadata text or "", and ignored keys. ``module``: torch."""
     if not isinstance(state, Mapping):
         raise ValueError(
             f"the PyTorch file holds a {type(state).__name__}, expected a dict of tensors; save model.state_dict()"

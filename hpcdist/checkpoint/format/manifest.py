@@ -106,7 +106,7 @@ class StoredPiece(Slot):
         return f"{self.kind}/{self.tensor}"
 
     def runs(self) -> Runs:
-        """Return the ranges of the whole tensor's elements that this piece holds."""
+        """Return the ranges of elements that this piece holds, counted in the whole tensor."""
         return runs(self.shape, self.box, Range(*self.flat))
 
 
@@ -252,8 +252,8 @@ def build(
         gap = first_gap(stretches, math.prod(shape))
         if gap is not None:
             raise StorageError(
-                f"{kind}/{tensor}: no rank saved element {gap} of {math.prod(shape)}; nothing is saved. The parts of "
-                "all ranks must cover the tensor"
+                f"tensor {kind}/{tensor}: no rank saved element {gap} of {math.prod(shape)}; nothing is saved. The "
+                "parts of all ranks must cover the tensor"
             )
     return Manifest(
         schema=SCHEMA,
@@ -331,11 +331,11 @@ def load(directory: Path) -> Manifest:
     if manifest.block_bytes != BLOCK_BYTES:
         raise StorageError(
             f"{path} has one digest per {manifest.block_bytes} bytes of tensor data, expected one per {BLOCK_BYTES} "
-            "bytes; restore it from a copy"
+            "bytes; restore this file from a copy"
         )
     reason = inconsistency(manifest)
     if reason:
-        raise StorageError(f"{path} {reason}; restore it from a copy")
+        raise StorageError(f"{path} {reason}; restore this file from a copy")
     return manifest
 
 
@@ -378,7 +378,7 @@ def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
     computed = xxhash.xxh3_128(memoryview(data)[:end])
     computed.update(b"}")
     if computed.hexdigest() != digest:
-        raise StorageError(f"{path} is damaged: its digest does not match; restore it from a copy")
+        raise StorageError(f"{path} is damaged: its digest does not match; restore this file from a copy")
     if not data.startswith(_ABOUT):
         return _parse_free_form(path, data)
     about, start = _value(data, len(_ABOUT))
@@ -394,7 +394,7 @@ def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
         _check_version(path, header.schema, header.version)
         shards = msgspec.json.decode(typed, type=_Shards)
     except msgspec.DecodeError as error:
-        raise StorageError(f"{path} is not valid: {error}; restore it from a copy") from error
+        raise StorageError(f"{path} is not valid: {error}; restore this file from a copy") from error
     if not (isinstance(scalars, dict) and isinstance(about, dict)):
         raise StorageError(
             f"{path} is not valid: ``scalars`` and ``about`` must be JSON objects; restore the manifest from a copy"
@@ -407,7 +407,7 @@ def _value(data: bytes, start: int) -> tuple[Any, int]:
     try:
         value, size = _DECODER.raw_decode(text)
     except ValueError as error:
-        raise ValueError(f"{error}; expected a JSON value of at most {MAX_FREE_FORM_BYTES} bytes") from error
+        raise ValueError(f"not a JSON value of at most {MAX_FREE_FORM_BYTES} bytes: {error}") from error
     return value, start + size
 
 
@@ -420,20 +420,20 @@ def _parse_free_form(path: Path, data: bytes) -> Manifest:
         )
     body = json.loads(data, object_pairs_hook=unique_keys)
     if not isinstance(body, dict):
-        raise StorageError(f"{path} is not a manifest of {SCHEMA}; restore it from a copy")
+        raise StorageError(f"{path} is not a manifest of {SCHEMA}; restore this file from a copy")
     _check_version(path, body.get("schema"), body.get("version"))
     digest = body.pop("digest", None)
     if digest_of(body) != digest:
-        raise StorageError(f"{path} is damaged: its digest does not match; restore it from a copy")
+        raise StorageError(f"{path} is damaged: its digest does not match; restore this file from a copy")
     try:
         return msgspec.convert(body, Manifest)
     except msgspec.ValidationError as error:
-        raise StorageError(f"{path} is not valid: {error}; restore it from a copy") from error
+        raise StorageError(f"{path} is not valid: {error}; restore this file from a copy") from error
 
 
 def _check_version(path: Path, schema: object, version: object) -> None:
     if schema != SCHEMA:
-        raise StorageError(f"{path} is not a manifest of {SCHEMA}; restore it from a copy")
+        raise StorageError(f"{path} is not a manifest of {SCHEMA}; restore this file from a copy")
     if type(version) is not int or not 1 <= version <= VERSION:
-        kind = NewerVersionError if type(version) is int and version > VERSION else StorageError
-        raise kind(f"{path} has version {str(version)[:20]}, expected 1 to {VERSION}; update hpcdist")
+        error_type = NewerVersionError if type(version) is int and version > VERSION else StorageError
+        raise error_type(f"{path} has version {str(version)[:20]}, expected 1 to {VERSION}; update hpcdist")

@@ -80,20 +80,20 @@ class BlockReader:
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
         """Read and verify block number ``block`` of the stored tensor data ``entry``. Return its size in bytes.
 
-        ``take`` is called several times with elements, and must copy them. Raises DamagedError, after which the caller
-        must discard the elements.
+        ``take(elements)`` is called several times, and must copy the elements. Raises DamagedError; the caller must
+        then discard the elements.
         """
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
-        where = f"{self._directory.name}/{entry.file}: bytes {offset} to {offset + count} of {entry.name}"
+        byte_range = f"{self._directory.name}/{entry.file}: bytes {offset} to {offset + count} of {entry.name}"
         try:
             read_bytes, digest = self._pass(entry, offset, count, take)
         except OSError as error:
-            raise DamagedError(f"{where} cannot be read: {error.strerror}") from error
+            raise DamagedError(f"{byte_range} cannot be read: {error.strerror}") from error
         if read_bytes != count:
-            raise DamagedError(f"{where} are missing: the file is too short")
+            raise DamagedError(f"{byte_range} are missing: the file is too short")
         if block >= len(entry.digests) or digest != entry.digests[block]:
-            raise DamagedError(f"{where} are damaged: the digest does not match")
+            raise DamagedError(f"{byte_range} are damaged: the digest does not match")
         return count
 
     def digest_of(self, name: str, parts: Iterable[Range]) -> tuple[int, str]:

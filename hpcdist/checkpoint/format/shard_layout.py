@@ -90,7 +90,7 @@ def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
 
 
 class IncomingBlocks:
-    """Double-buffered receiver of byte blocks from the rank ``peer``. ``sizes`` lists their sizes in bytes."""
+    """Double-buffered receiver of byte blocks from the rank ``peer``. ``sizes``: size of each block in bytes."""
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
         self._comm, self._peer, self._sizes = comm, peer, deque(sizes)
@@ -123,9 +123,9 @@ class IncomingBlocks:
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send the bytes of ``arrays`` in blocks to the rank ``peer``. ``sizes`` lists the blocks' sizes in bytes.
+    """Send the bytes of ``arrays`` in blocks to the rank ``peer``. ``sizes``: size of each block in bytes.
 
-    Return the error message, or "". An array may be a `FileSlice`. After a read error, zeros are sent.
+    If reading an array (`FileSlice`) fails, send zeros instead, and return the error message. Otherwise return "".
     """
     sent, error = 0, ""
     try:

@@ -225,7 +225,7 @@ def _digest(data: np.ndarray) -> bytes:
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
     """Yield, for each block of BLOCK_BYTES bytes of ``data``, the list of copies that fill it from ``pieces``.
 
-    A copy is (index of the piece, slice of the elements of its array, target view in ``data``).
+    A copy is (index of the piece, slice of its elements, target view in ``data``). ``names``: layout of the pieces.
     """
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):

@@ -101,7 +101,7 @@ class HeldCopies:
 
 
 class PartnerStore:
-    """Keeps copies of all ranks' state on partner ranks of ``comm``. The first two calls of `keep` allocate memory."""
+    """Copies of all ranks' state on partner ranks of ``comm``. The first two calls of `keep` allocate memory."""
 
     def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
         self._comm, self._ledger = comm, ledger
@@ -161,7 +161,7 @@ class PartnerStore:
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
         """Copy this rank's state to ``target`` and its partner rank; receive other ranks' states. Collective.
 
-        ``encoded``: scalars of the state after ``step``. If the keyword ``anew`` is True, send tensor descriptions.
+        ``encoded``: scalars after ``step``. If the keyword-only ``anew`` is True, send tensor descriptions.
         """
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
@@ -228,10 +228,10 @@ def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None)
 def _holders(
     gathered: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
 ) -> dict[tuple[int, int], list[int]]:
-    """Return a dict: (step, rank before the failure) -> current ranks with a copy of this rank's state after the step.
+    """Return a dict: (step, owner) -> current ranks with a copy of the owner's state after the step, the owner first.
 
-    The owner of the state comes first. ``gathered``: for each current rank, (rank and size before the failure, result
-    of `HeldCopies.held`), or None for a new process.
+    ``owner`` is a rank before the failure. ``gathered``: for each current rank, (rank before the failure, number of
+    ranks before the failure, result of `HeldCopies.held`), or None for a new process.
     """
     reports = {report[0]: (rank, report) for rank, report in enumerate(gathered) if report is not None}
     holders: dict[tuple[int, int], list[int]] = {}

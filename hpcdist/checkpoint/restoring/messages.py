@@ -151,7 +151,7 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Split the elements of all selections in ``lines`` into messages of at most ``longest`` bytes.
+    """Split the elements that all of ``lines`` select into messages of at most ``longest`` bytes.
 
     Yield each message as a list of (i, range): elements ``range.start`` to ``range.stop - 1`` of ``lines[i]``.
     """
@@ -233,7 +233,7 @@ class _Stream:
 def exchange(
     comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
 ) -> int:
-    """Send ``outgoing[r]`` to each rank r, and receive ``incoming[r]`` from rank r. Collective over ``comm``.
+    """Send the elements ``outgoing[r]`` to each rank r; receive the elements ``incoming[r]`` from r. Collective.
 
     Sender and receiver must list the same elements in the same order. Returns the number of bytes received.
     """

@@ -49,7 +49,7 @@ class CopyRuns:
     size: np.ndarray
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool array. Item i is True if element ``start[i]`` of the target array is among those to copy."""
+        """Return a bool array. Item i is True if element ``start[i]`` of the target array is to be copied."""
         if not self.to.size:
             return np.zeros(start.size, bool)
         # Index of the last range that begins at ``start`` or before, or -1.
@@ -196,9 +196,9 @@ def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], 
 
 def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> list[list[int]]:
     rows = comm.allgather_object((problem, counts))
-    for rank, (text, _) in enumerate(rows):
-        if text:
-            raise StorageError(f"{text} (requested by rank {rank})")
+    for rank, (reason, _) in enumerate(rows):
+        if reason:
+            raise StorageError(f"rank {rank} cannot fill its tensors: {reason}")
     return [row for _, row in rows]
 
 

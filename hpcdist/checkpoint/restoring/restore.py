@@ -41,8 +41,8 @@ def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader
 def _check_entries(directory: Path, piece: Piece, entries: list[StoredPiece]) -> None:
     if not entries:
         raise StorageError(
-            f"{directory} has no {piece.name}; was it saved by another model or optimizer? --init-from starts a new "
-            "run from the parameters alone"
+            f"{directory} has no tensor {piece.name}; was the checkpoint saved by another model or optimizer? "
+            "--init-from starts a new run from the parameters alone"
         )
     shape, dtype = tuple(piece.global_shape), name_of(piece.array.dtype)
     for entry in entries:

@@ -51,8 +51,8 @@ class SnapshotMemory:
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
         """Copy all tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
 
-        The pieces come from all ranks of the writer group. The other ranks must call `GroupGather.bring` at the same
-        time. The caller may change its tensors after this call.
+        The writer of a group calls this. ``delivery`` gathers the pieces of the group's ranks, so the other ranks must
+        call `GroupGather.bring` at the same time. After this call, the caller may change its tensors.
         """
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
@@ -103,7 +103,7 @@ def _copy_blocks(blocks: Iterator[np.ndarray], buffer: np.ndarray) -> None:
 
 
 class SnapshotFile:
-    """Temporary file in ``directory`` that holds a snapshot of the data to write; replaces `SnapshotMemory`."""
+    """Temporary file in ``directory`` that holds a snapshot of the data to write, instead of `SnapshotMemory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -180,7 +180,7 @@ class WriterThread(threading.Thread):
 
 
 class BackgroundCheckpoints:
-    """Saves checkpoints of ``comm`` in the background, one at a time. Methods are collective unless marked local."""
+    """Background saver of one checkpoint at a time. Methods are collective over ``comm`` unless marked local."""
 
     def __init__(
         self,

@@ -86,9 +86,9 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link old shards into ``temporary`` if enough of their data is unchanged, which means: is in ``same``.
+        """Hard-link old shards that mostly hold unchanged data into the directory ``temporary``.
 
-        Returns a description of the linked shards, and the tensor slices of ``same`` in them.
+        ``same`` lists the unchanged tensor slices. Returns a description of the linked shards, and their slices.
         """
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
@@ -261,8 +261,8 @@ def save(
     """Save the checkpoint of ``step`` and return its path ``directory/step-N``. Collective over ``comm``.
 
     The ``pieces`` of all ranks together must cover every tensor. Only rank 0 uses ``scalars``, the retention rule
-    ``keep``, and the keyword ``about``, a dict for the manifest. For the keyword ``writers`` see `group_of`. If a rank
-    cannot write, all ranks raise StorageError, and existing checkpoints are unchanged.
+    ``keep``, and the keyword-only ``about``, a dict for the manifest. Keyword-only ``writers``: see `group_of`. If a
+    rank cannot write, all ranks raise StorageError, and existing checkpoints are unchanged.
     """
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
@@ -333,7 +333,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return every rank's `ShardOutcome`. Only rank 0 gets the written shards, other ranks the errors. Collective."""
+    """Return every rank's `ShardOutcome`. Outcomes on ranks other than 0 lack the shards. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:

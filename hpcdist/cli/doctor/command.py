@@ -52,7 +52,7 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
         from hpcdist.cli.doctor import job as doctor_job
 
         if launch:
-            raise UsageError("--job and --launch exclude each other: the ranks of the job already run; leave one out")
+            raise UsageError("--job and --launch exclude each other: the ranks of the job already run; omit --launch")
         return doctor_job.examine(out, device or "", as_json, recipe)
     for name, value in (("out", out), ("device", device), ("recipe", recipe)):
         if value is not None:

@@ -71,7 +71,7 @@ def watch(
 ) -> None:
     """Print the power of every source once a second, and the joules of each source at the end.
 
-    If COMMAND is given, measure until it ends, print to stderr, and return its exit code. Counters measure whole
+    If COMMAND is given, measure until COMMAND ends, print to stderr, and return its exit code. Counters measure whole
     devices: the energy of other processes on this machine is included.
     """
     from hpcdist.energy.config import EnergyConfig

@@ -78,10 +78,10 @@ def _request(job: LocatedJob, parts: Sequence[JobState], saves: bool) -> CancelR
         return CancelRequest(job, "now", live)
     running = [part.id for part in live if not part.is_waiting]
     if job.run_dir is None or any("_" in part or "[" in part for part in running):
-        why = "no run of yours contains it" if job.run_dir is None else "it is a task of an array"
+        reason = "no run of yours contains this job" if job.run_dir is None else "it is a task of an array"
         raise UsageError(
-            f"running job {running[0]} cannot be asked to save: {why}. Nothing was cancelled; add --now to end the job "
-            "at once"
+            f"running job {running[0]} cannot be asked to save: {reason}. Nothing was cancelled; add --now to end the "
+            "job at once"
         )
     return CancelRequest(job, ledger.SAVE, live)
 

@@ -140,6 +140,6 @@ def _parse_layout(text: str) -> dict[str, Any]:
     try:
         context = _options.make_context("layout", words)
     except click.UsageError as error:
-        raise UsageError(f"--layout {text!r}: {error.format_message()}") from error
+        raise UsageError(f"--layout {text!r} is invalid: {error.format_message()}") from error
     values = {name: context.params[name] for name in (*LAYOUT_FIELDS, *_SIZE_OPTIONS)}
     return {name: value for name, value in values.items() if value is not None}

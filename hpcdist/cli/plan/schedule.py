@@ -135,7 +135,7 @@ def _dump(schedules: "list[tuple[str, ScheduleText]]", file: Path) -> None:
     from hpcdist.strategies.schedule.generate import operation_list
 
     if len(schedules) != 1:
-        raise UsageError(f"--dump writes only one schedule, but {len(schedules)} are given; keep one")
+        raise UsageError(f"--dump writes only one schedule, but {len(schedules)} are given; name one")
     name, written = schedules[0]
     try:
         file.write_text(operation_list.dump(written, name), encoding="utf-8")

@@ -118,7 +118,7 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
     from hpcdist.training.use_cases.plan_subject import options_given, subject_from_options
 
     for name in options_given(options, FOUND):
-        raise UsageError(f"{name} is a result of the search, so it cannot be set; give --devices instead")
+        raise UsageError(f"the search computes {name} from --devices, so {name} cannot be set; leave {name} out")
     varied = {*SEARCH_AXES, "strategy", "zero", "devices"}
     fixed = {name: value for name, value in options.items() if name not in varied}
     subject = subject_from_options(path, overrides, fixed)
@@ -151,10 +151,10 @@ def _memory_bytes(size_text: str, cluster: "Cluster") -> float:
     try:
         limit = parse(size_text, "bytes")
     except ConfigurationError as error:
-        raise UsageError(f"--memory {error}") from error
+        raise UsageError(f"--memory is invalid: {error}") from error
     if not 0 < limit <= cluster.device.memory_bytes:
-        size = f"{cluster.device.memory_bytes:,.0f} bytes, the memory of a device of {cluster.name}"
-        raise UsageError(f"--memory {size_text} must be above 0 and at most {size}; change it or leave it out")
+        device_memory = f"{cluster.device.memory_bytes:,.0f} bytes, the memory of a device of {cluster.name}"
+        raise UsageError(f"--memory {size_text} must be above 0 and at most {device_memory}; correct --memory")
     return limit
 
 

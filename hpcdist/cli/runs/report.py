@@ -27,11 +27,10 @@ MAX_MODEL_BYTES: Final = 4 << 30  # largest model that is loaded for a sample
 MAX_CHECKPOINTS: Final = 1000
 TARGETS: Final = ("csv", "wandb", "mlflow")  # formats of --to
 METRICS_FILE: Final = "metrics.h5"  # in a run directory
-_PLACE_HINT: Final = "give the directory of a training (its --out), or a results file of a benchmark (its --output)"
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
-    """Write the HTML page of the run in ``run_dir`` to ``file``. For the keywords see `page_context`."""
+    """Write the HTML page of the run in ``run_dir`` to ``file``. For the keyword-only arguments see `page_context`."""
     from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
 
@@ -42,7 +41,7 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
     """Return the data for a run's HTML page. Data that cannot be read is replaced by the reason.
 
-    If the keyword ``sample`` is True, the data includes a text that the model generates after the keyword ``prompt``.
+    Keyword-only: if ``sample`` is True, the data includes a text that the model generates after the text ``prompt``.
     """
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
@@ -178,7 +177,7 @@ def report(
     if as_json and markdown:
         raise UsageError("--json and --markdown exclude each other; choose one")
     if target is None and output is not None:
-        raise UsageError("--output needs --to csv, wandb or mlflow; add it")
+        raise UsageError("--output needs --to csv, --to wandb or --to mlflow; add one of them")
     if target is not None and (plot or html or as_json or markdown):
         raise UsageError("--to excludes --plot, --html, --json and --markdown; choose one")
     for path in places:
@@ -210,7 +209,7 @@ def report(
 
 def _check_place(place: Path) -> None:
     if not place.exists():
-        raise StorageError(f"{place} does not exist; {_PLACE_HINT}")
+        raise StorageError(f"{place} does not exist; give the directory of a training or a results file of a benchmark")
     if place.name == METRICS_FILE and place.is_file():
         raise UsageError(f"{place} is one file of a run; give its directory: hpcdist report {place.parent}")
 
@@ -219,7 +218,7 @@ def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str)
     source = click.get_current_context().get_parameter_source("sample_prompt")
     prompted = source is not None and source.name == "COMMANDLINE"
     if html is None and (no_sample or prompted):
-        raise UsageError("--no-sample and --sample-prompt need --html FILE; add it")
+        raise UsageError("--no-sample and --sample-prompt need --html FILE; add --html FILE")
     if no_sample and prompted:
         raise UsageError("--no-sample and --sample-prompt exclude each other; choose one")
     if not prompt:
@@ -250,7 +249,7 @@ def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
 def read_runs(places: "Sequence[Path]") -> "list[RunData]":
     """Read the runs in the directories ``places``. Raises UsageError for a results file."""
     if files := [place for place in places if place.is_file()]:
-        raise UsageError(f"{files[0]} is a results file: give it alone, or only run directories; see `hpcdist compare`")
+        raise UsageError(f"{files[0]} is a results file: give only this file, or only runs; see `hpcdist compare`")
     return [_read_run(place) for place in places]
 
 
@@ -314,7 +313,7 @@ def _write_csv(text: str, output: Path | None) -> None:
     try:
         atomic.write(output, text.encode())
     except OSError as error:
-        raise StorageError(f"{output}: cannot be written: {error.strerror or error}; choose another file") from error
+        raise StorageError(f"{output} cannot be written: {error.strerror or error}; choose another file") from error
     click.echo(f"csv        {output}, {format_bytes(output.stat().st_size)}")
 
 

@@ -125,8 +125,8 @@ def _refuse_what_trainings_have(
 ) -> None:
     if recipe is not None or overrides:
         raise UsageError(
-            f"{flag} does not train one recipe, so {recipe or '--set'} has no effect; leave it out, and set the recipe "
-            "keys in a sweep file"
+            f"{flag} does not train one recipe, so {recipe or '--set'} has no effect; leave RECIPE and --set out, and "
+            "set the recipe keys in a sweep file"
         )
     for name in ("stage_data", "environment", "warmup", "spare_nodes"):
         if options[name]:
@@ -221,17 +221,17 @@ def _arguments(suite: str, text: str) -> tuple[str, ...]:
 
     from hpcdist.cli.bench import group
 
-    place, command = f"--bench-args {text!r}", group.command.commands[suite]
+    option, command = f"--bench-args {text!r}", group.command.commands[suite]
     try:
         words = shlex.split(text)
         command.make_context(suite, [*words, *(["SWEEP.toml"] if suite == SWEEP else [])])
         parsed = command.make_context(suite, [*words], resilient_parsing=True)
     except (ValueError, click.UsageError) as error:
         message = error.format_message() if isinstance(error, click.UsageError) else str(error)
-        raise UsageError(f"{place} is invalid: {message.rstrip('.')}; see `hpcdist bench {suite} --help`") from error
+        raise UsageError(f"{option} is invalid: {message.rstrip('.')}; see `hpcdist bench {suite} --help`") from error
     for name in ("output", "ranks", "ranks_per_node", "run_args"):
         if parsed.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{place}: the job sets --{name.replace('_', '-')} itself; remove this option")
+            raise UsageError(f"{option}: the job sets --{name.replace('_', '-')} itself; remove this option")
     return tuple(words)
 
 

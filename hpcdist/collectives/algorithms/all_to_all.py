@@ -71,7 +71,7 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
     for source, to in np.argwhere(sent != expected):
         raise CommunicationError(
             f"in an all-to-all over {comm.name}, rank {source} sends {sent[source, to]} elements to rank {to}, which "
-            f"expects {expected[source, to]}; make the two ranges equally long"
+            f"expects {expected[source, to]}; make the sender's and the receiver's range equally long"
         )
 
 
@@ -121,7 +121,7 @@ def bruck_all_to_all(
 def _block(send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> int:
     sizes = {part.size for part in (*send_ranges, *receive_ranges)}
     if len(sizes) > 1:
-        raise UsageError(f"bruck needs blocks of one size on all ranks, got {sorted(sizes)}; choose pairwise")
+        raise UsageError(f"bruck needs ranges of one size, got the sizes {sorted(sizes)}; choose pairwise")
     return sizes.pop()
 
 
@@ -148,13 +148,13 @@ def _check(
     if send.ndim != 1 or not send.flags.c_contiguous or send.dtype != receive.dtype:
         raise BufferHandoverError(
             f"an all-to-all needs 1-D contiguous buffers of one dtype, got {send.dtype} of shape {send.shape} with "
-            f"strides {send.strides} to send and {receive.dtype} to receive; copy or convert one of them"
+            f"strides {send.strides} to send and {receive.dtype} to receive; copy or convert a buffer"
         )
     check_ranges(comm, send, send_ranges)
     check_ranges(comm, receive, receive_ranges)
     sizes = (send_ranges[comm.rank].size, receive_ranges[comm.rank].size)
     if sizes[0] != sizes[1]:
-        raise UsageError(f"rank {comm.rank} sends itself {sizes[0]} elements and receives {sizes[1]}; make them equal")
+        raise UsageError(f"rank {comm.rank} sends itself {sizes[0]} elements, but receives {sizes[1]} from itself")
 
 
 def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:

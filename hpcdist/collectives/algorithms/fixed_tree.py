@@ -102,7 +102,7 @@ class FixedTree:
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
         """Add ``addend``, the buffer of shard ``shard``. The caller may change the buffer afterwards. Local.
 
-        With the keyword ``copy`` = False, the buffer must not change until `reduce`, which may overwrite it.
+        If the keyword-only ``copy`` is False, the buffer must not change until `reduce`, which may overwrite it.
         """
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")
@@ -199,11 +199,11 @@ class FixedTree:
         if partial.kept:
             self._free.append(partial.total)
 
-    def _check_turn(self, right: bool, what: str) -> None:
+    def _check_turn(self, right: bool, wrong_call: str) -> None:
         if not right:
             raise UsageError(
-                f"{what} when rank {self._comm.rank} has added {self._next - self._own.start} of its shards "
-                f"{self._own.start} to {self._own.stop - 1}; add every shard once, in ascending order, then call reduce"
+                f"wrong call: {wrong_call} when rank {self._comm.rank} has added {self._next - self._own.start} of its "
+                f"shards {self._own.start} to {self._own.stop - 1}; add each shard once in ascending order, then reduce"
             )
 
     def _check_shares(self, shares: Sequence[Range], size: int) -> None:

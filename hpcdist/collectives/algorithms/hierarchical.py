@@ -115,7 +115,7 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
     """Ring allreduce between k nodes: a reduce-scatter, followed by an all-gather.
 
-    ``turns[h]``: ranges of the buffer that this node sends in step h, and again in step h + k.
+    ``wire``: messages to the peer nodes. ``turns[h]``: buffer ranges that this node sends in step h and in step h + k.
     """
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]

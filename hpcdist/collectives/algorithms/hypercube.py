@@ -114,7 +114,7 @@ def rabenseifner_allreduce(
     """Reduce ``buffer`` in place by Rabenseifner's algorithm, with equal bits on every rank. Collective over ``comm``.
 
     If the number of ranks is not a power of two, some ranks form pairs. In a buffer of at least ``halves_bytes`` bytes
-    (a keyword), each rank of a pair reduces one half. In a smaller buffer, one rank of the pair reduces both halves.
+    (keyword-only), each rank of a pair reduces one half. In a smaller buffer, one rank of the pair reduces both halves.
     """
     combine = combiner(buffer, op)
     if comm.size & (comm.size - 1) and buffer.nbytes >= halves_bytes:

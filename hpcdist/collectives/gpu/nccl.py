@@ -119,7 +119,7 @@ def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
         raise BufferHandoverError("NCCL needs a buffer in GPU memory, got a buffer on the host; use another algorithm")
     name = name_of(buffer.dtype)
     if name not in _DTYPES:
-        raise BufferHandoverError(f"NCCL cannot reduce {name}; use {', '.join(_DTYPES)}, or another algorithm")
+        raise BufferHandoverError(f"NCCL cannot reduce {name} arrays; use {', '.join(_DTYPES)}, or another algorithm")
     channel, module = communicator(comm), device.nccl()
     return channel, module, int(getattr(module, f"NCCL_{name.upper()}")), int(device.current_stream().ptr)
 

@@ -229,8 +229,8 @@ def flow_of(
     memory = _memory.get(intra)
     if memory is not None and memory.is_busy:
         raise CommunicationError(
-            f"an earlier collective in the shared memory of {intra.name} was aborted, and its ranks are out of step; "
-            "end the job, or call collectives.release on all ranks"
+            f"an earlier collective in the shared memory of {intra.name} was aborted, so its ranks may be at "
+            "different calls; end the job, or call collectives.release on all ranks"
         ) from memory.given_up
     if memory is None or memory.segment_bytes < owners * part_bytes or memory.part_bytes < part_bytes:
         sizes = (0, 0) if memory is None else (memory.segment_bytes, memory.part_bytes)

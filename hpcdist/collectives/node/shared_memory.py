@@ -122,8 +122,8 @@ class NodeMemory:
         """
         if self._given_up is not None:
             raise CommunicationError(
-                "an earlier collective in this shared memory was aborted, and the ranks are out of step; end the job, "
-                "or call collectives.release on all ranks"
+                "an earlier collective in this shared memory was aborted, so the ranks may be at different calls; end "
+                "the job, or call collectives.release on all ranks"
             ) from self._given_up
         ends = None if ranges is None else tuple((part.start, part.stop) for part in ranges)
         key = (buffer.size, buffer.dtype.num, op, mode, ends)
@@ -208,7 +208,7 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
     """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, on one node.
 
-    The keyword ``scale`` multiplies the result. 16-bit floats are summed in float32 and rounded once. Raises UsageError
+    Keyword-only ``scale`` multiplies the result. 16-bit floats are summed in float32, rounded once. Raises UsageError
     if the ranks are on several nodes, MissingCapabilityError if memory cannot be shared, and CommunicationError if the
     ranks' calls differ or a rank has died.
     """
@@ -230,7 +230,7 @@ def allreduce_into(
 ) -> None:
     """Reduce ``buffer`` into ``result``, an array from `allocate_common`. Collective over ``comm``, on one node.
 
-    The keyword ``scale`` multiplies the result. For p ranks and n bytes, this moves (p+1) n bytes, and
+    The keyword-only ``scale`` multiplies the result. For p ranks and n bytes, this moves (p+1) n bytes, and
     `node_shared_allreduce` moves 2 p n bytes. No rank may call this before all ranks have read the previous ``result``.
     """
     check_buffer(buffer)
@@ -250,7 +250,7 @@ def allreduce_into(
     address = result.ctypes.data
     if not memory.is_common(address, result.nbytes):
         raise UsageError(
-            "the argument result is not in common memory; pass an array from node_shared.allocate_common(comm, ...)"
+            "the argument result must be an array from node_shared.allocate_common(comm, ...), got another array"
         )
     _carry_out(comm, memory, buffer, op, scale, None, protocol.REDUCE | protocol.ELSEWHERE, address)
 

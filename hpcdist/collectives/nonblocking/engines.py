@@ -80,7 +80,7 @@ class _Operation:
 class PollEngine(ProgressEngine):
     """Progress engine that makes progress only in calls of `progress`, `Handle.test` and `Handle.wait`.
 
-    It has the algorithms in `progress.RESUMABLE`. If an operation fails, all operations stop. "ring" gives the
+    It supports the algorithms in `progress.RESUMABLE`. If an operation fails, all operations stop. "ring" gives the
     same bits as the blocking ring. "native" gives the same bits as MPI_Iallreduce, but not always as MPI_Allreduce.
     """
 
@@ -143,12 +143,12 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait until one request, of this engine or passed as an argument, is complete. Local."""
+        """Make progress, then call `wait_for_more`. Local."""
         self.progress()
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until one request, of this engine or passed as an argument, is complete. Local."""
+        """Wait until one MPI request is complete: a request of this engine or an argument of this call. Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]

@@ -63,9 +63,9 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
     """Return generators that run a ring allreduce, one generator per segment of the buffer of ``task``.
 
-    A generator yields lists of MPI requests. Resume it when all requests of a list are complete. Generators may
-    alternate. Each rank of ``comm`` must finish all its generators. ``scratch(n)`` returns a buffer of n elements.
-    ``tags()`` returns an unused message tag, equal on all ranks.
+    A generator yields lists of MPI requests. Resume it when all requests of a list are complete. The caller may
+    interleave the generators. Each rank of ``comm`` must finish all its generators. ``scratch(n)`` returns a buffer of
+    n elements. ``tags()`` returns an unused message tag, equal on all ranks.
     """
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
@@ -194,7 +194,7 @@ class ProgressEngine(ABC):
 
     def _begin(self, task: Task) -> Handle:
         if self._closed:
-            raise UsageError(f"i{task.operation} was called after close(); start it before close()")
+            raise UsageError(f"i{task.operation} was called after close() of the engine; call close() last")
         try:
             task = replace(task, algorithm=self._name(task))
             _check(self.own, task)

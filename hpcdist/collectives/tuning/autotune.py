@@ -169,9 +169,9 @@ def select(
 
     - ``everyone``: communicator of all ranks that tune at the same time, each in a ``comm`` of equal size.
     - ``request``: description of the buffers. ``library``: the MPI library's version text.
-    - The boolean keyword ``cached`` allows a stored result for the same ranks, machines and software.
-    - The boolean keyword ``renewed`` forces a new measurement.
-    - The keyword ``announce`` is a function to call before a measurement.
+    - Keyword-only ``cached`` (bool) allows a stored result for the same ranks, machines and software.
+    - Keyword-only ``renewed`` (bool) forces a new measurement.
+    - Keyword-only ``announce`` is a function to call before a measurement.
     """
     start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
@@ -226,7 +226,7 @@ def runs_on(nodes: int, name: str) -> bool:
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and differs there from all others. Local."""
+    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and differs there from all other algorithms. Local."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 

@@ -220,7 +220,7 @@ def slowest_rank(everyone: Communicator, *seconds: float) -> float:
 def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clock) -> LinkParameters:
     """Measure latency and seconds per byte while all pairs of ranks 2i and 2i + 1 of ``comm`` exchange data.
 
-    Collective over ``everyone``; ranks with ``comm`` None wait. ``on``: data device. ``clock()`` returns seconds.
+    Collective over ``everyone``; if ``comm`` is None, wait. ``on``: device of the data. ``clock()`` returns seconds.
     """
     partner = None if comm is None else comm.rank ^ 1
     if comm is None or partner is None or partner >= comm.size:

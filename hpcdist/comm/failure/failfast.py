@@ -334,7 +334,7 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
     """Report a failure of rank ``rank``: the line ``headline``, then ``text``. Each line is tagged with the rank.
 
-    - Under `hpcdist run`: to stderr, unless the keyword ``alone`` is True, and to a file that is printed at the end.
+    - Under `hpcdist run`: to a file that is printed at the end, and, unless keyword-only ``alone`` is True, to stderr.
     - Under another launcher: to stderr and to a copy in a file. Waits a few seconds for the launcher to read.
     - Without a launcher: to stderr.
 
@@ -405,7 +405,7 @@ def _unread() -> int:
 
 
 def write_for_launcher(rank: int, text: str) -> bool:
-    """Write rank ``rank``'s failure ``text`` for `hpcdist run` to print. Return False without it. Raises OSError."""
+    """Write the failure ``text`` of ``rank`` for `hpcdist run`. Return False without `hpcdist run`. Raises OSError."""
     folder = os.environ.get(FAILURE_DIR)
     if not folder:
         return False

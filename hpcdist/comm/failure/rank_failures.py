@@ -85,11 +85,11 @@ class FaultTolerant(Observable, ABC):
             with contextlib.suppress(Exception):
                 communicator._abandon()
 
-    def _check_survivable(self, what: str) -> None:
+    def _check_survivable(self, operation: str) -> None:
         if not self.supports("ulfm"):
             raise MissingCapabilityError(
-                f"{what} on {self.name}: this MPI was not started to continue after the death of a rank; start the "
-                "job by Open MPI's `mpirun --with-ft ulfm`, or let the job end and start it again"
+                f"{operation}() on {self.name} needs the fault tolerance of MPI (ULFM), which is off; start the job by "
+                "Open MPI's `mpirun --with-ft ulfm`, or let the job end and start the job again"
             )
 
     @abstractmethod
@@ -207,10 +207,10 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
     return bool(verdict[0]) and _all_complete(answers, _SLACK_S)
 
 
-def barrier_with_deadline(comm: Communicator, what: str, patience_s: float) -> None:
+def barrier_with_deadline(comm: Communicator, operation: str, patience_s: float) -> None:
     """Wait until every rank of ``comm`` has called this. Slow, because all ranks send to rank 0. Collective.
 
-    After ``patience_s`` seconds, raises DeadlineError, which names the operation ``what`` and the missing ranks. The
+    After ``patience_s`` seconds, raises DeadlineError, which names ``operation`` and the missing ranks. The
     job must then end.
     """
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)
@@ -227,11 +227,11 @@ def barrier_with_deadline(comm: Communicator, what: str, patience_s: float) -> N
         _all_complete(answers, _SLACK_S)
     if absent.any():
         missing = np.flatnonzero(absent).tolist()
-        named = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:8]))}"
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        missing_ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:8]))}"
+        missing_ranks += f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise DeadlineError(
-            f"{what} is collective: rank {comm.rank} of {comm.name} has waited {patience_s:g} s, and {named}{more} did "
-            "not call it; every rank must call it"
+            f"{operation} is collective: rank {comm.rank} of {comm.name} has waited {patience_s:g} s, and "
+            f"{missing_ranks} did not call {operation}; every rank must call {operation}"
         )
 
 

@@ -75,7 +75,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables that let the srun inside mpirun use all CPUs of the job; {} if not needed."""
+    """Return environment variables that let the srun which mpirun starts use all CPUs of the job; {} if not needed."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -90,7 +90,7 @@ def bind_ranks(
 ) -> CoreBinding:
     """Return the binding of a node's ``per_node`` ranks to ``requested`` cores each.
 
-    ``requested`` None gives each rank an equal number of the cores of ``node``. If the keyword ``apart`` is True, no
+    ``requested`` None gives each rank an equal number of the cores of ``node``. If keyword-only ``apart`` is True, no
     rank gets cores of two sockets.
     """
     if per_node is None:
@@ -200,7 +200,7 @@ def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
 
 
 def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """Group ``processors`` by core: return a dict from the core's lowest processor to a tuple of ``processors``."""
+    """Group ``processors`` by core: return {lowest processor of the core: tuple of the core's processors}."""
     by_first: dict[int, list[int]] = {}
     for processor in sorted(processors):
         first = processor

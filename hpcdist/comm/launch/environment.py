@@ -96,7 +96,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
         return shlex.split(text)
     except ValueError as error:
         raise UsageError(
-            f"{option} {text!r} cannot be split into words: {error}; quote it as for a shell, e.g. {option} '{example}'"
+            f"{option} {text!r} cannot be split into words: {error}; quote as in a shell, e.g. {option} '{example}'"
         ) from error
 
 
@@ -165,7 +165,8 @@ def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnv
         if environment.get(size) and environment.get(rank):
             ranks = integer_variable(environment, size)
             if ranks is None:
-                raise ConfigurationError(f"{size}={environment[size]!r}; expected a whole number: correct or unset it")
+                text = environment[size]
+                raise ConfigurationError(f"{size}={text!r} is not a number of ranks; correct or unset {size}")
             local = integer_variable(environment, local_rank if environment.get(local_rank) else "PMI_LOCAL_RANK")
             announced.append(LaunchEnvironment(launcher, ranks, integer_variable(environment, rank), local))
     if not announced:
@@ -205,6 +206,6 @@ def inside_srun(environment: Mapping[str, str]) -> bool:
 
 
 def integer_variable(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the value of the variable ``name`` as a non-negative integer, or None if it is no such number."""
+    """Return the value of the variable ``name`` as an integer, or None if it is not an integer >= 0."""
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else None

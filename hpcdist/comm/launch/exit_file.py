@@ -68,9 +68,9 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def announce_segments() -> None:
-    """Write the names of this process's MPI files in /dev/shm to a file. Local.
+    """Write a list of this process's MPI files in /dev/shm to a file in the launch directory. Local.
 
-    `hpcdist run` reads that file to remove the MPI files after a kill.
+    After a kill, `hpcdist run` removes the listed files.
     """
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
@@ -96,7 +96,7 @@ def remove_segments(launch_dir: Path) -> None:
 
 
 def leave_at_signals() -> None:
-    """Exit at a stop signal, with the exit code of the signal, from now on until `disable_leave_at_signals`. Local.
+    """Until `disable_leave_at_signals`, exit at a stop signal, with the exit code in `STOP_CODES`. Local.
 
     Main thread only. Call this before slow imports. Ignored signals and signals with a handler are not changed.
     """
@@ -224,7 +224,7 @@ def _write_note(name: str, text: str) -> bool:
 def read_announcements(folder: Path) -> tuple[str, str]:
     """Return (run directory of a training, instructions to resume it) from ``folder``. A missing text is "".
 
-    The run directory is also "" if the training has ended regularly.
+    The run directory is also "" if the training ended without a failure.
     """
     texts = ["", ""]
     for index, name in enumerate((RUN_FILE, STOPPED_FILE)):
@@ -236,7 +236,7 @@ def read_announcements(folder: Path) -> tuple[str, str]:
 def resume_command(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
     """Return ``command`` with the option `--resume auto`, and with `--out` ``run_dir`` if it has no --out.
 
-    ``command`` is a `hpcdist train` command, or a `hpcdist run` command if the keyword ``script`` is True.
+    ``command`` is a `hpcdist train` command, or a `hpcdist run` command if keyword-only ``script`` is True.
     """
     begin = command.index("run" if script else "train") + 1
     end = command.index("--", begin) if "--" in command[begin:] else len(command)

@@ -131,8 +131,8 @@ def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> Launch
     if chosen in KINDS:
         return KINDS[chosen]
     if name == AUTO:
-        raise ConfigurationError(f"{VARIABLE}={chosen!r}: unknown launcher; {_suggestion(chosen, list(KINDS))}")
-    raise UsageError(f"--launcher {chosen!r}: unknown launcher; {_suggestion(chosen, [AUTO, *KINDS])}")
+        raise ConfigurationError(f"{VARIABLE}={chosen!r} is an unknown launcher; {_suggestion(chosen, list(KINDS))}")
+    raise UsageError(f"--launcher {chosen!r} is an unknown launcher; {_suggestion(chosen, [AUTO, *KINDS])}")
 
 
 def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -182,7 +182,7 @@ class Starter:
         return [word.format_map(fields) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return variables to add to the environment of a launcher with user ``options``, for files in ``folder``."""
+        """Return environment variables for the launcher and its user ``options``. ``folder`` is for session files."""
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
@@ -192,7 +192,8 @@ class Starter:
         """
         if not self.kind.without:
             raise MissingCapabilityError(
-                f"the job has lost {', '.join(lost)}, and {self.kind.name} cannot exclude nodes; submit the job again"
+                f"the nodes {', '.join(lost)} of the job have failed, and the launcher {self.kind.name} cannot exclude "
+                "nodes; submit the job again"
             )
         nodes = self.layout.nodes or len(left)
         return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
@@ -207,8 +208,8 @@ class Starter:
         path = shutil.which(name)
         if path is None:
             raise MissingCapabilityError(
-                f"{name} is not on PATH, but --launcher {self.kind.name} needs it; use a host that has {name}, or "
-                f"choose another launcher of {', '.join(KINDS)}"
+                f"the command {name} is not on PATH, but --launcher {self.kind.name} needs {name}; use a host that has "
+                f"{name}, or choose another launcher: {', '.join(KINDS)}"
             )
         if self.kind is MPIEXEC:
             launcher = mpirun.identify(Path(path))
@@ -289,17 +290,17 @@ def _mpirun(
 def _refuse(kind: LauncherKind, layout: LaunchRequest, survive: str | None) -> None:
     if survive is not None and kind is not MPIRUN:
         raise UsageError(
-            f"--survive {survive}: {kind.name} ends the job when a rank dies; use --launcher mpirun with Open MPI 5, "
-            "or --restarts N, which starts the job again from its newest checkpoint"
+            f"--survive {survive}: the launcher {kind.name} ends the job when a rank dies; use --launcher mpirun with "
+            "Open MPI 5, or --restarts N, which starts the job again from its newest checkpoint"
         )
     if layout.ranks_per_node is not None and not kind.per_node and kind is not MPIRUN:
         raise UsageError(
-            f"--ranks-per-node {layout.ranks_per_node}: {kind.name} takes this number from the job; omit the option, "
-            f"and submit the job with --ntasks-per-node={layout.ranks_per_node}"
+            f"--ranks-per-node {layout.ranks_per_node}: the launcher {kind.name} takes this number from the Slurm job; "
+            f"omit --ranks-per-node, and submit the job with --ntasks-per-node={layout.ranks_per_node}"
         )
     if layout.pmi is not None and not kind.pmi:
         configurable = ", ".join(name for name, other in KINDS.items() if other.pmi)
         raise UsageError(
-            f"--pmi {layout.pmi}: {kind.name} chooses the PMI by itself; omit the option, or choose one of these "
-            f"launchers: {configurable}"
+            f"--pmi {layout.pmi}: the launcher {kind.name} chooses the PMI by itself; omit --pmi, or choose one of "
+            f"these launchers: {configurable}"
         )

@@ -112,7 +112,7 @@ def identify(path: Path) -> Launcher:
     try:
         text = _output(path, "--version")
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MissingCapabilityError(f"{path} --version did not run ({error}); repair or remove this MPI") from error
+        raise MissingCapabilityError(f"{path} --version cannot be run ({error}); repair or remove this MPI") from error
     return Launcher(path, *recognise(text))
 
 
@@ -147,8 +147,8 @@ def command(
 ) -> list[str]:
     """Return the command line that runs ``program`` on ``ranks`` ranks.
 
-    ``settings`` has the names of variables that Open MPI exports to all hosts. ``extra`` are options that override
-    default options. ``environment`` are this process's variables.
+    Open MPI exports the environment variables named in ``settings`` to all hosts. ``extra``: options that override
+    default options. ``environment``: variables of this process.
     """
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
@@ -174,11 +174,11 @@ def _last_option(options: Sequence[str]) -> list[str]:
 
 def ulfm_options(launcher: Launcher) -> list[str]:
     """Return the options by which ranks survive rank failures (ULFM). Raises MissingCapabilityError without ULFM."""
-    lacks = _why_no_ulfm(launcher)
-    if lacks:
+    reason = _why_no_ulfm(launcher)
+    if reason:
         raise MissingCapabilityError(
-            f"--survive needs Open MPI 5 with user-level failure mitigation, and {lacks}; use --restarts N instead, "
-            "which starts the job again from its newest checkpoint"
+            f"--survive needs Open MPI 5 with user-level failure mitigation (ULFM), but {reason}; use --restarts N "
+            "instead, which starts the job again from its newest checkpoint"
         )
     # Only the PML ob1 reports rank failures. Slots of failed ranks are not freed, so spawned ranks need
     # --oversubscribe. TCP must not use the put protocol for long messages: a transfer with a failed rank would never
@@ -198,7 +198,7 @@ def _why_no_ulfm(launcher: Launcher) -> str:
         info = _output(launcher.path.with_name("ompi_info"), "--parsable")
     except (OSError, subprocess.TimeoutExpired):
         return ""  # ULFM is built by default, and otherwise mpirun refuses --with-ft
-    return "" if _ULFM in info else f"{launcher.path} was built without it (see `ompi_info`)"
+    return "" if _ULFM in info else f"{launcher.path} was built without ULFM (see `ompi_info`)"
 
 
 def _major(launcher: Launcher) -> int:
@@ -236,7 +236,7 @@ def transports(
 ) -> dict[str, str]:
     """Return environment variables that select MPI's transports, unless the user (``options``) or the site sets them.
 
-    If all ranks are on one host, TCP is disabled. The keyword ``surviving`` keeps TCP, by which Open MPI connects new
+    If all ranks are on one host, TCP is disabled. Keyword-only ``surviving`` keeps TCP, by which Open MPI connects new
     ranks. With Open MPI, libfabric is excluded.
     """
     here = _is_one_host(launcher, options, environment)
@@ -348,7 +348,7 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 
 
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables for any launcher. They set ``threads`` threads per rank, unless the user did.
+    """Return environment variables for any launcher. They set ``threads`` threads per rank, unless already set.
 
     If SLURM_EXPORT_ENV is set, it becomes ALL: srun then passes all variables to the ranks.
     """

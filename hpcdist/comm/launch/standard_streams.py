@@ -108,7 +108,7 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 
 
 class Relay:
-    """Forwarder of a child's ``stdout`` and ``stderr`` to this process's streams. Write errors do not stop it.
+    """Forwarder of a child's ``stdout`` and ``stderr`` to this process's streams. Continues after write errors.
 
     NUL bytes are removed from stderr, and from stdout if both streams of this process go to one file. Open MPI's
     notices about the end of a rank are held back until `release`.

@@ -114,7 +114,7 @@ class Supervision:
 
     - ``line``: the launcher command.
     - ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
-    - ``surviving``: True if the job continues after a rank failure. A job without an exit code file has failed.
+    - ``surviving``: True if the job continues after a rank failure.
     - ``telling``: True if every started rank writes the exit code file, so that a job without this file has failed.
     - ``kind``: properties of the launcher.
     - ``foreign``: True if the program is not a command of hpcdist. Its ranks may not write their process ids.
@@ -235,7 +235,7 @@ class Supervision:
         return LaunchOutcome(code if code >= 0 else 128 - code, self._first_signal, agreed)
 
     def _ended_while_importing(self, code: int) -> bool:
-        """Return True if exit ``code`` is due to a signal that came before the training script had handlers."""
+        """Return True if exit ``code`` is due to a signal before the training script installed signal handlers."""
         if not self._trains_in_script or self._killed or self._first_signal is None or self._announced_pids():
             return False
         return (code if code >= 0 else 128 - code) == 128 + _PASSED[self._first_signal]

@@ -148,7 +148,7 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
     """Return HPCDIST_CUDA_AWARE: "yes", "no" or "auto" (default). Raises ConfigurationError for another value."""
     answer = environment.get(VARIABLE, "auto")
     if answer not in ANSWERS:
-        raise ConfigurationError(f"{VARIABLE}={answer}; set it to {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}")
+        raise ConfigurationError(f"invalid value {VARIABLE}={answer}; choose one of {', '.join(ANSWERS)}")
     return answer
 
 
@@ -172,10 +172,7 @@ def detect(
 
 
 def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePointerSupport:
-    """Return the operations that accept device pointers on all nodes. Collective.
-
-    ``verdict`` is this rank's result of `detect`.
-    """
+    """Return the operations that accept device pointers on all nodes. Collective. ``verdict``: result of `detect`."""
     verdicts = [support for support in comm.allgather_object(verdict) if support is not None]
     operations = frozenset.intersection(*(support.operations for support in verdicts)) if verdicts else frozenset()
     # The reason of the most restrictive answer.
@@ -246,8 +243,8 @@ def _try(
 ) -> tuple[list[str], dict[str, str], set[str]]:
     """Test the MPI ``operations`` in child processes, started by ``run``, until the monotonic time ``ends_at``.
 
-    ``launch`` is the mpirun command for two ranks, or []. Returns the passed operations, {failed operation: reason},
-    and notes of the children. The note "two" means that two ranks ran.
+    ``launch``: mpirun command for two ranks, or []. Returns the operations that passed, {failed operation: reason},
+    and a set that contains "two" if two ranks ran.
     """
     passed: list[str] = []
     failures: dict[str, str] = {}

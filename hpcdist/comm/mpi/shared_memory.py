@@ -61,7 +61,8 @@ class Members:
         dead = self._dead()
         was_seen, self._was_seen = self._was_seen, bool(dead) or self._is_notified
         if was_seen and self._was_seen:
-            raise RankDiedError(f"{self._describe(dead)}, while this rank waited for it in shared memory", dead)
+            death_report = self._describe(dead)
+            raise RankDiedError(f"{death_report}, while this rank waited in shared memory for another rank", dead)
 
     def _dead(self) -> list[int]:
         dead: set[int] = set()

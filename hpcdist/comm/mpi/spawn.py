@@ -99,7 +99,7 @@ def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
 
 
 def sleep_until_message(comm: Communicator, every_s: float) -> Message:
-    """Poll every ``every_s`` seconds until a message can be received. Return its handle (source, tag, size). Local."""
+    """Poll every ``every_s`` seconds for a message to receive. Return the message handle (source, tag, size). Local."""
     failfast.set_recovery_limit(None)
     while (message := comm.poll()) is None:
         time.sleep(every_s)

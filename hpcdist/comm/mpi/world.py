@@ -101,7 +101,7 @@ class World:
         """Return rank ``root``'s ``value`` on all ranks. Values are pickled. Raises UsageError for an invalid root."""
         root = whole_number("root", root)
         if not 0 <= root < self.size:
-            raise UsageError(f"root = {root} does not exist; the ranks are 0 to {self.size - 1}")
+            raise UsageError(f"root = {root} is not a rank; the ranks are 0 to {self.size - 1}")
         refuse_worker()
         result: Value = self.comm.broadcast_object(value, root)
         return result
@@ -117,7 +117,7 @@ def whole_number(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise UsageError(f"{name} = {value!r}; expected a whole number") from None
+        raise UsageError(f"the argument {name} = {value!r} is invalid; expected a whole number") from None
 
 
 AnyComm: TypeAlias = "World | Communicator | Any | None"  # Any: a communicator of mpi4py
@@ -157,7 +157,7 @@ def start_world(device: str) -> World:
 
 
 def record(world: World, default_s: float = DEADLINE_S) -> None:
-    """Start to record the program's operations, each with a deadline. Does nothing if recording is on. Collective.
+    """Record communication operations from now on, each with a deadline. Does nothing if recording is on. Collective.
 
     The records are in the directory of `hpcdist run --out`, or else in a temporary directory. A successful end removes
     the temporary directory. The deadline is HPCDIST_DEADLINE_S, or else ``default_s`` seconds. Raises
@@ -203,7 +203,7 @@ def _deadline_s(default_s: float) -> float:
     try:
         return float(text) if text else default_s
     except ValueError:
-        raise ConfigurationError(f"{DEADLINE} is {text!r}; set it to a number of seconds, such as 300") from None
+        raise ConfigurationError(f"{DEADLINE}={text!r} is invalid; set a number of seconds, such as 300") from None
 
 
 @contextmanager
@@ -230,13 +230,13 @@ def communicator_of(comm: AnyComm = None) -> Communicator:
         return ours
     if not hasattr(comm, "Get_attr"):
         raise UsageError(
-            f"comm is a {type(comm).__name__}; pass what hpcdist.init() returned, or an intracommunicator of mpi4py"
+            f"comm is a {type(comm).__name__}; pass the result of hpcdist.init(), or an intracommunicator of mpi4py"
         )
     return _adopted(comm)
 
 
 def _adopted(comm: Any) -> Communicator:
-    """Return our duplicate of mpi4py's ``comm``. The first call for ``comm`` is collective."""
+    """Return the cached duplicate of mpi4py's ``comm``. The first call for ``comm`` creates it, and is collective."""
     mpi = import_mpi()
     if not _keyvals:
         _keyvals.append(mpi.Comm.Create_keyval(delete_fn=_freed))

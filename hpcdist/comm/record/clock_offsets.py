@@ -130,7 +130,7 @@ def measure_offsets(
 
 
 def _ask(comm: Communicator, peer: int, clock: Callable[[], int], rounds: int) -> tuple[int, int, int]:
-    """Return (local time, clock offset of ``peer``, duration), in ns, of the fastest of ``rounds`` round trips."""
+    """Return (local time, clock offset of ``peer``, round-trip time), in ns: the fastest of ``rounds`` round trips."""
     answer = np.zeros(1, np.int64)
     best = (0, 0, -1)
     for _ in range(rounds):

@@ -40,7 +40,7 @@ def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise StorageError(f"{what} needs {size} bytes at {path}: {error}; {cure}") from error
+        raise StorageError(f"{what} cannot reserve {size} bytes for file {path}: {error}; {cure}") from error
 
 
 MAGIC: Final = b"HPCDREC\0"
@@ -179,7 +179,7 @@ def read(path: Path) -> RankRecord:
 def parse(data: bytes, path: Path) -> RankRecord:
     """Parse ``data``, the content of the flight recorder file ``path``. Raises StorageError for invalid content."""
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
-        raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short); delete it")
+        raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short); delete {path}")
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
         raise StorageError(
@@ -188,7 +188,7 @@ def parse(data: bytes, path: Path) -> RankRecord:
         )
     if not rank < world <= MOST_RANKS:
         raise StorageError(
-            f"{path} is damaged: the header says rank {rank} of {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
+            f"{path} is damaged: the header has rank {rank} and {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
             "delete the file"
         )
     offset = wall - monotonic
@@ -267,7 +267,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove from ``folder`` the files of ranks from number ``ranks`` on, which an earlier job left. Local."""
+    """Remove the files of an earlier job in ``folder`` whose rank number is at least ``ranks``. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:

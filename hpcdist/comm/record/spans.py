@@ -85,14 +85,14 @@ def read(path: Path) -> RankSpans:
     try:
         data = regular.read(path, MOST_BYTES)
     except OSError as error:
-        raise StorageError(f"cannot read the spans file {path} of a rank: {error}") from error
+        raise StorageError(f"the spans file {path} cannot be read: {error}; check its permissions") from error
     return parse(data, path)
 
 
 def parse(data: bytes, path: Path) -> RankSpans:
     """Parse ``data``, the content of the spans file ``path``. Raises StorageError for invalid content."""
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
-        raise StorageError(f"{path} is not a file of spans (wrong signature or too short); delete it")
+        raise StorageError(f"{path} is not a file of spans (wrong signature or too short); delete {path}")
     _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
         raise StorageError(
@@ -101,7 +101,7 @@ def parse(data: bytes, path: Path) -> RankSpans:
         )
     if not rank < world <= MOST_RANKS:
         raise StorageError(
-            f"{path} is damaged: the header says rank {rank} of {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
+            f"{path} is damaged: the header has rank {rank} and {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
             "delete the file"
         )
     (used,) = struct.unpack_from("<q", data, TEXT_USED * 8)
@@ -168,7 +168,7 @@ class Spans(SpanSink):
         self._map = flight_recorder.create_mapped(
             path,
             size_bytes(capacity),
-            "the record of spans",
+            "the spans recorder",
             "free space, choose another --out, or set telemetry.trace = false",
         )
         self._labels: dict[tuple[str, str], tuple[int, int]] = {}
@@ -209,7 +209,7 @@ class Spans(SpanSink):
         return np.array(fresh, np.int64).reshape(-1, 3)
 
     def _new_label(self, phase: str, name: str) -> tuple[int, int]:
-        """Write the label (``phase``, ``name``). Return its index, or `_UNNAMED` without space, and the phase index."""
+        """Write the label (``phase``, ``name``). Return its index, or `_UNNAMED` if full, and the phase index."""
         code = PHASES.index(phase)
         data = name.encode()[:255]
         start = TEXTS + self._text_used

@@ -120,7 +120,7 @@ class _ThreadTotals:  # only the thread writes its totals
 class OperationTiming(EventSink):
     """Event sink that adds up calls, seconds and bytes by operation. Forwards every event to the sink ``inner``.
 
-    An operation that another operation calls does not count. Non-blocking operations last until they complete.
+    An operation inside another operation is not counted. Non-blocking operations last until they complete.
     Any thread may record operations. After a failed operation, create a new object.
     """
 

@@ -51,7 +51,7 @@ class ThreadCommunicator(Endpoint):
         while not ready():
             self._detector.check(peer, what)
             if not condition.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
-                raise DeadlineError(f"rank {self.rank}: {what} took longer than {self._group.deadline_s} s")
+                raise DeadlineError(f"rank {self.rank}: {what} did not finish within {self._group.deadline_s} s")
 
     def _until(self, ready: Callable[[], bool]) -> None:
         with self._group.changed:
@@ -120,9 +120,9 @@ class ThreadCommunicator(Endpoint):
 
     def _idle(self, since: float) -> None:
         if self._group.failed:
-            raise CommunicationError(f"rank {self.rank}: another rank failed while this rank waited for a request")
+            raise CommunicationError(f"rank {self.rank}: another rank failed; see the error of the failed rank")
         if time.monotonic() - since > self._group.deadline_s:
-            raise DeadlineError(f"rank {self.rank}: no request was complete within {self._group.deadline_s} s")
+            raise DeadlineError(f"rank {self.rank}: no outstanding request completed within {self._group.deadline_s} s")
         time.sleep(1e-4)
 
     def _barrier(self) -> None:
@@ -241,7 +241,7 @@ def run_threads(
     """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results in rank order.
 
     If a rank raises an exception, waiting ranks are released, and the first exception is raised here.
-    ``ranks_per_node`` simulates nodes. ``deadline_s``: timeout of an operation. With the keyword ``fault_tolerant``, a
+    ``ranks_per_node`` simulates nodes. ``deadline_s``: timeout of an operation. With keyword-only ``fault_tolerant``, a
     rank that raises `RankDeath` dies with the result None, and the other ranks can continue.
     """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)

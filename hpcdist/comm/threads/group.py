@@ -149,13 +149,13 @@ class FailureDetector:
         self._agreements = 0
 
     def check(self, peer: int | None, what: str) -> None:
-        """Raise an error if operation ``what`` cannot complete because a needed rank has failed. Local.
+        """Raise an error if operation ``what`` cannot complete because of a failed rank. Local.
 
-        Rank ``peer`` is needed, or all ranks if ``peer`` is ANY or None.
+        The operation needs rank ``peer``, or all ranks if ``peer`` is ANY or None.
         """
         if self._group.failed:
             raise CommunicationError(
-                f"rank {self.rank}: another rank failed while this rank waited in {what}; see its error"
+                f"rank {self.rank}: another rank failed while this rank waited in {what}; see the error of that rank"
             )
         self.check_deaths(peer, what)
 
@@ -173,13 +173,15 @@ class FailureDetector:
         dead_ranks = group.dead_ranks()
         if group.revoked:
             raise RankDiedError(
-                f"rank {self.rank}: {what} failed: {self._name} was revoked because a rank died; call its shrink()",
+                f"rank {self.rank}: operation {what!r} failed: communicator {self._name} was revoked because a rank "
+                "died; call shrink() on this communicator",
                 dead_ranks,
             )
         if dead_ranks and (peer is None or peer == ANY or peer in dead_ranks):
             dead = ", ".join(map(str, dead_ranks))
             raise RankDiedError(
-                f"rank {self.rank}: rank {dead} of {self._name} died, so {what} failed; call shrink() on {self._name}",
+                f"rank {self.rank}: operation {what!r} failed: rank {dead} of communicator {self._name} died; call "
+                "shrink() on this communicator",
                 dead_ranks,
             )
 
@@ -207,7 +209,7 @@ class FailureDetector:
                     )
                 elif time.monotonic() >= limit:
                     raise DeadlineError(
-                        f"rank {self.rank}: a survivor did not call agree within {group.deadline_s} s; all must call it"
+                        f"rank {self.rank}: not all survivors called agree() within {group.deadline_s} s"
                     )
                 else:
                     group.changed.wait(limit - time.monotonic())
@@ -330,10 +332,10 @@ class ReductionRequest:
 
 
 def reduce_in_order(parts: Sequence[Array], message: Array, op: str) -> Array:
-    """Return the reduction ``op`` of ``parts``, one buffer per rank, in rank order. ``message``: a similar buffer."""
+    """Return the reduction ``op`` of ``parts``, one buffer per rank. The shapes must equal ``message.shape``."""
     if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
         raise CommunicationError(
-            f"the ranks passed buffers of (size, dtype) {[(p.size, str(p.dtype)) for p in parts]}; use equal buffers"
+            f"the ranks passed different (size, dtype): {[(p.size, str(p.dtype)) for p in parts]}; use equal buffers"
         )
     total: Array = parts[0].copy()
     for part in parts[1:]:

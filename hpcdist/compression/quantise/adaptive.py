@@ -46,10 +46,10 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
-    """Return (edges, centres, initial levels) of the histogram bins for magnitudes. ``xp``: numpy or cupy.
+    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes. ``xp``: numpy or cupy.
 
-    The edges are BINS + 1 float64 numbers from 0 to 1. The initial levels are the bin indices of LEVELS + 1 evenly
-    spaced magnitudes.
+    The BINS + 1 edges are float64 numbers from 0 to 1. The initial levels are evenly spaced, and given as LEVELS + 1
+    indices of bins.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
@@ -80,9 +80,9 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(rows: int, block: int) -> int:
-    """Return n to sample every n-th block, so that at most SAMPLE values, but at least one block, are sampled.
+    """Return the sampling stride n: with every n-th block, at most SAMPLE values (but at least a block) are sampled.
 
-    ``rows``: number of blocks. ``block``: number of values in a block.
+    ``rows``: number of blocks. ``block``: number of values per block.
     """
     return max(1, -(-rows // max(1, SAMPLE // block)))
 

@@ -170,9 +170,9 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return the power of two by which to multiply a tiny block ``scale``, so that 1 / scale does not overflow.
+    """Return the power of two f for which 1 / (f * ``scale``) does not overflow in float32, even if ``scale`` is tiny.
 
-    The result is 1 if ``scale`` is not tiny, and 0 if ``scale`` is 0. Callable from compiled kernels.
+    f is 1 if ``scale`` is at least 2^-62, and 0 if ``scale`` is 0. Callable from compiled kernels.
     """
     if scale == _ZERO:
         return _ZERO
@@ -181,9 +181,9 @@ def lift_of(scale: Any) -> Any:
 
 @jit
 def inverse_of(scale: Any, levels: Any) -> Any:
-    """Return levels / (scale f), where f = lift_of(scale), or 0 if the block's ``scale`` is 0.
+    """Return ``levels`` / (f * ``scale``) with f = lift_of(scale), or 0 if ``scale`` is 0.
 
-    Multiplying by f and then by the result maps the values of a block to [-levels, levels].
+    Multiplying values in [-scale, scale] by f, and then by the result, maps them to [-levels, levels].
     """
     return np.float32(np.float32(levels) / np.float32(scale * lift_of(scale))) if scale > _ZERO else _ZERO
 

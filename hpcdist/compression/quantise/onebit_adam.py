@@ -42,7 +42,7 @@ class AdamMoments:
 
     def __post_init__(self) -> None:
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.epsilon > 0):
-            raise UsageError(f"got {self}; beta1 and beta2 must be at least 0 and below 1, epsilon above 0")
+            raise UsageError(f"{self} is invalid; beta1 and beta2 must be in [0, 1), and epsilon above 0")
 
 
 def places(sizes_bytes: list[int]) -> list[Range]:
@@ -55,7 +55,7 @@ class OneBitAdam:
     """State of 1-bit Adam for ``n`` elements on rank ``rank`` of ``ranks`` ranks. All methods are local.
 
     Each rank owns one of ``ranks`` chunks of the elements. A warm-up step calls `warm`. After the warm-up, `freeze`
-    fixes the variance. The keyword ``compressor`` is `SignSgd` by default. A later step has three stages:
+    fixes the variance. Keyword-only ``compressor``: by default `SignSgd`. A later step has three stages:
 
     - `accumulate` adds the gradient. `encode_worker` encodes each chunk, and the caller sends it to the chunk's owner.
     - `add_worker` adds each received payload, in rank order. `encode_server` encodes the mean, to be all-gathered.
@@ -94,7 +94,7 @@ class OneBitAdam:
         run(gradient, self.m, self.v, *map(np.float32, scalars))
 
     def freeze(self) -> None:
-        """End the warm-up: fix the bias-corrected variance, raising tiny values. Needs at least one warm-up step."""
+        """End the warm-up: fix the bias-corrected variance, with a lower limit. Needs at least one warm-up step."""
         if self.is_frozen or not self.count:
             raise UsageError(
                 f"1-bit Adam: freeze() was called {'a second time' if self.is_frozen else 'without a variance'}, after "

@@ -70,7 +70,7 @@ class SignSgd(DenseCompressor):
 
 
 def magnitude(values: Array, *, is_norm: bool) -> Any:
-    """Return the scale of n > 0 values v: |v|_1 / n, or |v|_2 / sqrt(n) if the keyword ``is_norm`` is True.
+    """Return the scale of n > 0 values v: |v|_1 / n, or |v|_2 / sqrt(n) if keyword-only ``is_norm`` is True.
 
     The result is a float32 number, or on a GPU a 0-dimensional array. The float64 sum has a fixed order.
     """

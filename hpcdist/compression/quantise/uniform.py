@@ -269,10 +269,10 @@ class Qsgd(BlockCompressor):
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
-            raise ConfigurationError(f"QSGD with codes of {self.bits} bits; choose 2, 4 or 8 (1, 7 or 127 levels)")
+            raise ConfigurationError(f"QSGD codes of {self.bits} bits are not supported; choose 2, 4 or 8 bits")
         if self.bucket < GROUP or self.bucket & (self.bucket - 1):
             raise ConfigurationError(
-                f"QSGD with buckets of {self.bucket} values; choose a power of two of at least {GROUP}"
+                f"QSGD buckets of {self.bucket} values are not supported; choose a power of two of at least {GROUP}"
             )
 
     @property

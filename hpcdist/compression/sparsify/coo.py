@@ -26,7 +26,7 @@ def count_of(n: int, density: float) -> int:
     """
     if n > MOST_ELEMENTS:
         raise UsageError(
-            f"a tensor of {n} elements is too large for 32-bit indices, at most {MOST_ELEMENTS}; encode it in pieces"
+            f"a tensor of {n} elements has more than {MOST_ELEMENTS} elements, too many for int32; encode pieces"
         )
     # In floats, 0.07 * 100 is above 7, so its ceiling would be 8.
     return min(n, max(1, math.ceil(Fraction(str(density)) * n)))

@@ -73,8 +73,8 @@ class DeepGradientCompression:
         """
         if gradient.dtype != np.float32 or gradient.shape != self.velocity.shape:
             raise UsageError(
-                f"the gradient is {gradient.dtype} {gradient.shape}, but the state is float32 {self.velocity.shape}; "
-                "pass the float32 gradient of the same elements"
+                f"got a {gradient.dtype} gradient of shape {gradient.shape}; pass a float32 gradient of shape "
+                f"{self.velocity.shape}, the shape of this state"
             )
         run = _accumulate_ufuncs if is_device(gradient) else _accumulate
         real = np.float32

@@ -80,8 +80,8 @@ def select(values: Array, payload: Array) -> None:
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
     """Find the k largest of the magnitudes ``words`` (float32 bits). Return (candidates, indices, threshold, ties).
 
-    The k largest are all candidates above the threshold, and a number ``ties`` of candidates equal to the threshold.
-    ``indices`` are the positions of the candidates, or empty if all elements are candidates.
+    The k largest are all candidates above the threshold, and ``ties`` of the candidates equal to the threshold.
+    ``indices``: element indices of the candidates, or empty if all elements are candidates.
     """
     n = words.size
     room = 2 * k + 1024

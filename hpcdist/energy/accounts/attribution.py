@@ -193,7 +193,7 @@ class Attribution:
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
         """Return a list of dicts, one per energy counter: ``name``, ``kind``, and ``activities`` (joules per phase).
 
-        If the keyword ``final`` is False, the newest samples are left for a later call.
+        If keyword-only ``final`` is False, the newest samples are left for a later call.
         """
         if final:
             self._settle(True)
@@ -248,10 +248,10 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add n time intervals to the least squares ``sums``. Interval i used ``joules[i]``.
+    """Add n consecutive time intervals to the least squares ``sums``. Interval i used ``joules[i]``.
 
-    Each row of ``moments`` is one guess of the n + 1 limits of the intervals, in ns; the best guess is added.
-    ``mixtures`` gives the seconds in each training phase.
+    Each row of ``moments`` has possible end points of the intervals: n + 1 times in ns. The row with the best fit is
+    used. ``mixtures`` has the seconds in each training phase.
     """
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
@@ -324,7 +324,7 @@ def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
 
 
 def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
-    """Return, for each phase, a list of the phases that a fit with Gram matrix ``gram`` cannot separate from it."""
+    """Return, for each phase, the phases that a fit with Gram matrix ``gram`` cannot separate from this phase."""
     scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
     values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
     parts = (np.abs(vectors[:, values < COLLINEAR * len(gram)]) > MIN_COMPONENT).T

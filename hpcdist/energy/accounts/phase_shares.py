@@ -22,7 +22,7 @@ assert len(PHASES) - 1 == STEP
 
 
 def flatten_spans(spans: np.ndarray) -> np.ndarray:
-    """Return ``spans``, rows of (phase, begin, end) in ns, sorted and disjoint: on overlap, the last begun wins."""
+    """Return ``spans``, rows of (phase, begin, end) in ns, sorted and disjoint: later spans overwrite earlier spans."""
     spans = spans[np.argsort(spans[:, 1], kind="stable")]
     spans = spans[spans[:, 2] > spans[:, 1]]
     if np.all(spans[1:, 1] >= spans[:-1, 2]):

@@ -21,7 +21,7 @@ class MeanPower:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts (NaN: unknown) of ``sources`` sources, from samples ``drained`` since the last call."""
+        """Return the mean watts (NaN: unknown) of ``sources`` sources. ``drained``: samples since the last call."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(sources):

@@ -58,10 +58,10 @@ class EnergyWatch:
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
         self.sources = open_node_sources(config, [_claim_visible()], computing=False)
         if not self.sources.counters:
-            why = "; ".join(f"{kind}: {reason}" for kind, reason in self.missing().items())
+            reasons = "; ".join(f"{kind}: {reason}" for kind, reason in self.missing().items())
             raise MissingCapabilityError(
-                "no energy source of this machine is readable, so neither the energy measurement nor a command to "
-                f"measure was started (see `hpcdist energy sources`). {why}"
+                "no energy source of this machine is readable, so the energy measurement was not started (see "
+                f"`hpcdist energy sources`). Reasons by kind of source: {reasons}"
             )
         look = NodeUtilisation([this_process()], self.sources.sensors).look if config.utilisation_s else None
         self.sampler = EnergySampler(self.sources.counters, config.interval_s, look, config.utilisation_s)

@@ -146,7 +146,7 @@ class TemporaryLimits:
         if failed:
             self._path = journal.write(self._folder, [change for _, change in failed], self._path)
             raise MissingCapabilityError(
-                f"{'; '.join(reasons)}; to restore these limits later, run: {journal.RESTORE_COMMAND}"
+                f"device limits are still changed: {'; '.join(reasons)}; to restore, run {journal.RESTORE_COMMAND}"
             )
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -194,7 +194,7 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
     if value is not None and shown is not None and not is_equal_limit(shown / knob.per_unit, value / knob.per_unit):
         raise MissingCapabilityError(
             f"{knob.name}: {value / knob.per_unit:g} {knob.unit} was set, but the device reports "
-            f"{shown / knob.per_unit:g} {knob.unit}: firmware or a service enforces this limit; choose another value"
+            f"{shown / knob.per_unit:g} {knob.unit}: firmware or a system service overrides it; choose another value"
         )
 
 
@@ -209,11 +209,11 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
         if record.is_at_work:
             raise MissingCapabilityError(
                 f"process {record.pid} of this machine has changed the limits of {devices} since {record.created_utc}; "
-                "wait until it ends, or choose other devices"
+                "wait until the process ends, or choose other devices"
             )
         raise MissingCapabilityError(
-            f"the limits of {devices} were changed by a process that was killed before restoring them ({record.pid}, "
-            f"{record.created_utc}); first run {journal.RESTORE_COMMAND}"
+            f"the limits of {devices} were changed at {record.created_utc} by process {record.pid}, which was killed "
+            f"before it restored the limits; first run {journal.RESTORE_COMMAND}"
         )
 
 

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 from hpcdist.energy.sources import nvml, rapl
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
-UNPRIVILEGED_HINT: Final = "sweep what needs no permission: --sweep KEY=V1,V2"
-ROOT_HINT: Final = "run this as root (sudo -E env PATH=$PATH ...), ask the site to let jobs do so"
+UNPRIVILEGED_HINT: Final = "vary a recipe key, which needs no permission: --sweep KEY=V1,V2"
+ROOT_HINT: Final = "run this as root (sudo -E env PATH=$PATH ...), ask the site to permit this to jobs"
 ROUNDING: Final = 0.5  # W or MHz: RAPL rounds to eighths of a watt, NVML to whole mW
 
 
@@ -66,7 +66,8 @@ def check_value(knob: DeviceLimit, value: float) -> None:
         )
     least, most = allowed.least or 0.0, allowed.most
     if not (value > 0 and value >= least and (most is None or value <= most)):
-        raise ConfigurationError(f"{value:g} {knob.unit} for {knob.name}: expected {range_text(allowed, knob.unit)}")
+        limits = range_text(allowed, knob.unit)
+        raise ConfigurationError(f"{value:g} {knob.unit} for {knob.name}: expected {limits}, the range of the device")
 
 
 def range_text(allowed: LimitRange, unit: str) -> str:
@@ -98,30 +99,31 @@ class _GpuLimit:
             self.name = f"{uuid} ({self._nvml.nvmlDeviceGetName(self._handle)})"
         except self._nvml.NVMLError as error:
             raise MissingCapabilityError(
-                f"{uuid}: this process cannot access the GPU ({error}); request it from the batch system"
+                f"{uuid}: this process cannot access the GPU ({error}); request the GPU from the batch system"
             ) from error
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        binding, name, what = self._nvml, self.name, self.what
+        binding, name, setting = self._nvml, self.name, self.what
         try:
             yield
         except binding.NVMLError_NoPermission as error:
             raise MissingCapabilityError(
-                f"{name}: its {what} may be changed by root only (the driver says: {error}); "
+                f"{name}: the {setting} may be changed by root only (the driver says: {error}); "
                 f"{ROOT_HINT}, or {UNPRIVILEGED_HINT}"
             ) from None
         except (binding.NVMLError_NotSupported, binding.NVMLError_FunctionNotFound) as error:
-            hint = UNPRIVILEGED_HINT
-            raise MissingCapabilityError(f"{name}: its {what} cannot be changed ({error}); {hint}") from None
+            suggestion = UNPRIVILEGED_HINT
+            raise MissingCapabilityError(f"{name}: the {setting} cannot be changed ({error}); {suggestion}") from None
         except binding.NVMLError_InvalidArgument as error:
             raise ConfigurationError(
-                f"{name}: the driver rejects the requested {what} ({error}); choose a value that `nvidia-smi -q -i "
+                f"{name}: the driver rejects the requested {setting} ({error}); choose a value that `nvidia-smi -q -i "
                 f"{self.device} -d POWER,SUPPORTED_CLOCKS` allows"
             ) from None
         except binding.NVMLError as error:
-            why = f"its {what} cannot be read or changed ({error}); check the GPU with nvidia-smi"
-            raise MissingCapabilityError(f"{name}: {why}") from None
+            raise MissingCapabilityError(
+                f"{name}: the {setting} cannot be read or changed ({error}); check the GPU with nvidia-smi"
+            ) from None
 
 
 class GpuPowerLimit(_GpuLimit):
@@ -252,7 +254,7 @@ class CpuPowerLimit:
         self.now()
         if self._text("enabled") == "0":
             raise MissingCapabilityError(
-                f"{self.name}: its power limits are switched off; write 1 to {self._zone / 'enabled'} as root, or "
+                f"{self.name}: the power limits are switched off; write 1 to {self._zone / 'enabled'} as root, or "
                 f"{UNPRIVILEGED_HINT}"
             )
         most = self._text(f"constraint_{self._number()}_max_power_uw")
@@ -268,7 +270,7 @@ class CpuPowerLimit:
                 f"{UNPRIVILEGED_HINT}"
             ) from None
         except (OSError, ValueError) as error:
-            raise MissingCapabilityError(f"{self._limit} cannot be read ({error}); {UNPRIVILEGED_HINT}") from None
+            raise MissingCapabilityError(f"file {self._limit} cannot be read ({error}); {UNPRIVILEGED_HINT}") from None
 
     def in_force(self) -> float:
         return self.now() / self.per_unit
@@ -281,11 +283,11 @@ class CpuPowerLimit:
                 file.truncate()
         except PermissionError:
             raise MissingCapabilityError(
-                f"{self._limit} may be written by root only; {ROOT_HINT} (chmod g+w), or {UNPRIVILEGED_HINT}"
+                f"the file {self._limit} may be written by root only; {ROOT_HINT} (chmod g+w), or {UNPRIVILEGED_HINT}"
             ) from None
         except OSError as error:
             raise MissingCapabilityError(
-                f"{self._limit} cannot be written: {error.strerror}; run `dmesg` to see if firmware has locked it"
+                f"{self._limit} cannot be written: {error.strerror}; see `dmesg`: firmware may lock the limit"
             ) from None
 
     def cure(self, value: int | None) -> str:
@@ -293,14 +295,11 @@ class CpuPowerLimit:
 
 
 def cpu_limits(root: Path) -> list[CpuPowerLimit]:
-    """Return the power limits of all processors in the RAPL directory ``root``.
-
-    Raises MissingCapabilityError if no processor has a power limit.
-    """
+    """Return the power limits of all processors in RAPL directory ``root``. Raises MissingCapabilityError."""
     zones = sorted(path.name for path in root.glob(rapl.ZONES) if path.name.count(":") == 1)
     limits = [CpuPowerLimit(root, zone) for zone in zones]
     limits = [limit for limit in limits if "(package" in limit.name]
     if not limits:
-        there = "shows no processor package" if root.is_dir() else "does not exist"
-        raise MissingCapabilityError(f"{root} {there}, so there is no power limit to change; {UNPRIVILEGED_HINT}")
+        problem = "has no processor package" if root.is_dir() else "does not exist"
+        raise MissingCapabilityError(f"RAPL directory {root} {problem}: no power limit to change; {UNPRIVILEGED_HINT}")
     return limits

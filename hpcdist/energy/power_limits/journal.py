@@ -76,7 +76,7 @@ def directory(environment: Mapping[str, str] = os.environ) -> Path:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "hpcdist" / "limits"
     except RuntimeError as error:
         raise StorageError(
-            f"no directory for records of former limits ({error}); set HOME or XDG_STATE_HOME to a directory"
+            f"there is no directory for the journal of device limits ({error}); set HOME or XDG_STATE_HOME"
         ) from error
 
 
@@ -93,7 +93,7 @@ def locked_journal(folder: Path) -> Iterator[None]:
         held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StorageError(
-            f"{folder}: former limits cannot be recorded ({error.strerror}), so no limit was changed; set "
+            f"{folder}: the journal of device limits cannot be opened ({error.strerror}), so no limit was changed; set "
             "XDG_STATE_HOME to a writable directory"
         ) from error
     try:
@@ -123,7 +123,7 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
         user_cache.write(path, content)
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror}); no limit was changed. Set XDG_STATE_HOME to "
+            f"{path}: the journal record of device limits cannot be written ({error.strerror}); set XDG_STATE_HOME to "
             "a writable directory"
         ) from error
     return path
@@ -144,5 +144,5 @@ def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
 
 def _record(path: Path, content: Any) -> JournalRecord:
     if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']!r}, expected {FORMAT}: another version of hpcdist wrote it")
+        raise ValueError(f"another hpcdist version wrote this record: format {content['format']!r}, expected {FORMAT}")
     return msgspec.convert({**content, "path": path}, JournalRecord)

@@ -31,7 +31,7 @@ class NvmlGpu:
 def cuda_visible(
     gpus: Sequence[NvmlGpu], environment: Mapping[str, str], parent: Callable[[str], str | None]
 ) -> tuple[str, ...]:
-    """Return the UUIDs of the ``gpus`` that CUDA_VISIBLE_DEVICES lists, in its order, or () if it is not set.
+    """Return the UUIDs of the ``gpus`` in CUDA_VISIBLE_DEVICES, in this order, or () if the variable is not set.
 
     As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list.
     ``parent(instance)`` returns the UUID of the GPU of a MIG instance. Raises MissingCapabilityError for an index if
@@ -60,8 +60,8 @@ def _resolve_entry(entry: str, gpus: Sequence[NvmlGpu], environment: Mapping[str
     # CUDA's default order is by speed (FASTEST_FIRST), NVML's by bus: they agree if all GPUs are alike.
     if environment.get(ORDER) != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
         raise MissingCapabilityError(
-            f"{VISIBLE} names a GPU by index, but the GPU models differ, and CUDA then numbers GPUs by speed; export "
-            f"{ORDER}=PCI_BUS_ID, or name the GPU by UUID"
+            f"{VISIBLE} has a GPU index, but CUDA numbers GPUs of different models by speed, and NVML by PCI address; "
+            f"export {ORDER}=PCI_BUS_ID, or set {VISIBLE} to UUIDs"
         )
     return gpus[int(entry)].uuid
 
@@ -169,7 +169,7 @@ class NvmlDriver:
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"no NVIDIA driver is available ({error}); test it with nvidia-smi") from error
+            raise MissingCapabilityError(f"no NVIDIA driver is available ({error}); run nvidia-smi") from error
 
     def __enter__(self) -> "NvmlDriver":
         return self
@@ -187,7 +187,7 @@ class NvmlDriver:
             count = self._nvml.nvmlDeviceGetCount()
             return [self._gpu(self._nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"NVML cannot list the GPUs ({error}); test it with nvidia-smi") from error
+            raise MissingCapabilityError(f"NVML cannot list the GPUs ({error}); run nvidia-smi") from error
 
     def _gpu(self, handle: Any) -> NvmlGpu:
         try:
@@ -201,7 +201,7 @@ class NvmlDriver:
         try:
             return str(self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetHandleByPciBusId(bus_id)))
         except self._nvml.NVMLError as error:
-            raise MissingCapabilityError(f"NVML does not find the GPU at {bus_id} ({error}); run nvidia-smi") from error
+            raise MissingCapabilityError(f"NVML finds no GPU at PCI {bus_id} ({error}); run nvidia-smi") from error
 
     def parent(self, instance: str) -> str | None:
         """Return the UUID of the GPU that contains a MIG ``instance``, or None if there is no such instance."""

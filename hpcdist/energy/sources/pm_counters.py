@@ -39,7 +39,7 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add the counter files named ``*files`` to the snapshot."""
+        """Add counter files to the snapshot. The positional arguments are file names."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
@@ -63,13 +63,13 @@ class PmCounterFiles:
                 break
         else:
             raise SensorReadError(
-                f"{self._directory}/freshness changed during each of {ATTEMPTS} reads; read again later"
+                f"{self._directory}/freshness changed during each of {ATTEMPTS} reads of the counters; read later"
             )
         waited_ns = self._clock_ns() - self._renewed_ns
         if waited_ns > STALE_NS:
             raise SensorReadError(
                 f"the counters are no longer updated: {self._directory}/freshness has been {before} for "
-                f"{waited_ns / 1e9:.0f} s, expected ten updates per second; report this to the site"
+                f"{waited_ns / 1e9:.0f} s, but expected ten updates per second; ask the site to restart the counters"
             )
         value = self._values[file]
         if isinstance(value, SensorReadError):

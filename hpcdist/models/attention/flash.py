@@ -153,11 +153,11 @@ class LocalAttention:
     ) -> Array:
         """Return the attention, of shape (batch, context, width). Raises UsageError for invalid shapes.
 
-        ``qkv``: contiguous queries, keys and values, of shape (batch, context, 3 width). Keywords:
+        ``qkv``: contiguous queries, keys and values, of shape (batch, context, 3 width). Keyword-only:
         - ``kv``: keys and values, of shape (batch, context, 2 kv width), if ``qkv`` has only queries. Consecutive query
           heads then share a key head.
         - ``part``: (index of the first local query head, number of query heads of the layer), if heads are sharded.
-        - ``y``: output array. If it is passed, `backward` needs the keyword ``dots``.
+        - ``y``: output array. If ``y`` is passed, `backward` needs the keyword ``dots``.
         """
         assert causal or not window, "a sliding window needs causal attention"
         heads = heads_of(qkv, kv, head_size)
@@ -230,7 +230,7 @@ def begin_backward(
     """Return (heads, (qkv, kv, sums), (dqkv, dkv), (causal, window), dropout mask) for an attention backward pass.
 
     The values of the forward pass come from ``saved``. dqkv and dkv are uninitialised arrays for the gradients. They
-    are scratch memory if the keyword ``keep`` is False. kv and dkv are None if qkv has the keys and values.
+    are scratch memory if keyword-only ``keep`` is False. kv and dkv are None if qkv has the keys and values.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch

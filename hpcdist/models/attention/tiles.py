@@ -43,8 +43,8 @@ class Heads:
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
         """Return the queries, keys or values in x as a 5-dimensional view.
 
-        ``part``: index of the array in x, of shape (batch, context, columns). The view has the axes samples, key heads,
-        query heads per key head (1 for keys and values), tokens and columns of a head.
+        The columns of x consist of several arrays. ``part``: index of the array to view. Axes of the view: samples,
+        key heads, query heads per key head (1 for keys and values), tokens, columns of a head.
         """
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
@@ -65,7 +65,7 @@ class Heads:
     ) -> Iterator["HeadChunk"]:
         """Yield `HeadChunk` objects that cover all samples and the key heads [first_head, last_head), by default all.
 
-        If ``everything`` is True, a chunk may have any size. If the keyword ``apart`` is True, it has one sample.
+        If ``everything`` is True, a chunk may have any size. If keyword-only ``apart`` is True, it has one sample.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -123,7 +123,7 @@ class HeadChunk:
         return (EVERYTHING,) if documents is None else documents.spans(self.first_sample, pieces)
 
     def drop(self, tile: Array, dropped: Mask | None, first: int, start: int) -> None:
-        """Apply the dropout mask ``dropped`` to the scores ``tile``, from query ``first`` and key ``start`` on."""
+        """Apply the dropout mask ``dropped`` to scores ``tile``, which start at query ``first`` and key ``start``."""
         if dropped is not None and (skipped := start % WORDS_PER_COUNTER):  # e.g. at the start of a document
             wide = namespace(tile).empty((*tile.shape[:2], skipped + tile.shape[2]), tile.dtype)
             wide[..., skipped:] = tile
@@ -146,14 +146,14 @@ def heads_of(qkv: Array, kv: Array | None, head_size: int) -> Heads:
         if head_size < 1 or columns % (3 * head_size):
             raise UsageError(
                 f"attention got {columns} columns in the last dimension of qkv, with heads of size {head_size}; "
-                f"give a multiple of {3 * head_size}, or pass keys and values as kv"
+                f"expected a multiple of {3 * head_size}, or keys and values in the argument kv"
             )
         return Heads(batch, context, columns // (3 * head_size), 1, head_size)
     shared = kv.shape[2] // (2 * head_size)
     if kv.shape != (batch, context, 2 * shared * head_size) or not shared or columns % (shared * head_size):
         raise UsageError(
-            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}, with heads of size {head_size}; "
-            f"for k key heads, kv needs the shape (batch, context, 2 * k * {head_size}), and queries m * k heads"
+            f"attention got queries of shape {qkv.shape} and kv of shape {kv.shape}; for k key heads of size "
+            f"{head_size}, kv must have {2 * head_size} k columns, and queries a multiple of {head_size} k columns"
         )
     return Heads(batch, context, shared, columns // (shared * head_size), head_size)
 
@@ -184,10 +184,10 @@ def blocks(
 
 
 def band(distance: int, window: int, *, causal: bool) -> Span:
-    """Return the range of keys [low, high) that the first query of a tile of attention scores sees.
+    """Return (low, high): query i of a tile of attention scores sees the keys [low + i, high + i) of the tile.
 
-    Keys are counted from the tile's first key. Query i of the tile sees the keys [low + i, high + i).
-    ``distance``: position of the tile's first query minus the position of its first key. ``window``: number of tokens
-    that a query sees, or 0 for no limit. The keyword ``causal`` hides keys after a query.
+    Queries and keys are counted from the tile's first query and key. Without a limit, -low and high are very large.
+    ``distance``: token position of the first query minus the position of the first key. ``window``: number of tokens
+    that a query sees, or 0 for no limit. The keyword-only ``causal`` hides keys after a query.
     """
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

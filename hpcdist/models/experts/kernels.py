@@ -104,7 +104,7 @@ def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, ba
     """Copy groups of consecutive rows from ``source`` to ``target`` on a GPU.
 
     ``blocks``, of shape (n, 3): first source row, first target row, and number of rows of each group. ``longest``:
-    largest number of rows of a group. If the keyword ``back`` is True, column 0 is the target row, column 1 the source.
+    largest number of rows of a group. Keyword-only ``back`` True swaps columns 0 and 1: first target row, then source.
     """
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),

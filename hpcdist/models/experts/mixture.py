@@ -47,9 +47,10 @@ class StayingRows:
     attends = False  # True if ranks compute together, even ranks without samples
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Return an array for the token rows to send, with the row length and dtype of the array ``like``.
+        """Return an array for the token rows to pass to `send_out`, with the row length and dtype of ``like``.
 
-        The rows of expert e begin at row ``starts[e]``, and ``starts[-1]`` is the number of rows.
+        The rows of expert e begin at row ``starts[e]``, and ``starts[-1]`` is the number of rows. Only subclasses use
+        ``parameters``, the layer's tensors.
         """
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
@@ -59,7 +60,7 @@ class StayingRows:
         """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
 
         The rows of expert e begin at ``starts[e]``. The returned function returns the received rows sorted by expert,
-        and an array with the first row of each local expert. Set the keyword ``back`` to True if ``rows`` are
+        and an array with the first row of each local expert. Set the keyword-only ``back`` to True if ``rows`` are
         gradients.
         """
         if not back:
@@ -67,7 +68,7 @@ class StayingRows:
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return weights and biases of the first (``prefix`` `UP`) or last (`DOWN`) linear layer of local experts."""
+        """Return weights and biases of this rank's experts. ``prefix``: first (`UP`) or last (`DOWN`) linear layer."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
@@ -88,7 +89,7 @@ class StayingRows:
     ) -> Array:
         """Return an uninitialised array for the results that the caller computes and passes to `bring_back`.
 
-        ``name``: name of the array in ``saved``. Set the keyword ``back`` to True if the results are gradients.
+        ``name``: name of the array in ``saved``. Set the keyword-only ``back`` to True if the results are gradients.
         """
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
@@ -96,7 +97,7 @@ class StayingRows:
         """Send the experts' results ``rows`` back to the ranks of their tokens.
 
         Return the results for this rank's tokens, in the order in which the tokens were sent. ``name``: unique name for
-        this array in ``saved``. Set the keyword ``back`` to True if the results are gradients.
+        this array in ``saved``. Set the keyword-only ``back`` to True if the results are gradients.
         """
         return rows
 

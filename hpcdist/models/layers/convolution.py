@@ -82,7 +82,7 @@ def _as_matrix(weight: Array) -> Array:
 
 
 def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> Iterator[tuple[slice, Array]]:
-    """Yield (slice of samples, their im2col array). ``shape``: output shape. The array has a row per output pixel."""
+    """Yield (slice of samples, im2col array of these samples: a row per output pixel). ``shape``: output shape."""
     samples, high, wide = shape[:3]
     columns = SIZE * SIZE * x.shape[-1]
     room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
@@ -155,7 +155,7 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (index, output slices, input slices) for each kernel pixel, which maps these inputs to these outputs.
+    """Yield (k, slices of outputs, slices of inputs): kernel pixel k times these inputs is added to these outputs.
 
     ``high``, ``wide``: output size. ``height``, ``width``: input size.
     """

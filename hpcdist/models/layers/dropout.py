@@ -50,7 +50,7 @@ class Mask:
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
         """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
 
-        ``above``, ``left``: row and column of the first element of x in each group's mask. 4 must divide ``left``.
+        ``above``, ``left``: row and column of x's first element in each group's mask. ``left`` must be a multiple of 4.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"

@@ -70,7 +70,7 @@ def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, s
 
 
 def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
-    """Write the column sums of dy to the gradient of ``PREFIX.bias``, or add them to an earlier one of this step."""
+    """Write the column sums of dy to the gradient of ``PREFIX.bias``, or add them to an earlier gradient."""
     dbias, add = gradients.into(f"{prefix}.bias")
     into = dbias.reshape(-1)
     column_sums(dy.reshape(-1, into.size), into, add)

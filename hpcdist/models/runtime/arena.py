@@ -60,7 +60,7 @@ class Arena:
         return self._live[key]
 
     def take(self, nbytes: int) -> int:
-        """Return the index of a block of at least ``nbytes`` bytes: a free block, an enlarged one, or a new one."""
+        """Take a free block of at least ``nbytes`` bytes, or allocate one. Return the index of the block."""
         slot = bisect_left(self._free, (nbytes, -1))
         if slot < len(self._free) and self._free[slot][0] <= max(MAX_WASTE * nbytes, ALIGN_BYTES):
             index = self._free.pop(slot)[1]
@@ -82,7 +82,7 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Remove the largest block that may grow to ``nbytes`` from the free blocks. Return its index, or None."""
+        """Take the largest free block that may be enlarged to ``nbytes`` bytes. Return its index, or None."""
         for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
             size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:
@@ -97,7 +97,7 @@ class Arena:
         self._uses[index] += 1
 
     def give(self, index: int) -> None:
-        """Count one user less of block ``index``. Without users, the block is free."""
+        """Count one user less of block ``index``. The block becomes free when it has no users."""
         self._uses[index] -= 1
         if not self._uses[index]:
             insort(self._free, (self._blocks[index].nbytes, index))
@@ -120,7 +120,7 @@ class Arena:
         return not any(self._uses[index] for index in use.taken)
 
     def repeat(self, use: BlockUse) -> None:
-        """Change the number of users of each block as recorded in ``use``. Check `has_free` first."""
+        """Take and free the same blocks as in the recording ``use``. Requires that ``has_free(use)`` is True."""
         for index, change in use.changes:
             if not self._uses[index]:
                 del self._free[bisect_left(self._free, (self._blocks[index].nbytes, index))]

@@ -50,7 +50,7 @@ class RecomputedStage(WrappedStage):
         return RecomputedStage(self.inner.with_tokens(tokens))  # type: ignore[attr-defined]
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of the wrapped stage. Save only the output and x. x must not change until backward."""
+        """Return the output of the wrapped stage. Save only x and the output. x must not change until `backward`."""
         within = saved.within()
         y = self.inner.forward(parameters, x, operations, within)
         output = saved.empty("recomputed.y", y.shape, y.dtype)
@@ -89,7 +89,7 @@ _LINEARS: Final = ("linear_column", "linear_row")
 
 
 def split_operations(operations: Operations) -> Operations:
-    """Wrap ``operations``: backward then computes only input gradients, and defers others to `weight_gradients`."""
+    """Wrap ``operations`` so that backward computes only input gradients; `weight_gradients` computes the others."""
     return replace(
         operations,
         linear_column=SplitLinear("linear_column", operations.linear_column),
@@ -107,8 +107,8 @@ def release_first_pass(saved: Saved) -> None:
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
     """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 
-    Writes the gradients, or adds them to earlier gradients of this step. ``operations``: the operations that were
-    wrapped. ``saved``: the stage's arrays of the backward pass. The arrays in ``parameters`` may already be freed.
+    Writes the gradients, or adds them to earlier gradients of this step. ``operations``: argument of
+    `split_operations`. ``saved``: the stage's activations after backward. ``parameters`` may be freed already.
 
     If two stages share a tensor, call this for the later stage first, and for both stages before the next micro-batch.
     """
@@ -173,7 +173,7 @@ class SplitEmbedding:
 
 @dataclass(frozen=True)
 class SplitAttention:
-    """Wrapper of attention ``inner`` that keeps the gradient of its input until `weight_gradients` is called."""
+    """Wrapper of attention ``inner`` that keeps the gradient of qkv in memory until `weight_gradients` is called."""
 
     inner: AttentionOperation
 

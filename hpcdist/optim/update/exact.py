@@ -23,7 +23,7 @@ _HALF = np.uint64(32)
 
 
 def zeros(*shape: int) -> np.ndarray:
-    """Return zeroed accumulators for exact sums: an int64 array of shape (``*shape``, `SLOTS`)."""
+    """Return zeroed accumulators for exact sums, as an int64 array. Arguments: the shape of the array of sums."""
     return np.zeros((*shape, SLOTS), np.int64)
 
 
@@ -38,7 +38,7 @@ def add_squares(values: Array, digits: np.ndarray) -> None:
     elif values.dtype == np.float64:
         _add_float64(values, digits)
     else:
-        raise UsageError(f"exact sums of squares need float32 or float64, got {values.dtype}; convert it first")
+        raise UsageError(f"exact sums of squares need float32 or float64, got {values.dtype}; convert the array")
 
 
 def rounded(digits: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ def adam(
     """Run an Adam step on the weights w, with moments m and v, and g = scale * gradient.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m' / (sqrt(v') + epsilon) + decay w)
-    m' = m / (1 - beta1^count);  v' = v / (1 - beta2^count). If the keyword ``count`` is 0, m' = m and v' = v.
+    m' = m / (1 - beta1^count);  v' = v / (1 - beta2^count); if count is 0, m' = m, v' = v. Scalars are keyword-only.
     """
     scalars = (scale, *kernels.moment_factors(betas, count), epsilon)
     if isinstance(decay, TensorOptions):
@@ -59,8 +59,8 @@ def momentum(
 ) -> None:
     """Run a momentum step on the weights w, with g = scale * gradient + decay * w.
 
-    velocity = momentum * velocity + g;  w -= rate * velocity
-    With the keyword ``nesterov`` True: w -= rate * (g + momentum * velocity).
+    velocity = momentum * velocity + g;  w -= rate * velocity. If the keyword-only ``nesterov`` is True:
+    w -= rate * (g + momentum * velocity). ``scale``, ``decay``, ``momentum`` and ``rate`` are keyword-only.
     """
     g_share, v_share = kernels.shares_of_step(momentum, nesterov)
     scalars = (scale, momentum, g_share, v_share)

@@ -55,8 +55,8 @@ def launch_adam_direction(
     """Update Adam's m and v on a GPU. Write the update direction, without the learning rate, to ``step``.
 
     ``step`` may be the gradient array. The squares of ``weights`` and ``step`` are added to ``partial``, a result of
-    `partial_sums`. ``tensors`` has the weight decays. Further arguments: a factor for ``gradient``, the six results of
-    `moment_factors`, and epsilon.
+    `partial_sums`. ``tensors`` has the weight decays. Arguments after ``tensors``: a factor for ``gradient``, the six
+    results of `moment_factors`, and epsilon.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -74,8 +74,8 @@ def launch_scaled_direction(
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
     """Return a zeroed GPU array of shape (rows, 2), for partial sums of squares of weights and of their updates.
 
-    They are for a flat vector of ``size`` elements with ``tensors`` tensors. The sums have the same bits if the vector
-    is processed in ranges that are split at multiples of `TILE` elements.
+    The weights are a flat vector of ``size`` elements with ``tensors`` tensors. The sums have the same bits if the
+    vector is processed in ranges that are split at multiples of `TILE` elements.
     """
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
@@ -138,7 +138,7 @@ def _types(weights: Array, gradient: Array, working: Array) -> dict[str, Any]:
 
 
 def launch_sum_of_squares(*pieces: Array) -> Array:
-    """Return the sum of squares of one or more arrays, as a 0-dimensional float64 array on the GPU."""
+    """Return the sum of squares over all arguments, GPU arrays, as a 0-dimensional float64 GPU array."""
     blocks = min(max(1, -(-max(values.size for values in pieces) // (THREADS * PACK))), BLOCKS)
     partial = namespace(pieces[0]).empty(blocks, np.float64)
     for number, values in enumerate(pieces):
@@ -169,10 +169,10 @@ def adam_direction(
     decay: float,
     count: int,
 ) -> None:
-    """Update Adam's m and v with ``gradient`` times the keyword ``scale``. Write the update direction to ``gradient``.
+    """Update Adam's m and v with scale * gradient. Write the update direction to ``gradient``.
 
-    The direction is m^ / (sqrt(v^) + epsilon) + decay * weights. m^ and v^ are m and v, bias-corrected if the keyword
-    ``count``, the number of applied updates, is positive.
+    The direction is m^ / (sqrt(v^) + epsilon) + decay * weights. m^ and v^ are m and v, bias-corrected if ``count``,
+    the number of applied updates, is positive. All arguments after ``v`` are keyword-only.
     """
     scalars = (scale, *moment_factors(betas, count), epsilon, decay)
     run = _adam_ufuncs if is_device(weights) else _adam_loop
@@ -229,8 +229,8 @@ def momentum_direction(
 ) -> None:
     """Update ``velocity``, and overwrite ``gradient`` with the momentum step.
 
-    g = scale * gradient + decay * weights;  velocity = momentum * velocity + g. The step is the velocity or, with the
-    keyword ``nesterov``, g + momentum * velocity.
+    g = scale * gradient + decay * weights;  velocity = momentum * velocity + g. The step is the velocity or, if the
+    keyword-only ``nesterov`` is True, g + momentum * velocity.
     """
     g_share, v_share = shares_of_step(momentum, nesterov)
     run = _momentum_ufuncs if is_device(weights) else _momentum_loop
@@ -382,7 +382,7 @@ def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
-    """Return arguments to compile a kernel with: ``buffers`` arrays and ``scalars`` numbers, in float32 and float64."""
+    """Return example arguments to compile a kernel: ``buffers`` arrays and ``scalars`` numbers, per dtype."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
         for dtype in (np.float32, np.float64)

@@ -61,7 +61,7 @@ class ClusterMeasurements:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedCluster:
-    """Cluster with fitted constants. ``lines``: a description of each fit, for the user."""
+    """Cluster with fitted constants. ``lines``: text for the user, one line per fit."""
 
     cluster: Cluster
     lines: tuple[str, ...]
@@ -229,7 +229,7 @@ def _fit(series: TimingSeries, pieces: FittedPieces) -> MeasuredFit:
 def _sources(
     base: Cluster, measurements: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
 ) -> dict[str, str]:
-    """Return {cluster file section: "measured ..." or "assumption: ..."}. ``remarks``: assumptions about links."""
+    """Return the source of each section of a cluster file: "measured ..." or "assumption: ...", keyed by section."""
     measured = f"measured on {measurements.date}" + (f" with {measurements.by}" if measurements.by else "")
     assumed = f"assumption: as in {base.name}"
     device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]

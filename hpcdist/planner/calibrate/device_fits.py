@@ -90,7 +90,7 @@ def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
     if len({round(product.size, 6) for product in ordered}) < LEAST_SIZES:
         raise UsageError(
             f"an efficiency curve needs matrix products of at least {LEAST_SIZES} different sizes, got {len(ordered)} "
-            "matrix products of fewer sizes; measure more sizes"
+            "matrix products of fewer sizes; measure matrix products of more sizes"
         )
     # The smallest and the largest size are fitted: the curve is not extrapolated.
     unseen = tuple(product for number, product in enumerate(ordered) if number % 3 == 1 and number < len(ordered) - 1)
@@ -170,7 +170,7 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
     if len(steps) < LEAST_STEPS:
         raise UsageError(
             f"fitting memory_share and attention_share of the device needs at least {LEAST_STEPS} measured steps, got "
-            f"{len(steps)}; measure more models"
+            f"{len(steps)} steps; measure training steps of more models"
         )
     unseen = steps[LEFT_OUT - 1 :: LEFT_OUT]
     fitted = [step for number, step in enumerate(steps) if number % LEFT_OUT != LEFT_OUT - 1]
@@ -182,7 +182,7 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
 
 
 def predicted_s(step: MeasuredStep, cluster: Cluster) -> float:
-    """Return the seconds that the planner predicts for forward and backward of ``step``. Local."""
+    """Return the total seconds that the planner predicts for forward and backward of ``step``. Local."""
     layout = ParallelLayout(microbatch=step.samples, precision=PRECISION)
     times = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
     return sum(count * (seconds.forward_s + seconds.input_s + seconds.weight_s) for count, seconds in times)

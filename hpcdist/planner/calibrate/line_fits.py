@@ -64,9 +64,9 @@ class FittedPieces:
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
     """Fit a piecewise linear function of the size in bytes to the message times ``seconds``.
 
-    ``nbytes``: size of each message. The fit uses the median time of each size. Every second size is not fitted, but
-    measures the error of the fit. The largest size and the sizes in ``always`` are always fitted. Raises UsageError for
-    fewer than `LEAST_SIZES` sizes, or for invalid times.
+    ``nbytes``: size of each message. The fit uses the median time of each size. Every second size is left out of the
+    fit, to measure the error of the fit. The largest size and the sizes in ``always`` are always fitted. Raises
+    UsageError for fewer than `LEAST_SIZES` sizes, or for invalid times.
     """
     sizes, times = _medians(nbytes, seconds)
     fitted = _fitted(np.isin(sizes, always))
@@ -98,8 +98,8 @@ def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndar
     sizes = np.unique(size)
     if len(sizes) < LEAST_SIZES:
         raise UsageError(
-            f"a fit of time against bytes needs at least {LEAST_SIZES} different sizes in bytes, got {len(sizes)}; "
-            "measure more sizes"
+            f"a fit of time against bytes needs at least {LEAST_SIZES} different sizes in bytes, got {len(sizes)} "
+            "sizes; measure more sizes"
         )
     return sizes, np.array([np.median(time[size == value]) for value in sizes])
 

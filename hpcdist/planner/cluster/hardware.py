@@ -76,20 +76,20 @@ def parse(text: str, dimension: str) -> float:
     ``dimension`` is a key of `UNITS`. Raises ConfigurationError for an invalid number or unit.
     """
     units = UNITS[dimension]
-    example = f"expected {_NAMES[dimension]} such as {EXAMPLES[dimension]}"
+    example = f"{_NAMES[dimension]} such as {EXAMPLES[dimension]}"
     match = _QUANTITY.fullmatch(text)
     number, unit = (match[1], match[2]) if match else ("", text)
     try:
         value = Decimal(number.replace("_", ""))
     except InvalidOperation:
-        raise ConfigurationError(f"{text!r} has no readable number; {example}") from None
+        raise ConfigurationError(f"the quantity {text!r} has no readable number; expected {example}") from None
     if not unit:
-        raise ConfigurationError(f"{text!r} has no unit; {example}")
+        raise ConfigurationError(f"the quantity {text!r} has no unit; expected {example}")
     if unit not in units:
-        raise ConfigurationError(f"{text!r}: {_wrong(unit, dimension)}; {example}")
+        raise ConfigurationError(f"the unit of {text!r} is invalid: {_wrong(unit, dimension)}; expected {example}")
     base_value = _times(value, units[unit])
     if not math.isfinite(base_value) or base_value < 0:
-        raise ConfigurationError(f"{text!r} is not a finite number of at least 0; {example}")
+        raise ConfigurationError(f"the quantity {text!r} is not a finite number of at least 0; expected {example}")
     return base_value
 
 
@@ -156,8 +156,7 @@ OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 class EfficiencyCurve:
     """Fraction of the peak FLOP rate that matrix products reach, by the size of the product.
 
-    The size for shapes (m, k) and (k, n) is the harmonic mean of m, k and n. The fraction is linear in log(size)
-    between the listed sizes.
+    Size of (m, k) times (k, n): the harmonic mean of m, k and n. Between sizes, the fraction is linear in log(size).
     """
 
     sizes: Annotated[tuple[float, ...], QuantityField("sizes", "number", 1, 1e6)]
@@ -215,7 +214,7 @@ class MeasuredFit:
 
     Range i ends at ``until_bytes[i]``; the first range starts at ``from_bytes``. ``error``: largest relative error at
     sizes not used for the fit. ``level``: name of the slowest `LinkLevel` between the ranks. ``library``: "mpi",
-    "nccl", or "" for any.
+    "nccl", or "" for any library.
     """
 
     operation: str  # one of `OPERATIONS`
@@ -309,7 +308,7 @@ def validate(cluster: Cluster) -> None:
         if node > all_nodes:
             raise ConfigurationError(
                 f"storage.node_{operation} of {rough(node, 'bandwidth')} is more than storage.{operation} of "
-                f"{rough(all_nodes, 'bandwidth')}, the total of all nodes; correct one of them"
+                f"{rough(all_nodes, 'bandwidth')}, the total of all nodes; correct one of the two keys"
             )
     _check_site(cluster.site)
     for place, fit in enumerate(cluster.fits):
@@ -318,7 +317,7 @@ def validate(cluster: Cluster) -> None:
 
 def _check_device(device: Device) -> None:
     if not device.peak_flops:
-        raise ConfigurationError("device.flops is empty; expected a peak for at least one data type, e.g. bfloat16")
+        raise ConfigurationError("device.flops is empty; expected a peak FLOP rate of a data type, e.g. bfloat16")
     for kind, peak in device.peak_flops.items():
         if kind not in device.matmul:
             raise ConfigurationError(f"device.matmul.{kind} is missing: add a curve, or remove device.flops.{kind}")
@@ -332,8 +331,7 @@ def _check_device(device: Device) -> None:
     for kind, curve in device.matmul.items():
         if kind not in device.peak_flops:
             raise ConfigurationError(
-                f"device.flops.{kind} is missing: device.matmul has a curve for {kind}; add the peak FLOP rate, or "
-                "remove the curve"
+                f"device.flops.{kind} is missing: device.matmul has a curve for {kind}; add device.flops.{kind}"
             )
         _check_curve(curve, f"device.matmul.{kind}")
     if device.memory_bytes_per_s < device.memory_bytes / 1000:
@@ -348,48 +346,48 @@ def _check_device(device: Device) -> None:
         )
     if device.idle_w > device.peak_w:
         raise ConfigurationError(
-            f"device.idle of {device.idle_w:g} W is more than device.peak of {device.peak_w:g} W; correct one of them"
+            f"device.idle of {device.idle_w:g} W is more than device.peak of {device.peak_w:g} W; lower device.idle"
         )
 
 
 def _check_curve(curve: EfficiencyCurve, place: str) -> None:
     if len(curve.sizes) != len(curve.shares):
         raise ConfigurationError(
-            f"{place} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; expected equal numbers"
+            f"the curve {place} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; expected equal numbers"
         )
     _check_ascending(curve.sizes, f"{place}.sizes")
 
 
 def _check_levels(levels: Sequence[LinkLevel], devices: int) -> None:
     for inner, outer in pairwise(levels):
-        both = f"level {inner.name!r} of {inner.devices} devices and level {outer.name!r} of {outer.devices}"
+        two_levels = f"level {inner.name!r} of {inner.devices} devices and level {outer.name!r} of {outer.devices}"
         if inner.devices == 0:
             raise ConfigurationError(
-                f"{both} do not nest: only the last level may have devices = 0, which means all devices of the "
-                "cluster; give the first of these two levels a number of devices"
+                f"{two_levels} do not nest: only the last level may have devices = 0, which means all devices of the "
+                f"cluster; set `devices` of level {inner.name!r} to a number"
             )
         if outer.devices and (outer.devices <= inner.devices or outer.devices % inner.devices):
             raise ConfigurationError(
-                f"{both} do not nest: each level must hold at least two complete groups of the level before; "
-                "correct devices of one level"
+                f"{two_levels} do not nest: each level must hold at least two complete groups of the level before; "
+                "change `devices` of one of the two levels"
             )
         if outer.bytes_per_s > inner.bytes_per_s:
             raise ConfigurationError(
-                f"{both} do not nest: levels must be sorted from the fastest links outwards, but a device sends "
+                f"{two_levels} do not nest: levels must be sorted from the fastest links outwards, but a device sends "
                 f"{rough(inner.bytes_per_s, 'bandwidth')} in the inner and {rough(outer.bytes_per_s, 'bandwidth')} in "
                 "the outer level; swap the two levels, or correct their bandwidths"
             )
     for level in levels:
         if level.alone_bytes_per_s and level.alone_bytes_per_s < level.bytes_per_s:
             raise ConfigurationError(
-                f"level {level.name!r}: alone_bandwidth {rough(level.alone_bytes_per_s, 'bandwidth')} must be at least "
-                f"bandwidth {rough(level.bytes_per_s, 'bandwidth')}; correct one of them"
+                f"level {level.name!r} has the alone_bandwidth {rough(level.alone_bytes_per_s, 'bandwidth')}, which "
+                f"must be at least its bandwidth, {rough(level.bytes_per_s, 'bandwidth')}; correct one of the two keys"
             )
     last = levels[-1]
     if last.devices and last.devices < devices:
         raise ConfigurationError(
-            f"the last level {last.name!r} joins {last.devices} devices, but the cluster has {devices}; set devices = "
-            "0 (all) at that level, or add a level"
+            f"the last level {last.name!r} joins {last.devices} devices, but the cluster has {devices} devices; set "
+            f"devices = 0 (all devices) at the level {last.name!r}, or add a level"
         )
 
 
@@ -397,53 +395,55 @@ def _check_boxes(cluster: Cluster) -> None:
     names = [level.name for level in cluster.levels]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigurationError(
-                f"two [[level]] sections of the cluster file have the name {name!r}; rename one of them"
-            )
+            raise ConfigurationError(f"two [[level]] sections have the name {name!r}; rename one of these levels")
     box = cluster.node.devices
     for level in cluster.levels:
         if level.devices and level.devices % box and box % level.devices:
             raise ConfigurationError(
-                f"level {level.name!r} joins {level.devices} devices, but a node has {box}: a level must hold "
-                "whole nodes, or divide a node; correct devices of the level, or node.devices"
+                f"level {level.name!r} joins {level.devices} devices, but a node has {box} devices: the groups of a "
+                "level must be whole nodes, or divide a node; change `devices` of this level, or node.devices"
             )
 
 
 def _check_site(site: ClusterSite) -> None:
     if not site.currency and (site.device_hour_price is not None or site.kwh_price is not None):
-        raise ConfigurationError('site.currency is missing: a price is given; set e.g. currency = "USD"')
+        raise ConfigurationError('the cluster file has a price but no site.currency; set for example currency = "USD"')
     if site.carbon_g_per_kwh is not None and not site.carbon_source:
         raise ConfigurationError(
-            "site.carbon_source is missing: site.carbon is given; set carbon_source to the power grid and the year of "
-            "this value"
+            "the cluster file has site.carbon but no site.carbon_source; set site.carbon_source to the power grid "
+            "and the year of the carbon intensity"
         )
 
 
-def _check_fit(fit: MeasuredFit, place: str, levels: Sequence[str]) -> None:
+def _check_fit(fit: MeasuredFit, fit_name: str, levels: Sequence[str]) -> None:
     if fit.operation not in OPERATIONS:
-        raise ConfigurationError(f"{place}: unknown operation {fit.operation!r}; choose one of {', '.join(OPERATIONS)}")
+        raise ConfigurationError(
+            f"{fit_name} has the unknown operation {fit.operation!r}; choose one of {', '.join(OPERATIONS)}"
+        )
     if fit.level and fit.level not in levels:
-        raise ConfigurationError(f"{place}: there is no level {fit.level!r}; choose one of {', '.join(levels)}")
+        raise ConfigurationError(f"{fit_name} has the unknown level {fit.level!r}; choose one of {', '.join(levels)}")
     if fit.library not in LIBRARIES:
         accepted = ", ".join(name for name in LIBRARIES if name)
-        raise ConfigurationError(f"{place}: unknown library {fit.library!r}; choose {accepted}, or leave it out")
+        raise ConfigurationError(
+            f"{fit_name} has the unknown library {fit.library!r}; choose {accepted}, or omit `library`"
+        )
     lengths = {len(fit.until_bytes), len(fit.latency_s), len(fit.s_per_byte)}
     if len(lengths) != 1:
         raise ConfigurationError(
-            f"{place}: until, latency and slowness have {len(fit.until_bytes)}, {len(fit.latency_s)} and "
-            f"{len(fit.s_per_byte)} values; expected equal numbers, one value per size range"
+            f"{fit_name} has {len(fit.until_bytes)} values of `until`, {len(fit.latency_s)} of `latency` and "
+            f"{len(fit.s_per_byte)} of `slowness`; expected one value of each key per size range"
         )
-    _check_ascending(fit.until_bytes, f"{place}: until")
+    _check_ascending(fit.until_bytes, f"`until` of {fit_name}")
     if fit.from_bytes > fit.until_bytes[-1]:
         raise ConfigurationError(
-            f"{place}: 'from' is {rough(fit.from_bytes, 'bytes')}; it must be at most the last value of 'until', "
-            f"{rough(fit.until_bytes[-1], 'bytes')}"
+            f"`from` of {fit_name} is {rough(fit.from_bytes, 'bytes')}, but must be at most the last value of "
+            f"`until`, {rough(fit.until_bytes[-1], 'bytes')}"
         )
 
 
-def _check_ascending(values: Sequence[float], place: str) -> None:
+def _check_ascending(values: Sequence[float], list_name: str) -> None:
     for before, after in pairwise(values):
         if not before < after:
             raise ConfigurationError(
-                f"{place} has {after:g} after {before:g}; values must ascend, so correct their order"
+                f"{list_name} has the value {after:g} after {before:g}; write the values in ascending order"
             )

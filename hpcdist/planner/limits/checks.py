@@ -302,7 +302,7 @@ def flags(layout: ParallelLayout, cluster: Cluster) -> tuple[str, ...]:
 def shape_problems(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> Iterator[LayoutProblem]:
-    """Yield all problems of ``layout`` but lack of memory. If values are invalid, yield only these problems. Local."""
+    """Yield all problems of ``layout`` except lack of memory, or only its invalid values if there are any. Local."""
     wrong = (*too_large(description, layout.devices, global_batch), *value_problems(layout, global_batch))
     if wrong:
         yield from wrong

@@ -239,7 +239,7 @@ def scratch_of(
 ) -> float:
     """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
 
-    ``present``: indices of the device's model units. Temporary arrays of the same name share memory. The keyword
+    ``present``: indices of the device's model units. Temporary arrays of the same name share memory. Keyword-only
     ``accumulates`` True adds a temporary weight gradient, to sum several micro-batches. Float32 copies of 16-bit
     parameters and gradients are not included.
     """

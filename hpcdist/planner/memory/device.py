@@ -41,7 +41,7 @@ def in_flight(
     """Return the micro-batches in flight on pipeline rank ``rank`` at times when its memory use may peak. Local.
 
     For each such time, the result has one `LiveMicroBatches` per model chunk of the rank. ``microbatches``: number per
-    step. ``chunks``: number per rank. The keyword ``recompute`` True: activations are recomputed. Raises
+    step. ``chunks``: number per rank. Keyword-only ``recompute``: True if activations are recomputed. Raises
     ConfigurationError if the schedule is read from a file or does not support these arguments.
     """
     if schedule == FILE:
@@ -130,8 +130,8 @@ class PipelinePart(NamedTuple):
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
     """Return the `PipelinePart` of each pipeline rank whose memory use may be the highest. Local.
 
-    Of several ranks with equal layers, only the first and the last are included. ``cut``: layout fields that determine
-    the pipeline stages.
+    Of several ranks with equal layers, only the first and the last are included. ``cut``: fields of a
+    `ParallelLayout` that determine the pipeline stages.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, cut)):
@@ -144,7 +144,7 @@ def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, .
 def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
     """Return the model units (such as blocks) and the parameter counts of pipeline rank ``rank``. Local.
 
-    ``cut``: layout fields that determine the pipeline stages. Raises ConfigurationError if the model has too few units.
+    ``cut``: `ParallelLayout` fields that set the pipeline stages. Raises ConfigurationError for too few units.
     """
     grouped = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]

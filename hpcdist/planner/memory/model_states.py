@@ -65,7 +65,7 @@ def stage_of(strategy: str) -> int:
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return the bytes of model states per parameter, or per expert parameter if the keyword ``experts`` is true."""
+    """Return the bytes of model states per parameter, or per expert parameter (keyword-only ``experts``: True)."""
     replicas = layout.data * layout.context
     return _states(
         unsharded(layout),
@@ -131,8 +131,8 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 def whole_units(layout: ParallelLayout, longest: float) -> float:
     """Return the bytes of temporary copies of the parameters and gradients of a layer with ``longest`` parameters.
 
-    ZeRO-3 gathers the parameters of a layer. ZeRO-2 and ZeRO-3 sum its gradients. If hpcdist computes in float32 with
-    16-bit parameters, it needs float32 copies of both.
+    ZeRO-3 gathers the parameters of a layer. ZeRO-2 and ZeRO-3 sum the layer's gradients. If hpcdist computes in
+    float32 with 16-bit parameters, float32 copies of the layer's parameters and gradients are added.
     """
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     if layout.data * layout.context > 1:
@@ -165,7 +165,7 @@ def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_
 
 
 def with_buckets(estimate: MemoryEstimate, layout: ParallelLayout, bucket_bytes: float) -> MemoryEstimate:
-    """Return ``estimate`` for gradient buckets of ``bucket_bytes`` bytes: it grows if they exceed the default size."""
+    """Return ``estimate`` plus the memory of gradient buckets of ``bucket_bytes`` bytes above the default size."""
     if bucket_bytes <= BUCKET_BYTES or layout.implementation != "hpcdist":
         return estimate
     more = exchanged(layout, math.inf, 0.0, bucket_bytes) - exchanged(layout, math.inf, 0.0)

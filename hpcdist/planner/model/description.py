@@ -72,7 +72,7 @@ class ModelUnit:
     counted: "Counted | None" = field(default=None, compare=False, repr=False)
 
     def __hash__(self) -> int:
-        """Hash only a few fields, because units are dictionary keys and looked up often."""
+        """Hash only a few fields of the unit, because units are dictionary keys and are looked up often."""
         return hash((self.name, self.count, self.parameters, self.moved))
 
 
@@ -122,7 +122,7 @@ class ModelDescription:
     sample_bytes: int = 0
 
     def __hash__(self) -> int:
-        """Hash only a few fields: hashing all units would take longer than the cache lookup."""
+        """Hash only a few fields of the model: a hash over all units would take longer than a cache lookup."""
         return hash((self.name, self.tokens, self.width, self.tied_parameters, len(self.units)))
 
     @property

@@ -61,7 +61,7 @@ def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of a model unit's attention per sample. The keyword ``exact``: omit masked pairs."""
+    """Return the forward FLOPs of a model unit's attention per sample. Keyword-only ``exact``: omit masked pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -155,7 +155,7 @@ def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[Stage
 
 @lru_cache(maxsize=4096)
 def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the model units of each pipeline rank. ``cut`` holds the layout fields that determine the split. Local."""
+    """Return the model units of each pipeline rank. ``cut``: `ParallelLayout` fields that set the split. Local."""
     if cut.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
     by_rank: list[list[UnitGroup]] = [[] for _ in range(cut.pipeline)]
@@ -166,7 +166,7 @@ def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple
 
 @lru_cache(maxsize=4096)
 def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order. ``cut`` holds the layout fields that determine the split. Local."""
+    """Return all pipeline chunks in model order. ``cut``: `ParallelLayout` fields that set the split. Local."""
     ranks, chunks_per_rank, schedule, implementation, recompute = cut
     row = SCHEDULES.get(schedule)
     if row is not None and row.most is not None and ranks > 1:
@@ -281,8 +281,7 @@ def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[S
     """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
 
     - Full recomputation, in Megatron-LM or on one rank: all units except the first and the last unit of the model.
-    - Full recomputation in hpcdist on several pipeline ranks: all units. With the schedules 1f1b and interleaved, the
-      last chunk recomputes nothing.
+    - Full recomputation in hpcdist on several pipeline ranks: all units. 1f1b and interleaved: not the last chunk.
     - Selective recomputation: units with attention. In hpcdist, no units.
     Raises ConfigurationError for fewer units than chunks.
     """

@@ -75,22 +75,21 @@ def of_config(
 ) -> ModelDescription:
     """Return the description of the model that the recipe section ``config`` selects.
 
-    Keywords give the size of a sample. A transformer needs the keyword ``context`` (tokens). An mlp needs ``features``
-    and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. The keyword ``documents``:
-    statistics of the documents in packed samples. Raises ConfigurationError for a missing size, or a model that user
-    code creates.
+    Keyword-only arguments give the size of a sample. A transformer needs ``context`` (tokens). An mlp needs
+    ``features`` and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. ``documents``:
+    statistics of the documents in packed samples. Raises ConfigurationError for a missing size or a user-built model.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(
-            f"model.kind = {config.kind!r}: its layers are unknown, because user code creates them; give sizes of a "
-            "similar transformer, or the name of a published model"
+            f"model.kind = {config.kind!r}: the planner does not know the layers of this model, because "
+            "user code creates the layers; give the sizes of a similar transformer, or the name of a published model"
         )
     if config.kind in TRANSFORMERS:
         _positive(f"data.context, which a model of kind {config.kind!r} needs,", context)
         return describe(_shape_of(config, context), config.kind, documents)
     if config.kind == "mlp":
         _positive("data.features, which an mlp needs,", features)
-        _positive("the number of classes", classes)
+        _positive("classes", classes)
         widths = [features] + [config.hidden] * config.layers + [classes]
         counted = counts.counts(config, features=features, classes=classes).units
         numbers = features
@@ -102,7 +101,7 @@ def of_config(
         ]
     else:
         for name, value in (("height", height), ("width", width), ("channels", channels), ("classes", classes)):
-            _positive(f"the {name} of a picture, which a convnet needs,", value)
+            _positive(f"{name} of a picture, which a convnet needs,", value)
         counted = counts.counts(config, height=height, width=width, channels=channels, classes=classes).units
         numbers = height * width * channels
         units = list(_convolutions(config, counted, channels))
@@ -286,7 +285,7 @@ def _merged(units: Sequence[ModelUnit]) -> Iterator[ModelUnit]:
 
 def _positive(label: str, value: int) -> None:
     if value < 1:
-        raise ConfigurationError(f"{label} is {value}; give at least 1")
+        raise ConfigurationError(f"the size {label} is {value}, but must be at least 1")
 
 
 def _check(shape: TransformerShape) -> None:
@@ -294,8 +293,7 @@ def _check(shape: TransformerShape) -> None:
         _positive(f"{name} of the model", getattr(shape, name))
     if shape.experts_per_token > shape.experts:
         raise ConfigurationError(
-            f"experts_per_token of the model is {shape.experts_per_token}, but must be at most experts = "
-            f"{shape.experts}"
+            f"experts_per_token of the model is {shape.experts_per_token}; expected at most experts = {shape.experts}"
         )
 
 
@@ -315,8 +313,10 @@ def _entry(name: str) -> Mapping[str, Any]:
     key = name.lower()
     if key not in table:
         near = get_close_matches(key, table, n=3, cutoff=0.5)
-        hint = f"the nearest names are {' and '.join(near)}" if near else f"choose one of {', '.join(table)}"
-        raise ConfigurationError(f"there is no model {name!r}; {hint}, or give its sizes (layers, hidden, heads, ...)")
+        suggestion = f"the nearest names are {' and '.join(near)}" if near else f"choose one of {', '.join(table)}"
+        raise ConfigurationError(
+            f"there is no published model {name!r}; {suggestion}, or give the sizes of the model (layers, hidden, ...)"
+        )
     return table[key]
 
 

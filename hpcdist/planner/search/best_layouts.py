@@ -34,7 +34,7 @@ SAME: Final = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class RankedLayout:
-    """Layout with its objective ``value``. ``why``: reasons why it beats the next layout. ``limits``: bottlenecks."""
+    """Layout with its objective ``value``. ``why``: reasons why this layout beats the next. ``limits``: bottlenecks."""
 
     estimate: PlanEstimate
     value: float
@@ -45,7 +45,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number of layouts (or of "grids", combinations of parallel degrees) that break the rule ``limit``."""
+    """Number ``count`` of layouts or of "grids" (combinations of parallel degrees) that break the rule ``limit``."""
 
     limit: str
     count: int
@@ -125,8 +125,8 @@ def _check(description: ModelDescription, cluster: Cluster, devices: int, global
         raise UsageError(problem.text)
     if devices > cluster.devices:
         raise UsageError(
-            f"the search uses {devices} devices, {devices - cluster.devices} more than the {cluster.devices} of "
-            f"{cluster.name}; use fewer, or set devices in the cluster file"
+            f"the search uses {devices} devices, but the cluster {cluster.name} has only {cluster.devices}; use fewer "
+            "devices, or increase devices in the cluster file"
         )
     bounds.check_objective(spec.objective, cluster)
 
@@ -180,7 +180,7 @@ def _refused(walk: BranchAndBound) -> tuple[RefusalCount, ...]:
 
 
 def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
-    """Return the reasons why ``estimate`` is better than ``other``, the next result, or () if ``other`` is None."""
+    """Return the reasons why ``estimate`` beats ``other``, the next best layout, or () if ``other`` is None."""
     if other is None:
         return ()
     lines = [f"{changes(estimate.layout, other.layout) or 'the same layout'}"]
@@ -231,7 +231,7 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
 
 
 def nothing_fits(walk: BranchAndBound) -> tuple[str, ...]:
-    """Return text lines on the failed search ``walk``: the layout closest to fitting, and changes that may help."""
+    """Return text about a search ``walk`` without result: the layout with the least missing memory, and advice."""
     if walk.memory_filter.leanest is None:
         return tuple(_no_grid(walk))
     over, layout, footprint = walk.memory_filter.leanest

@@ -37,13 +37,13 @@ def check_objective(objective: str, cluster: Cluster) -> None:
     site = cluster.site
     if objective == "cost" and site.device_hour_price is None and site.kwh_price is None:
         raise UsageError(
-            f"the objective 'cost' needs prices, which {cluster.name} lacks; set site.device_hour_price or "
-            "site.kwh_price in its file, or choose the objective energy"
+            f"the objective 'cost' needs a price, but the cluster {cluster.name} has none; set "
+            "site.device_hour_price or site.kwh_price in the cluster file, or choose the objective energy"
         )
     if objective in ("energy", "energy-delay") and not cluster.device.peak_w:
         raise UsageError(
-            f"the objective {objective!r} needs the device power, which {cluster.name} lacks; set device.peak_power in "
-            "its file, or choose the objective time"
+            f"the objective {objective!r} needs the device power, but the cluster {cluster.name} has none; set "
+            "device.peak in the cluster file, or choose the objective time"
         )
 
 

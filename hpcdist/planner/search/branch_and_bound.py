@@ -131,11 +131,11 @@ class Refusals:
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def grid(self, problem: LayoutProblem) -> None:
-        """Count a combination of parallel degrees that is rejected because of ``problem``."""
+        """Add 1 to the number of combinations of parallel degrees that are rejected by the limit of ``problem``."""
         self._count(self.grids, problem, 1)
 
     def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Count ``many`` layouts that are rejected because of ``problem``."""
+        """Add ``many`` to the number of layouts that are rejected by the limit of ``problem``."""
         self._count(self.layouts, problem, many)
 
     @staticmethod
@@ -146,7 +146,7 @@ class Refusals:
 
 @dataclass
 class BranchAndBound:
-    """Best-first search for layouts. After `run`, ``best`` lists (objective value, estimate) pairs, best first."""
+    """Best-first search for layouts. `run` fills ``best`` with (objective value, estimate) pairs, best first."""
 
     description: ModelDescription
     cluster: Cluster

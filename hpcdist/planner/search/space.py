@@ -69,21 +69,21 @@ class SearchSpec:
             wrong = [value for value in values if value not in choices]
             if wrong or not values:
                 raise UsageError(
-                    f"invalid {name} to search: got {', '.join(map(str, wrong)) or 'none'}; choose one or more of "
-                    f"{', '.join(map(str, choices))}"
+                    f"the search cannot try {name} = {', '.join(map(str, wrong)) or 'an empty list'}; choose one or "
+                    f"more values of {', '.join(map(str, choices))}"
                 )
         for name in ("chunks", "tensors", "pipelines", "contexts", "experts", "microbatches"):
             wrong = [value for value in getattr(self, name) if value < 1]
             if wrong:
-                raise UsageError(f"{name} to search: got {wrong[0]}; each value must be at least 1")
+                raise UsageError(f"the search cannot try {name} = {wrong[0]}; each value must be at least 1")
         if self.objective not in OBJECTIVES:
             raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.first < 1 or self.steps < 1:
-            raise UsageError(f"first = {self.first}, steps = {self.steps}; each must be at least 1")
+            raise UsageError(f"first = {self.first}, steps = {self.steps}; both numbers must be at least 1")
         if not 0 <= self.headroom < 1:
-            raise UsageError(f"headroom = {self.headroom}; it must be a share of the memory, from 0 to less than 1")
+            raise UsageError(f"headroom = {self.headroom}; expected a memory fraction, from 0 to less than 1")
         if self.memory_bytes < 0:
-            raise UsageError(f"memory_bytes = {self.memory_bytes}; give the bytes per device, or 0 for all its memory")
+            raise UsageError(f"memory_bytes = {self.memory_bytes}; expected bytes per device, or 0 for all memory")
 
 
 def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:

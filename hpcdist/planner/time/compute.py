@@ -116,9 +116,10 @@ class _Unit:
         if kind not in device.peak_flops or kind not in device.matmul:
             available = sorted(set(device.peak_flops) & set(device.matmul))
             raise ConfigurationError(
-                f"cluster {cluster.name!r} has no peak and efficiency curve of {device.name} for {kind}, only for "
-                f"{', '.join(available) or 'none'}; choose one of these, or add [device.flops] {kind} and "
-                f"[device.matmul.{kind}]"
+                f"the precision {kind} needs a peak FLOP rate and an efficiency curve of the device {device.name}, "
+                f"but the cluster {cluster.name!r} has both only for the precisions "
+                f"{', '.join(available) or '(none)'}; change the precision, or add device.flops.{kind} and "
+                f"[device.matmul.{kind}] to the cluster file"
             )
         self.peak, self.curve = device.peak_flops[kind], device.matmul[kind]
         self.item = ITEM_BYTES[kind]

@@ -43,7 +43,7 @@ TENSORS: Final = 12
 
 
 class BucketChoice(NamedTuple):
-    """Chosen bucket size in bytes, cost of all its allreduces, and seconds of them that overlap computation."""
+    """Chosen bucket size in bytes, total cost of the buckets' allreduces, and seconds that overlap computation."""
 
     cost: MessageCost
     hidden_s: float
@@ -151,7 +151,7 @@ def exchange(
     """Return the cost per step of exchanging a device's gradients and parameters with its data-parallel replicas.
 
     ``parameters``: number of parameters on the device. ``backward_s``: backward time of a micro-batch.
-    ``microbatches``: micro-batches per step. Raises UsageError for an unknown strategy. Keywords:
+    ``microbatches``: micro-batches per step. Raises UsageError for an unknown strategy. Keyword-only:
     - ``forward_s``: forward time of a micro-batch.
     - ``units``: number of model layers on the device.
     - ``expert_parameters``: number of ``parameters`` that belong to experts.

@@ -59,8 +59,7 @@ class LinkTier(NamedTuple):
 class GroupSpan:
     """Group of ``size`` devices, ``stride`` apart, with the link levels ``tiers`` that connect the devices.
 
-    ``tiers``: fastest level first; empty for one device. ``channels``: True if several rings or trees run in parallel,
-    as in NCCL. ``flags``: warnings.
+    ``tiers``: fastest level first; empty for one device. ``channels``: True for several parallel rings or trees.
     """
 
     size: int
@@ -94,8 +93,7 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
     """Return the size, the stride and the link levels of the group of devices on ``axis``, one of `AXES`.
 
     "all": all computing devices. "replicas": devices with the same parameters, on the data and context axes.
-    "expert_replicas": devices with the same experts. Raises UsageError for an unknown axis, or if no link level joins
-    all devices.
+    "expert_replicas": devices with the same experts. Raises UsageError if the axis is unknown or has no links.
     """
     inner = layout.tensor * layout.context
     total = inner * layout.data * layout.pipeline
@@ -147,7 +145,7 @@ def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], cha
     if below < size:
         raise UsageError(
             f"the job has {total} devices, but the link levels of the cluster join only "
-            f"{levels[-1].devices if levels else 1}; set devices = 0 (all devices) at the cluster's last link level"
+            f"{levels[-1].devices if levels else 1} devices; set `devices` of the last level to 0 (all devices)"
         )
     return _span(size, stride, tuple(tiers), channels, tuple(flags))
 
@@ -315,7 +313,7 @@ NO_COST: Final = MessageCost(0.0, 0.0, "none")
 
 
 def repeated_cost(cost: MessageCost, often: float) -> MessageCost:
-    """Return the cost of ``often`` operations in sequence that each have the cost ``cost``. Local."""
+    """Return the cost of ``often`` successive operations, each of cost ``cost``. Local."""
     return MessageCost(cost.seconds * often, cost.nbytes * often, cost.algorithm, cost.flags)
 
 

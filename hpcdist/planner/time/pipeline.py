@@ -87,7 +87,7 @@ def closed_time(
 ) -> PipelineTime:
     """Return the step time of a pipeline by a closed formula.
 
-    ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. Keywords:
+    ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. Keyword-only:
 
     - ``chunks``: model chunks per rank. ``message_s``: seconds of a message between neighbouring ranks.
     - ``blocking``: True if a rank cannot compute during messages.
@@ -156,9 +156,9 @@ def simulated_timeline(
 ) -> "StepTimeline":
     """Return the simulated timeline of the forward and backward passes of a step. Local.
 
-    ``chunks``: times of a micro-batch in each chunk, in model order. ``ranks``: number of pipeline ranks. The keyword
-    ``message_s``: seconds of a message on a link. If the keyword ``recompute`` is True, each chunk is recomputed before
-    its gradient arrives.
+    ``chunks``: times of a micro-batch in each chunk, in model order. ``ranks``: number of pipeline ranks. Keyword-only
+    ``message_s``: seconds of a message on a link. Keyword-only ``recompute``: True to recompute chunks before the
+    gradient arrives.
     """
     from hpcdist.strategies.schedule.simulate import timeline
     from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
@@ -241,7 +241,7 @@ def ranks_of(
 def chunks_seconds(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[PlannedSeconds]:
-    """Return the seconds per micro-batch in each pipeline chunk, in model order. A step has ``microbatches``. Local."""
+    """Return the seconds per micro-batch in each pipeline chunk, in model order. ``microbatches``: per step. Local."""
     costs: dict[tuple[str, str, float], MessageCost] = {}
     of_chunks = chunk_loads(description, layout, cluster)
     return [stage_of(load, layout, cluster, microbatches, costs).seconds for load in of_chunks]
@@ -324,8 +324,7 @@ def simulated_pipe(
 ) -> PipelineTime:
     """Return the step time of a pipeline by simulation of its schedule. Local.
 
-    ``m``: micro-batches per step. ``slowest``: times of the slowest rank. ``hop_s``: seconds of a message between
-    neighbouring ranks.
+    ``m``: micro-batches per step. ``slowest``: times of the slowest rank. ``hop_s``: seconds of a message.
     """
     chunks = chunks_seconds(description, layout, cluster, m)
     # Without messages the simulation gives the idle time of the schedule; the additional time is waiting for messages.

@@ -44,7 +44,7 @@ WIDE_BYTES = 4  # float32: of a master, a moment
 def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert_parameters: float = 0.0) -> float:
     """Return the seconds of the gradient norm and the optimizer update on one device. Local.
 
-    ``parameters``: number of parameters before sharding. Of these, ``expert_parameters`` belong to experts.
+    ``parameters``: number of parameters before sharding, of which ``expert_parameters`` belong to experts.
     """
     numbers = owned(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
@@ -57,7 +57,7 @@ def update_s(parameters: float, layout: ParallelLayout, cluster: Cluster, expert
 def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
     """Return the number of parameters that one device (or parameter server) updates.
 
-    ``parameters``: parameters of one device without ZeRO. ``replicas``: number of devices that ZeRO shards them over.
+    ``parameters``: parameters of one device without ZeRO. ``replicas``: number of ranks that ZeRO shards over.
     """
     if layout.strategy == "parameter_server":
         return parameters / (layout.servers or replicas)
@@ -140,9 +140,9 @@ def timing(
 ) -> TimeEstimate:
     """Return the time of a step, divided into phases such as forward, backward and optimizer update. Local.
 
-    The boolean keyword ``simulate`` selects a simulation of the pipeline schedule, instead of a formula. The keyword
-    ``spare_bytes`` is the free memory for gradient buckets above the default size. The keyword ``flow`` is a result of
-    `microbatch_flow`, or None to compute it. Raises ConfigurationError for an impossible schedule or precision.
+    Keyword-only ``simulate``: True to simulate the pipeline schedule, instead of using a formula. Keyword-only
+    ``spare_bytes``: free memory for gradient buckets above the default size. Keyword-only ``flow``: result of
+    `microbatch_flow` or None. Raises ConfigurationError for an impossible schedule or precision.
     """
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)

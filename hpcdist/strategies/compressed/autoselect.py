@@ -88,9 +88,9 @@ def decide(
 ) -> CompressionDecision:
     """Measure the compressors in ``config.candidates``, and choose the fastest, or "none" if it saves too little time.
 
-    Collective over the world; all ranks get the same result. ``seed``: seed of random compressors. The keyword
-    ``halved``: True if gradients need a reduce-scatter, not an allreduce. The keyword ``budget_s``: time limit in
-    seconds. The keyword ``clock``: function that returns the time in seconds.
+    Collective over the world; all ranks get the same result. ``seed``: seed of random compressors. Keyword-only:
+    ``halved`` is True if gradients need a reduce-scatter, not an allreduce; ``budget_s`` is a time limit in seconds;
+    ``clock`` is a function that returns the time in seconds.
     """
     if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")

@@ -28,7 +28,7 @@ _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 class PowerSgdReduction:
     """PowerSGD: allreduce of gradients that sends matrices as low-rank factors.
 
-    ``parts``: all parameter ranges whose gradients will be summed, each of whole tensors. ``rank``: rank of the
+    ``parts``: all parameter ranges whose gradients will be summed. Each range has whole tensors. ``rank``: rank of the
     factors, not of ``comm``. ``algorithm``: allreduce algorithm of the factors.
     """
 

@@ -36,7 +36,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # alignment of tens
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """A tensor in a compressed message: ``where``, its range of the flat parameters; ``place``, its bytes."""
+    """Tensor in a compressed message. ``where``: range in the flat parameter vector. ``place``: byte range."""
 
     where: Range
     place: Range
@@ -53,8 +53,8 @@ class CodedMessage:
 class GradientCoder:
     """Encoder and decoder of one rank's gradients with the method of ``compressor``. Local.
 
-    ``seed`` and ``rank`` select the random stream. The attribute ``feedback`` stores the compression errors, or is
-    None. Before each step, set the attribute ``step`` to a number that is unique in the run.
+    ``seed`` and ``rank`` select the random stream. The attribute ``feedback`` stores the compression errors; None: no
+    error feedback. Before each step, set the attribute ``step`` to a number that is unique in the run.
     """
 
     def __init__(self, layout: Layout, compressor: Compressor, seed: int, rank: int) -> None:
@@ -112,7 +112,7 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Pair: mean number of times that a rank encodes, and decodes, each gradient value."""
+        """Pair (mean number of encodings per gradient value on a rank, mean number of decodings)."""
 
     def kept(self, part: Range) -> list[Range]:
         """Return the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
@@ -123,7 +123,7 @@ class CompressedReduction(Protocol):
 
 
 class _Messages:
-    """Sender and receiver of byte messages, cut into segments between nodes. Construction is collective."""
+    """Sender and receiver of byte messages. Messages between nodes are cut in segments. Construction is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -141,8 +141,8 @@ class _Messages:
     def gather_and_take(self, rows: Sequence[Array], encode: Callable[[], None], take: Callable[[int], None]) -> None:
         """All-gather one byte buffer per rank into ``rows``. Collective.
 
-        ``encode()`` must fill this rank's buffer. ``take(r)`` is called for all ranks r in order, when ``rows[r]`` has
-        arrived.
+        ``encode()`` must fill this rank's buffer. ``take(r)`` is called for each rank r in order, when ``rows[r]`` is
+        complete.
         """
         rank, size = self._comm.rank, self._comm.size
         receives = {peer: self.receive(row, peer) for peer, row in enumerate(rows) if peer != rank}
@@ -273,7 +273,7 @@ def _within(values: Array, part: Range, share: Range) -> Array:
 
 
 def _rows(name: str, sizes: Sequence[int], like: Array) -> list[Array]:
-    """Return a byte buffer for each of ``sizes``, on the device of ``like``. Calls with equal ``name`` share memory."""
+    """Return a byte buffer per size, on the device of ``like``. A later call with this ``name`` reuses the memory."""
     starts = list(accumulate(map(align, sizes), initial=0))
     memory = scratch(name, starts[-1], _BYTES, like)
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -293,9 +293,9 @@ def inter_node(data: Communicator) -> Communicator:
     nodes = data.nodes()
     if not nodes.uniform:
         raise ConfigurationError(
-            f"compression.across_nodes = true with {', '.join(str(len(node)) for node in nodes.members)} data ranks on "
-            f"{nodes.count} nodes: each node needs equally many; start equally many ranks on each node, or set "
-            "compression.across_nodes = false"
+            "compression.across_nodes = true needs equal numbers of data ranks on all nodes, but the nodes have "
+            f"{', '.join(str(len(node)) for node in nodes.members)} data ranks; start equally many ranks on each node, "
+            "or set compression.across_nodes = false"
         )
     return nodes.peers
 

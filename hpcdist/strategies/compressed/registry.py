@@ -83,8 +83,7 @@ class BucketReduction:
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
     """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
 
-    ``seed``: seed of compressors that use random numbers. The caller must set up error feedback. Raises the errors of
-    `reduction_of`.
+    ``seed``: seed of compressors that use random numbers. The caller must set up error feedback.
     """
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)

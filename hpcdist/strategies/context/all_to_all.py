@@ -127,8 +127,8 @@ class AllToAllAttention:
     ) -> tuple[Array, Array]:
         """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
 
-        The receive buffer is in the array ``arrives``, if this is large enough. Else it is in scratch memory, which
-        follows at least ``after`` elements. ``like``: array with the dtype and device of the buffers.
+        The receive buffer is in the array ``arrives`` or, if ``arrives`` is too small, in scratch memory, of which it
+        leaves the first ``after`` elements unused. ``like``: array with the dtype and device of the buffers.
         """
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]

@@ -22,8 +22,8 @@ from hpcdist.strategies.schedule.observers import NanFinder
 class ContextAxis:
     """The ranks of ``comm``, which divide the ``context`` tokens of each sample. Methods are local unless marked.
 
-    ``method``: attention method, "ring" or "all_to_all". The keyword ``window``: sliding window of the model in tokens,
-    or 0. The keyword ``spans``: `SpanSink` that records waiting times. The attribute ``watch`` finds the first
+    ``method``: attention method, "ring" or "all_to_all". Keyword-only ``window``: sliding window of the model in
+    tokens, or 0. Keyword-only ``spans``: `SpanSink` that records waiting times. The attribute ``watch`` finds the first
     non-finite value that this rank computed.
     """
 
@@ -78,8 +78,9 @@ class ContextAxis:
         if isinstance(samples, ArrayGroup) or samples.ndim < 2 or samples.shape[1] != self.context:
             received = "several arrays" if isinstance(samples, ArrayGroup) else f"a batch of shape {samples.shape}"
             raise DataError(
-                f"parallel.context = {self.size} cuts samples of {self.context} tokens (data.context), but the input "
-                f"is {received}; pass inputs and targets of shape (samples, {self.context}), or set data.context"
+                f"parallel.context = {self.size} divides samples of data.context = {self.context} tokens, but the "
+                f"input is {received}; pass inputs and targets of shape (samples, {self.context}), or set "
+                "data.context"
             )
         return self.rows(samples, 1)
 
@@ -154,7 +155,7 @@ class Ring:
         """Yield (rank, keys and values, gradients, poll) for each rank whose keys local queries see. Collective.
 
         This rank comes first, with ``local_block``, its keys and values. The call ``poll()`` advances the messages in
-        flight. The keyword ``back``: True for a backward pass. For each other rank, the caller then writes the
+        flight. Keyword-only ``back``: True for a backward pass. For each other rank, the caller then writes the
         gradients of keys and values to the array ``gradients``. Otherwise ``gradients`` is None. After the last round,
         the scratch buffer `operations.HOME` has the sum of the other ranks' gradients of ``local_block``.
         """

@@ -49,7 +49,7 @@ def head_parts(share: AttentionShare) -> int:
 def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
     """Return a pair (forward, backward): the mean bytes that a rank sends in one attention layer.
 
-    ``share``: sizes of the layer. ``method``: "ring" or "all_to_all".
+    ``share``: sizes of the layer on all context ranks together. ``method``: "ring" or "all_to_all".
     """
     if method == "all_to_all":
         forward, back = exchanged_bytes(share)
@@ -67,7 +67,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
     """Return a pair (forward, backward): for each all-to-all of a pass, the mean bytes that a rank sends.
 
     Forward has two: attention inputs and output. Backward has three: one number per token and head, output gradients,
-    and input gradients. ``share``: sizes of the attention layer.
+    and input gradients. ``share``: sizes of the layer on all context ranks together.
     """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
@@ -89,7 +89,7 @@ def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> f
     """Return the communication time that computation does not hide, in seconds, in one pass of ring attention.
 
     ``ranks``: number of ranks in the ring. ``tile_s``: time to compute with one rank's keys, while the next rank's keys
-    arrive. ``pass_s``: transfer time of one rank's keys, or of the keys' gradients. The keyword ``back``: True for a
+    arrive. ``pass_s``: transfer time of one rank's keys, or of the keys' gradients. Keyword-only ``back``: True for a
     backward pass, which also sends gradients.
     """
     if ranks == 1:
@@ -113,7 +113,7 @@ def counts_bytes(ranks: int, samples: int, experts: int) -> int:
 def kept_elements(share: AttentionShare, method: str) -> int:
     """Return the number of elements of other ranks' keys and values that a rank keeps for backward, per layer.
 
-    ``share``: sizes of the attention. ``method``: "ring" or "all_to_all".
+    ``share``: total sizes of the layer on all context ranks. ``method``: "ring" or "all_to_all".
     """
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks
@@ -121,9 +121,9 @@ def kept_elements(share: AttentionShare, method: str) -> int:
 
 
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
-    """Return a dict from scratch buffer to number of elements, for the extra memory of attention on a context axis.
+    """Return the elements of each scratch buffer that context parallelism adds on a rank, keyed by buffer name.
 
-    ``share``: sizes of the attention layer. ``method``: "ring" or "all_to_all".
+    ``share``: total sizes of one attention layer on all context ranks. ``method``: "ring" or "all_to_all".
     """
     local_tokens = share.samples * share.most_tokens
     if method == "ring":

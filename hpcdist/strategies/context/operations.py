@@ -59,8 +59,8 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
     """Return the operations (such as sends) of ``rank`` in one ring attention, in the order of execution.
 
     ``visited[r]``: ranks that use the keys of rank r, in ring order, starting with r. A rank sends keys to the next
-    rank while it computes with the keys. The keyword ``back``: True for a backward pass. Gradients then follow the keys
-    from rank to rank, and return to the owner of the keys.
+    rank while it computes with the keys. Keyword-only ``back``: True for a backward pass. Gradients then follow
+    the keys from rank to rank, and return to the owner of the keys.
     """
     steps: list[RingOperation] = []
     count = len(visited)
@@ -105,7 +105,7 @@ def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tupl
     """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
 
     ``placed``: token ranges of a sample on each rank. In the first all-to-all, each rank receives all tokens of some
-    heads. The last all-to-all returns the results. The keyword ``back``: True for a backward pass, with three
+    heads. The last all-to-all returns the results. Keyword-only ``back``: True for a backward pass, with three
     all-to-alls instead of two.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))

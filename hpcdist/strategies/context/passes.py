@@ -50,8 +50,8 @@ def tokens(rank_pieces: Pieces) -> int:
 def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
     """Return a `Visit` for the keys and values of each other rank, in the order of arrival at ``rank``.
 
-    ``placed``: each rank's token ranges, from the function `pieces`. If the keyword ``causal`` is True, queries see
-    only earlier tokens.
+    ``placed``: each rank's token ranges, from the function `pieces`. If the keyword-only ``causal`` is True, queries
+    see only earlier tokens.
     """
     ranks, visited = len(placed), []
     for step in range(1, ranks):
@@ -92,8 +92,8 @@ def _reach(placed: tuple[Pieces, ...], window: int) -> int:
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
     """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
 
-    ``placed``: token ranges of the sample on each rank. A sliding window (the keyword ``window``, in tokens) limits the
-    visible keys. If the keyword ``causal`` is True, queries see only earlier tokens.
+    ``placed``: token ranges of the sample on each rank. The keyword-only ``window`` is the sliding window in tokens, or
+    0. If the keyword-only ``causal`` is True, queries see only earlier tokens.
     """
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))

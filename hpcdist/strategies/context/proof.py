@@ -24,7 +24,7 @@ def prove_messages(
     needed block of keys exactly once; complete gradients return to the owner of the keys.
 
     ``lists[i]``: operations of axis rank i. ``ranks[i]``: its world rank, for error messages. ``visited[i]``: axis
-    ranks that use the keys of axis rank i, starting with i. The keyword ``back``: True for a backward pass.
+    ranks that use the keys of axis rank i, starting with i. Keyword-only ``back``: True for a backward pass.
     """
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
@@ -48,14 +48,14 @@ def _check_exchanges(lists: Sequence[Sequence[HeadExchange]], ranks: Sequence[in
                 sent, expected = source.sends[ranks.index(receiver)], target.receives[ranks.index(sender)]
                 if sent != expected:
                     raise ScheduleError(
-                        f"rank {sender} sends {sent} tokens to rank {receiver}, which expects {expected}, in exchange "
-                        f"{number} of attention heads; give both ranks the same recipe and version"
+                        f"rank {sender} sends {sent} tokens to rank {receiver}, which expects {expected} tokens, in "
+                        f"all-to-all number {number} of the attention heads; give both ranks the same recipe"
                     )
         if None in row:
             missing = ranks[row.index(None)]
             raise ScheduleError(
-                f"rank {missing} makes {number} exchanges of attention heads, but other ranks of its context axis make "
-                "more; give every rank the same recipe and version"
+                f"rank {missing} calls {number} all-to-alls of attention heads, but other ranks of its context axis "
+                "call more all-to-alls; give every rank the same recipe and version"
             )
 
 
@@ -99,9 +99,9 @@ class _RingRun:
         home, others = self._holds[rank].get(HOME), frozenset(self._visited[rank][1:])
         if back and others and home != (rank, others):
             raise ScheduleError(
-                f"rank {self._names[rank]}: the gradients of the local attention keys must return from every rank that "
-                f"used the keys: expected (owner, other ranks) = {(rank, others)} on the context axis in the buffer "
-                f"{HOME}, got {home}"
+                f"rank {self._names[rank]}: the buffer {HOME} must contain the gradients of the local attention keys "
+                f"from all ranks that used these keys, (owner, other ranks) = {(rank, others)}, but contains {home} "
+                "(ranks of the context axis)"
             )
 
     def _step(self, rank: int, op: RingOperation) -> bool:

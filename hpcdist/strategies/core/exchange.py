@@ -46,7 +46,7 @@ class Exchange:
 
     @property
     def loaded_bytes(self) -> int:
-        """Number of bytes that this rank has read from shared memory, written by other ranks of the node."""
+        """Number of bytes that this rank has read from memory of other ranks of its node (shared memory)."""
         return 0
 
     @property
@@ -85,7 +85,7 @@ class Exchange:
         return self.gradients
 
     def norm_squared(self) -> float:
-        """Return this rank's summand: the squared norm of the mean gradient is the sum over all ranks.
+        """Return a number whose sum over all ranks is the squared norm of the mean gradient.
 
         Waits for a GPU. Local; with logical shards, collective over the data axis.
         """
@@ -112,18 +112,18 @@ class Exchange:
         """Record that this replica has ``local_samples`` of the step's ``samples`` samples. Local."""
 
     def scaled_by(self, loss_scale: float) -> None:
-        """Record that the gradients of the step that begins are multiplied by ``loss_scale``. Local."""
+        """Record that the gradients of the next step contain the loss scale ``loss_scale`` as a factor. Local."""
 
     def flush(self) -> bool:
         """Average replicas before a checkpoint or evaluation. Return True if replicas differed. Collective."""
         return False
 
     def new_consensus_distances(self) -> dict[int, float]:
-        """Return the consensus distances since the last call, by step, and clear the record. Local."""
+        """Return the distances between replicas since the last call, keyed by step, and clear the record. Local."""
         return {}
 
     def consensus(self) -> Mapping[str, float]:
-        """Return "spectral_gap" and "consensus_distance" (NaN if unknown), or {} if replicas never differ. Local."""
+        """Return a dict with "spectral_gap" and "consensus_distance" (or NaN); {} if replicas never differ. Local."""
         return {}
 
     def summed_gradients(self) -> Iterable[Array]:
@@ -148,23 +148,22 @@ class Exchange:
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record the scalars ``state`` of the checkpoint that will be read, before `wanted` is called. Local.
+        """Record ``state``, the scalars of the checkpoint to read. Call it before `wanted`. Local.
 
-        Return the kinds of checkpoint pieces, such as "residual.0", that may be missing. The exchange then uses initial
-        values.
+        Return the kinds of checkpoint pieces, such as "residual.0", that may be missing and then keep initial values.
         """
         return ()
 
     def wanted(self) -> Sequence[Piece]:
         """Return the checkpoint pieces that this rank reads, as views of the memory to fill. Local.
 
-        They are all parameters that this rank keeps, and the optimizer state of the parameters that it updates.
+        The pieces are all parameters that this rank keeps, and the optimizer state of the parameters that it updates.
         """
         parameters = pieces_of({"parameters": self.weights}, self.weights.parts)
         return parameters + pieces_of(self.update.slots(), self.update.parts)
 
     def state(self) -> dict[str, Any]:
-        """Return a dict of JSON scalars to store in a checkpoint in addition to the pieces. Local."""
+        """Return a dict of JSON scalars to store in a checkpoint, in addition to the tensors. Local."""
         return self.update.optimizer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:

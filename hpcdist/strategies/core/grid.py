@@ -38,10 +38,10 @@ class ProcessGrid:
         servers: int = 0,
         expert: int = 1,
     ) -> "ProcessGrid":
-        """Return the grid for ``world`` ranks. The keyword ``servers`` is the number of ranks that do not compute.
+        """Return the grid for ``world`` ranks. Keyword-only: ``servers``, ranks that do not compute, and the degrees.
 
-        If the keyword ``data`` is 0, it is computed from the other degrees. Raises ConfigurationError if the product of
-        the degrees is not the number of computing ranks, or if ``expert`` does not divide the number of replicas.
+        If ``data`` is 0, the data degree is computed from the other degrees. Raises ConfigurationError if the product
+        of the degrees is not the number of computing ranks, or if ``expert`` does not divide the number of replicas.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context
@@ -53,15 +53,15 @@ class ProcessGrid:
             raise ConfigurationError(
                 f"parallel.data {grid.data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} x "
                 f"parallel.context {context} = {grid.size}, but the world has {workers}; "
-                f"choose degrees with the product {world} from {divisors}"
+                f"choose degrees from {divisors} whose product is {world}"
             )
         if grid.replicas % expert:
             divisors = [d for d in range(1, grid.replicas + 1) if grid.replicas % d == 0]
-            choice = f"choose one of {divisors}" if len(divisors) > 1 else "set parallel.expert = 1"
+            suggestion = f"set parallel.expert to one of {divisors}" if len(divisors) > 1 else "set parallel.expert = 1"
             raise ConfigurationError(
                 f"parallel.expert = {expert} does not divide parallel.data {data} x parallel.context {context} = "
-                f"{grid.replicas}, the number of replicas with {world} ranks; {choice}; a "
-                "checkpoint can be resumed with any number of expert ranks"
+                f"{grid.replicas}, the number of replicas with {world} ranks; {suggestion} (a checkpoint can be "
+                "resumed with any number of expert ranks)"
             )
         return grid
 

@@ -74,8 +74,8 @@ class LogicalShards:
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
         """Add the ``gradients`` of this rank's micro-batch number ``microbatch`` to the summation ``tree``. Local.
 
-        Micro-batch i is logical shard i of this rank; further micro-batches are ignored. If the keyword ``copy`` is
-        False, ``gradients`` must not change until the tree is reduced.
+        Micro-batch i is logical shard i of this rank; further micro-batches are ignored. If the keyword-only
+        ``copy`` is False, ``gradients`` must not change until the tree is reduced.
         """
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
@@ -104,8 +104,8 @@ class LogicalShards:
         if before != self.arithmetic:
             raise ConfigurationError(
                 f"run.logical_shards = {self.count}: the checkpoint has the floating-point fingerprint {before}, but "
-                f"the ranks now have {self.arithmetic}, so the run cannot resume with the same bits. {CURE}; or set "
-                "run.logical_shards = 0 to resume with different rounding"
+                f"the ranks now have the fingerprint {self.arithmetic}, so the run cannot resume with the same bits. "
+                f"{CURE}; or set run.logical_shards = 0 to resume with different rounding"
             )
 
 
@@ -114,7 +114,7 @@ def _common(context: RankContext) -> str:
     other = [rank for rank, name in enumerate(names) if name != names[0]]
     if other:
         raise ConfigurationError(
-            f"run.logical_shards: rank {other[0]} and {len(other) - 1} others compute different bits than rank 0 (the "
-            f"fingerprint of the floating-point results is {names[other[0]]}, not {names[0]}). {CURE}"
+            f"run.logical_shards: rank {other[0]} and {len(other) - 1} other ranks compute different bits than rank 0 "
+            f"(the fingerprint of the floating-point results is {names[other[0]]}, not {names[0]}). {CURE}"
         )
     return str(names[0])

@@ -52,7 +52,7 @@ class NoLossScale:
 
 @dataclass
 class FixedLossScale(NoLossScale):
-    """Loss scale that never changes. Local: all ranks see the same gradient norms and skip the same steps.
+    """Loss scale that never changes. Local: all ranks see the same gradient norms, so they skip the same steps.
 
     ``skipped`` counts all skipped steps of the run. ``overflows`` counts the consecutive skipped steps up to now.
     """
@@ -77,7 +77,7 @@ class FixedLossScale(NoLossScale):
         return False
 
     def _grow(self) -> None:
-        """Record a step without gradient overflow; a dynamic loss scale grows after several such steps."""
+        """Record a step without gradient overflow. A dynamic loss scale grows after a number of these steps."""
 
     def _lower(self, step: str) -> None:
         if self.overflows >= MAXIMUM_OVERFLOWS:
@@ -141,7 +141,7 @@ def build_loss_scale(
 ) -> NoLossScale:
     """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1.
 
-    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale` with the arguments after it.
+    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale`, to which the last three arguments are passed.
     """
     if mode != "float16":
         return NoLossScale()

@@ -49,7 +49,7 @@ class ParameterViews:
         """Record that the backward pass of the model's stage number ``unit`` is complete for one micro-batch."""
 
     def no_backward(self, unit: int) -> None:
-        """Allocate gradients of model stage ``unit``. Called if a micro-batch has no samples on this rank."""
+        """Allocate gradients of model stage ``unit`` for a micro-batch without samples, which has no backward pass."""
         self.gradients(unit)
 
     def complete(self, unit: int) -> None:
@@ -84,8 +84,8 @@ class TransientLayers:
     """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision).
 
     ``units``: indices of the model stages that use the pool. ``category``: name of the memory in memory reports. If the
-    memory is shared on a node, all ranks of ``over`` (default: the data axis) must allocate together, and each first
-    calls ``drain``.
+    memory is shared on a node, allocation is collective over ``over`` (default: the data axis), and first calls
+    ``drain()``.
     """
 
     def __init__(

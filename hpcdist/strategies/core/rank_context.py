@@ -146,8 +146,8 @@ class RankContext:
     def agree_algorithm(self) -> str:
         """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
 
-        It is the recipe's algorithm for small messages, if this is "native" or (only with pure data parallelism)
-        "node_shared". Otherwise it is "recursive_doubling".
+        The recipe's algorithm for small messages is used if its name is "native" or, with pure data parallelism,
+        "node_shared". Otherwise, "recursive_doubling" is used.
         """
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)

@@ -38,8 +38,7 @@ def check_parameters(executor: Executor, step: int) -> None:
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
     """Raise DivergenceError on all ranks of ``comm`` if the elements of ``store`` differ. Collective over ``comm``.
 
-    The message names the first differing tensor and the ranks. ``store`` must hold the same range of the flat parameter
-    vector on every rank.
+    The message names the first differing tensor and the ranks. All ranks pass a ``store`` of the same range.
     """
     if _agree(comm, _digest(backend.to_host(store.array)), algorithm):
         return
@@ -63,8 +62,8 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
     """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over the world.
 
-    ``comm``: the world. ``replica``: number of this rank's replica. ``what``: name of the batch in messages. The
-    keyword ``looks``: False if the batch of this rank is not compared.
+    ``comm``: the world. ``replica``: number of this rank's replica. ``what``: name of the batch in messages.
+    Keyword-only ``looks``: False if the batch of this rank is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)
@@ -77,8 +76,8 @@ def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array,
             others = ranks[digests != digests[0]]
             if len(others):
                 raise DataError(
-                    f"{what}: rank(s) {', '.join(map(str, others))} have other {name} than rank {ranks[0]}, but all "
-                    f"of them compute replica {number} and need the same samples; use training.data_rank and "
+                    f"{what}: rank(s) {', '.join(map(str, others))} have other {name} than rank {ranks[0]}, but these "
+                    f"ranks all compute replica {number} and need the same samples; use training.data_rank and "
                     "training.data_size to draw samples, not training.rank and training.world, or pass "
                     "batch_sampler=training.sampler(dataset) to the DataLoader"
                 )
@@ -99,13 +98,12 @@ def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Se
         if len(set(hashes)) > 1:
             common = max(set(hashes), key=hashes.count)
             odd = [rank for rank, value in enumerate(hashes) if value != common]
-            difference = f"rank(s) {odd} hold other bits than the rest of {comm.size}"
+            difference = f"rank(s) {odd} hold other bits than the rest of the {comm.size} ranks"
             if 2 * len(odd) >= comm.size:
-                difference = f"no majority of the {comm.size} ranks has equal bits, so the right ones are unknown"
+                difference = f"no majority of the {comm.size} ranks has equal bits, so the correct bits are unknown"
             raise DivergenceError(
-                f"step {step}: replicas differ, first in tensor {segment.key} {segment.spec.shape}: {difference}; the "
-                "replicas no longer hold one model. Restart from the last checkpoint, and look for a skipped reduction "
-                "or a faulty node"
+                f"step {step}: replicas differ, first in tensor {segment.key} of shape {segment.spec.shape}: "
+                f"{difference}. Restart from the last checkpoint, and look for a skipped reduction or faulty node"
             )
 
 

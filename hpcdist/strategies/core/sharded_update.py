@@ -24,9 +24,9 @@ class ShardedUpdate:
     """Optimizer update of the ranges ``parts`` of ``parameters``, with the reduced ``gradients``.
 
     ``sharers``: communicator of the ranks that update other parts of the same tensors, or None if tensors are whole.
-    The keyword ``exactly``: sum squares without rounding, so that norms have the same bits for all ways to shard. The
-    keyword ``tensor``: communicator of the tensor axis, or None. The keyword ``experts``: communicator of the ranks
-    that have other experts of the same tensors, or None. Norms are summed over these three communicators.
+    Keyword-only ``exactly``: True to sum squares without rounding, so that sharding does not change norms. Keyword-only
+    ``tensor``: communicator of the tensor axis, or None. Keyword-only ``experts``: communicator of the ranks that have
+    other experts of the same tensors, or None. Norms are summed over these three communicators.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class ShardedUpdate:
     def norm_squared(self) -> float:
         """Return the sum of squares of this rank's reduced gradients, not finite if a gradient is not finite. Local.
 
-        With the keyword ``exactly`` of the class, the call is collective over ``sharers``. Rank 0 of the sharers then
-        returns the sum over all sharers, and the other ranks return 0.
+        If ``exactly`` was True at construction, the call is collective over ``sharers``. Rank 0 of ``sharers`` then
+        returns the sum over all these ranks, and the other ranks return 0.
         """
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ShardingDegrees:
-    """Numbers of ranks over which parameters, gradients and optimizer state are sharded. Each divides the next."""
+    """Numbers of ranks that shard parameters, gradients and optimizer state. Each number divides the next."""
 
     parameters: int
     gradients: int

@@ -76,7 +76,7 @@ NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 
 
 def allreduce(context: RankContext, shards: LogicalShards | None = None) -> DataExchange:
-    """Return the strategy allreduce. With logical ``shards``, sum in a fixed tree. Collective over the data axis."""
+    """Return the strategy "allreduce". Logical ``shards`` are summed in a fixed tree. Collective over the data axis."""
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
     reducer = Sum(context, update, background) if shards is None else TreeSum(context, update, shards)
@@ -102,7 +102,7 @@ def compressed(context: RankContext, compression: Compression) -> DataExchange:
 
 
 def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool = True) -> DataExchange:
-    """Return the strategy deep gradient compression (see `Dgc`). Collective over the data axis."""
+    """Return the strategy "dgc" (deep gradient compression, see `Dgc`). Collective over the data axis."""
     optimizer = replace(context.optimizer, momentum=0.0, nesterov=False)  # the compressor has the momentum
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = Dgc(context, update, config, masks_velocity=masks_velocity)
@@ -244,7 +244,7 @@ class _Zero:
         context = self.context
         if context.overlap != "none" and context.data.size > 1 and not self.cuts.at_once:
             raise ConfigurationError(
-                f"communication.overlap = {context.overlap!r} is not built in this version for ZeRO with several "
+                f"communication.overlap = {context.overlap!r} is not supported for ZeRO with several "
                 "sharding degrees: collectives overlap computation only if every sharded state is divided over all "
                 f"{context.data.size} data ranks; set zero.parameters, zero.gradients and zero.optimizer to 0, or "
                 "communication.overlap = 'none'"

@@ -149,19 +149,19 @@ class CodedSum(Sum):
 
 REPLICAS: Final = OPTIMIZER  # index, after the levels, of the ranks that own the same cut
 _NAMES: Final = {
-    WHOLE: "zero.parameters",
-    PARAMETERS: "zero.gradients within those of zero.parameters",
-    GRADIENTS: "zero.optimizer within those of zero.gradients",
-    REPLICAS: "the replicas of zero.optimizer",
+    WHOLE: "the parameters",
+    PARAMETERS: "the gradients of a parameter shard",
+    GRADIENTS: "the optimizer state of a gradient shard",
+    REPLICAS: "the updates of the same optimizer state",
 }
 
 
 def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
     """Return one flag per communicator of ``cuts.comms``, and one for ``cuts.replicas``: True to compress messages.
 
-    With the keyword ``across_nodes``, only communicators with one rank per node compress their messages. Raises
-    ConfigurationError on every rank if a communicator mixes ranks of the same node and of different nodes. Collective
-    over ``data``.
+    If the keyword-only ``across_nodes`` is True, only communicators with one rank per node compress messages. Raises
+    ConfigurationError on every rank if a communicator is neither within a node nor between nodes. Collective over
+    ``data``.
     """
     comms = [*cuts.comms, cuts.replicas]
     if not across_nodes:
@@ -170,9 +170,9 @@ def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> 
     for index, kinds in enumerate(zip(*data.allgather_object(local_kinds), strict=True)):
         if "mixed" in kinds or len(set(kinds)) > 1:
             raise ConfigurationError(
-                f"compression.across_nodes = true, but the ranks of {_NAMES[index]} are neither all on one node nor "
-                "each on a different node; set zero.parameters or zero.gradients to the number of data ranks of a "
-                "node, or set compression.across_nodes = false"
+                f"compression.across_nodes = true, but the ranks that divide {_NAMES[index]} are neither all on one "
+                "node nor each on a different node; set zero.parameters or zero.gradients to the number of data "
+                "ranks of a node, or set compression.across_nodes = false"
             )
     return [kind == "between" for kind in local_kinds]
 
@@ -243,7 +243,7 @@ class CodedScatter(Scatter):
             self.coder.feedback = self._residuals.feedback
 
     def _plain(self, layer_cuts: Sequence[Range]) -> list[Range]:
-        """Return the ranges of a layer that this rank never compresses. ``layer_cuts``: its `Cuts.cuts`. Local."""
+        """Return the ranges of a layer that this rank never compresses. ``layer_cuts``: ``Cuts.cuts[layer]``. Local."""
         parts = [layer_cuts[OPTIMIZER]] if self._over_replicas is None else []
         for level in range(OPTIMIZER):
             if level not in self._reductions:

@@ -79,7 +79,7 @@ class Cuts:
         if self.algorithm not in shardings:
             raise ConfigurationError(
                 f"communication.algorithm = {self.algorithm!r} cannot be halved into a reduce-scatter and an "
-                f"all-gather, as ZeRO needs; on the {context.on} choose one of {', '.join(shardings)}"
+                f"all-gather, as ZeRO needs; on the device type {context.on}, choose one of {', '.join(shardings)}"
             )
         if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self.comms):
             # Its cuts follow the nodes, which may differ between groups. The levels are the hierarchy instead.
@@ -119,7 +119,7 @@ class Cuts:
             self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
 
     def shares_at(self, layer: int, level: int) -> list[Range]:
-        """Return, for each rank of ``comms[level]``, its range ``cuts[layer][level + 1]``. Local."""
+        """Return the range ``cuts[layer][level + 1]`` of each rank of ``comms[level]``, in rank order. Local."""
         return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
 
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
@@ -129,7 +129,7 @@ class Cuts:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)
 
     def of_replicas(self, parts: Sequence[Range]) -> list[Range]:
-        """Return this rank's share of each range in ``parts``, which the replicas divide equally by bytes. Local."""
+        """Divide each range in ``parts`` equally among the ranks of ``replicas``. Return this rank's shares. Local."""
         if self.replicas is None:
             return list(parts)
         count, rank = self.replicas.size, self.replicas.rank
@@ -153,7 +153,7 @@ class Cuts:
         return owners
 
     def free(self) -> None:
-        """Free the communicators of the levels. Nothing can be summed or gathered afterwards. Collective."""
+        """Free the communicators. No method that communicates may be called afterwards. Collective."""
         for comm in self._made.values():
             if comm is not None and comm is not self._data:
                 comm.free()
@@ -179,8 +179,8 @@ class Cuts:
 def _alike(context: RankContext) -> str:
     """Return the reduction algorithm, or "ring" if it would shard layers differently on the tensor ranks.
 
-    Shards of "hierarchical" follow the nodes, and two tensor ranks may have data axes on different nodes. Collective
-    over the world.
+    Shards of "hierarchical" follow the nodes of the data axis, which may differ between tensor ranks. Collective over
+    the world.
     """
     if context.algorithm != "hierarchical" or context.tensor.size == 1:
         return context.algorithm

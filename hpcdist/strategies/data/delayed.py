@@ -101,7 +101,7 @@ class DelayedExchange(DataExchange):
             self._in_flight.remove(key)
 
     def norm_squared(self) -> float:
-        """Return this rank's summand of the squared norm of the pending gradient, or 0 if no gradient is pending."""
+        """Return a number whose sum over the ranks is the squared norm of the pending gradient, or 0 without one."""
         return super().norm_squared() * self._pending_correction**2 if self._is_pending else 0.0
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
@@ -138,8 +138,8 @@ class DelayedExchange(DataExchange):
         if not math.isfinite(norm_squared):
             raise NonFiniteError(
                 f"step {self.update.optimizer.count + 1}: the gradient of this last step has the squared norm "
-                f"{norm_squared}, summed over all ranks. It was not applied: lower optimizer.learning_rate, or set "
-                "optimizer.clip_norm"
+                f"{norm_squared}, summed over all ranks. This gradient was not applied: lower "
+                "optimizer.learning_rate, or set optimizer.clip_norm"
             )
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
         self.begin_update(norms.clip_scale(norm_squared, limit, normalize=normalizes))

@@ -38,7 +38,7 @@ VELOCITY: Final = "velocity"
 
 
 class DgcCoder(GradientCoder):
-    """Encoder that sends the largest unsent values, which accumulate from step to step in ``states``. Local."""
+    """Encoder of the largest values in ``states``, where unsent values accumulate from step to step. Local."""
 
     def __init__(self, layout: Layout, density: float, states: Mapping[Range, DeepGradientCompression]) -> None:
         super().__init__(layout, TopK(density=density), seed=0, rank=0)
@@ -52,8 +52,8 @@ class DgcCoder(GradientCoder):
 class Dgc(LocalGradients):
     """Reducer of deep gradient compression: ranks exchange the largest values of their momentum (velocity).
 
-    The keyword ``masks_velocity``: True to set the velocity of sent elements to 0. ``context.optimizer`` has the
-    momentum; the optimizer of ``update`` has none.
+    Keyword-only ``masks_velocity``: True to set the velocity of sent elements to 0. ``context.optimizer`` has the
+    momentum; the optimizer of ``update`` has no momentum.
     """
 
     def __init__(

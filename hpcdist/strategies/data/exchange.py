@@ -22,8 +22,8 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class DataExchange(Exchange):
     """Strategy that combines a gradient ``reducer``, an optimizer ``update`` and a parameter ``gatherer``.
 
-    ``saved``: ranges of parameters and optimizer state that this rank saves in a checkpoint. The keyword
-    ``background``: background collectives of the reducer and the gatherer, or None. The keyword ``shards``: logical
+    ``saved``: ranges of parameters and optimizer state that this rank saves in a checkpoint. Keyword-only
+    ``background``: background collectives of the reducer and the gatherer, or None. Keyword-only ``shards``: logical
     shards, whose gradients are summed in a fixed tree, or None.
     """
 

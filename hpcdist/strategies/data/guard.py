@@ -22,7 +22,7 @@ GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START)
 
 
 class LockStepGuard:
-    """Guard that all ranks execute collectives in one order, which training and evaluation agree on separately."""
+    """Checker that all data ranks execute collectives in the same order, in training and in evaluation."""
 
     def __init__(self, data: Communicator, algorithm: str) -> None:
         self._data, self._algorithm = data, algorithm
@@ -31,7 +31,7 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nothing is compared
 
     def guarded(self, handlers: Handlers) -> Handlers:
-        """Return a copy of ``handlers`` that first call `meet` for operations of the kinds `GUARDED`. Local."""
+        """Return a copy of ``handlers`` in which handlers of the kinds `GUARDED` first call `meet`. Local."""
         return {kind: self._around(handler) if kind in GUARDED else handler for kind, handler in handlers.items()}
 
     def _around(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
@@ -42,9 +42,9 @@ class LockStepGuard:
         return compare_and_handle
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Compare the step ``operations`` with the agreed order. The first call makes the order, and is collective.
+        """Compare ``operations`` with the order of the first step (or evaluation). The first call is collective.
 
-        Raises ScheduleError if the order differs: in the first call on all ranks, later only on the differing rank.
+        Raises ScheduleError if the order differs: in the first call on all ranks, later only on the rank that differs.
         """
         self._pass = "a step" if any(op.kind is Kind.AGREE for op in operations) else "an evaluation"
         order = [op for op in operations if op.kind in GUARDED]
@@ -57,7 +57,7 @@ class LockStepGuard:
         self._due = enumerate(agreed, start=1)
 
     def meet(self, op: Operation) -> None:
-        """Raise ScheduleError unless ``op`` is next in the agreed order. Local."""
+        """Raise ScheduleError unless ``op`` is the next operation in the agreed order. Local."""
         if self._due is None:
             return
         index, due = next(self._due, (0, None))  # beyond the end no operation is due
@@ -77,7 +77,7 @@ class LockStepGuard:
         raise ScheduleError(
             f"data ranks execute the collectives of {self._pass} in different orders: collective number {index} is "
             f"{_named(_at(orders[rank], index))} on rank {rank}, but {_named(_at(orders[0], index))} on rank 0; every "
-            "rank must take the same branches"
+            "rank must take the same branches of the program"
         )
 
     def _refusal(self, index: int, actual: Operation | None, expected: Operation | None) -> ScheduleError:

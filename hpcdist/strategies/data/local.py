@@ -58,7 +58,7 @@ class LocalGradients(Reducer):
         return squared
 
     def clip_factor(self, correction: float) -> float:
-        """Return ``correction`` times the factor that clips this replica's gradients. Local."""
+        """Return ``correction`` times the factor that clips this replica's gradients to the norm limit. Local."""
         limit = self.context.optimizer.clip_norm
         replica = self._replica * correction**2
         return correction * (dgc.clip_factor(replica, limit, self.context.data.size) if limit else 1.0)

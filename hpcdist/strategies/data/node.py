@@ -102,7 +102,7 @@ class NodeParameters:
         self._stores.reverse()
 
     def free(self) -> None:
-        """Free the communicator. Nothing can be committed afterwards. Collective over the data axis."""
+        """Free the communicator. `commit` may not be called afterwards. Collective over the data axis."""
         if self._comm is not self._data:
             self._comm.free()
 
@@ -113,8 +113,8 @@ class NodeParameters:
         collectives.allreduce(self._intra, votes, "node_shared", op="max")
         if votes[0] != -votes[1]:
             raise DivergenceError(
-                f"the ranks of this node have made different numbers of updates of the parameters that they share: "
-                f"{-votes[1]} to {votes[0]}, this rank {self._commits}; restart from the last checkpoint"
+                f"the ranks of this node have updated their shared parameters {-votes[1]} to {votes[0]} times, but all "
+                f"numbers must be equal (this rank: {self._commits} times); restart from the last checkpoint"
             )
 
 

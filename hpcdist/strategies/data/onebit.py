@@ -55,7 +55,7 @@ LEAST: Final = 1 << 12  # smallest number of elements in a chunk of a single ten
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Tensors that are quantised together: pairs (tensor, its range of the flat parameter vector), in this order."""
+    """Tensors that are quantised together, as ordered pairs (tensor, range in the flat parameter vector)."""
 
     tensors: tuple[tuple[Segment, Range], ...]
 
@@ -66,7 +66,7 @@ class ScaleGroup:
 
     @property
     def places(self) -> list[Range]:
-        """Range of each tensor in an array of the group's elements."""
+        """Range of each tensor in the array that `gather` returns."""
         starts = accumulate((where.size for _, where in self.tensors), initial=0)
         return [where.shift(start - where.start) for (_, where), start in zip(self.tensors, starts, strict=False)]
 
@@ -87,7 +87,7 @@ class ScaleGroup:
             store.range(where)[...] = values[place.slice]
 
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
-        """Yield checkpoint pieces of ``array``, which has the range ``within`` of the group's elements.
+        """Yield checkpoint pieces of ``array``, the elements ``within`` of an array from `gather`.
 
         ``kind``: kind of the pieces. ``parts``: ranges of the flat parameter vector to save.
         """
@@ -172,7 +172,7 @@ class OneBit(LocalGradients):
             collectives.allreduce(self.context.data, self.update.gradients.range(op.part), self.context.algorithm)
 
     def norm_squared(self) -> float:
-        """Return this rank's part of the squared norm: of summed gradients in the warm-up, later of local ones."""
+        """Return this rank's part of the squared norm of summed gradients, or of local gradients after the warm-up."""
         return super().norm_squared() if self.is_compressing else Reducer.norm_squared(self)
 
     def begin_update(self, scale: float, correction: float) -> float:
@@ -250,7 +250,8 @@ class OneBit(LocalGradients):
         self._old_ranks = state.get(FROZEN, 0)
         if not (isinstance(self._old_ranks, int) and self._old_ranks >= 0):
             raise StorageError(
-                f"the checkpoint is damaged: it has 1-bit Adam errors of {self._old_ranks!r} ranks, expected 0 or more"
+                f"the checkpoint is damaged: the number of ranks with 1-bit Adam errors is {self._old_ranks!r}, "
+                "expected at least 0"
             )
         return [SERVER, *(f"{WORKER}.{rank}" for rank in range(self._old_ranks))]
 

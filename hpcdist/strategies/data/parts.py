@@ -23,10 +23,10 @@ def saved_shares(context: RankContext) -> list[Range]:
 
 
 class Reducer:
-    """Base class of reducers: each rank gets the sum over all replicas of the gradients that it updates with.
+    """Base class of reducers, which sum gradients over all replicas on the rank that updates with the sum.
 
-    ``update``: this rank's optimizer update. The keyword ``counts``: False if another rank adds this rank's part of the
-    gradient norm. Handlers are collective over the data axis, unless their docstrings say local.
+    ``update``: this rank's optimizer update. ``counts``: False if another rank counts this rank's gradients in the
+    gradient norm. Handlers are collective over the data axis, unless marked local.
     """
 
     handlers: Handlers = MappingProxyType({})
@@ -37,15 +37,15 @@ class Reducer:
         self.feedback = Feedback()
 
     def plan(self) -> list[Operation]:
-        """Return the operations before AGREE, which sums loss and gradient norm over the ranks. Local."""
+        """Return the reducer's operations before AGREE, in which the ranks sum loss and gradient norm. Local."""
         raise NotImplementedError
 
     def plan_after_agreement(self) -> list[Operation]:
-        """Return the operations between AGREE and the optimizer update. Local."""
+        """Return the reducer's operations between AGREE and the optimizer update. Local."""
         return []
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare for the step ``operations``. If the previous step was abandoned, restore its residuals. Local."""
+        """Prepare for a step with ``operations``. If the previous step was abandoned, restore its residuals. Local."""
         self.feedback.give_up()
 
     def gradients_at(self, layer: int) -> FlatStore:
@@ -53,14 +53,14 @@ class Reducer:
         return self.update.gradients
 
     def norm_squared(self) -> float:
-        """Return this rank's summand: the sum over all ranks is the squared norm of the mean gradient."""
+        """Return this rank's contribution to the squared norm of the mean gradient, a sum over all ranks. Local."""
         squared = self.update.norm_squared()
         return squared if self.counts else 0.0
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Keep the residuals of this step. Return the factor by which the update multiplies gradients. Local.
+        """Return the factor by which the update multiplies gradients; keep this step's residuals. Local.
 
-        ``scale``: clipping factor times ``correction``. ``correction``: factor for weighted losses.
+        ``scale``: clipping factor times ``correction``. ``correction``: factor that normalizes a weighted loss.
         """
         self.feedback.keep()
         return scale
@@ -70,7 +70,7 @@ class Reducer:
         return self.feedback.pieces()
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record the scalars ``state`` of the checkpoint to read. Return the kinds of pieces that it may not have."""
+        """Read the scalars ``state`` of a checkpoint; return the kinds of pieces that may be missing in it. Local."""
         return self.feedback.prepare_restore(state)
 
     def wanted(self) -> list[Piece]:
@@ -117,7 +117,7 @@ class Gatherer:
         """Prepare for the update of a step. Local."""
 
     def spread(self) -> None:
-        """Send this rank's parameters to the other ranks, as after an update. Collective over the data axis."""
+        """Send this rank's updated parameters to the ranks that compute with them. Collective over the data axis."""
         for op in self.plan():
             self.handlers[op.kind](op)
 

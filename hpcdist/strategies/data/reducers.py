@@ -19,7 +19,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 class Sum(Reducer):
-    """Allreduce of gradients in buckets; with ``background``, while the backward pass computes other layers."""
+    """Allreduce of gradients in buckets. With ``background``, it overlaps with the backward pass."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class Sum(Reducer):
 
 
 class TreeSum(Reducer):
-    """Allreduce of the gradients of logical shards in a fixed tree: the same bits on any number of ranks.
+    """Allreduce of gradients that adds micro-batches in a fixed tree: the same bits on any number of ranks.
 
-    Each micro-batch is one logical shard; on ranks with fewer shards, the last micro-batch is empty. After each
-    micro-batch but the last, the operation ADD adds its gradients to this rank's partial sums. After the last, REDUCE
-    also completes the sums with the other ranks.
+    A micro-batch is a logical shard. Ranks with fewer shards get an empty last micro-batch. After each micro-batch but
+    the last, the operation ADD adds its gradients to this rank's partial sums. After the last micro-batch, REDUCE
+    completes the sums with the other ranks.
     """
 
     def __init__(self, context: RankContext, update: ShardedUpdate, shards: LogicalShards) -> None:

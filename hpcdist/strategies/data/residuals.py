@@ -33,9 +33,8 @@ FLOAT32: Final = np.dtype(np.float32)
 class Residuals:
     """Residuals of this rank: compression errors of the flat ranges ``parts``, to add to the next gradients. Local.
 
-    This rank is number ``rank`` of the ``ranks`` ranks with residuals. The keyword ``can_roll_back``: True if the
-    residuals must be restored when a step is abandoned. The keyword ``kind``: checkpoint pieces have the kind
-    "<kind>.<rank>".
+    This rank is number ``rank`` of the ``ranks`` ranks with residuals. ``can_roll_back``: True if an abandoned step
+    must restore the residuals. Checkpoint pieces have the kind "<kind>.<rank>".
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Residuals:
         self._old: list[FlatStore] = []  # residuals of another number of ranks, while a checkpoint is read
 
     def keep(self) -> None:
-        """End a step that is applied: keep its residuals."""
+        """End a step whose update was applied: the new residuals replace the residuals of the previous step."""
         self.feedback.keep()
 
     def settle(self) -> None:
@@ -80,13 +79,13 @@ class Residuals:
         return f"{self.kind}.{rank}"
 
     def prepare_restore(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Record the number of ranks with residuals in the scalars ``state`` of the checkpoint to read.
-
-        Return the kinds of these ranks' checkpoint pieces, which may be missing.
-        """
+        """Read the number of ranks with residuals from scalars ``state``; return the kinds of their pieces."""
         ranks = state.get(STATE, self.ranks)
         if not (isinstance(ranks, int) and ranks > 0):
-            raise StorageError(f"the checkpoint is damaged: it has residuals of {ranks!r} ranks, expected 1 or more")
+            raise StorageError(
+                f"the checkpoint is damaged: the number of ranks with compression residuals is {ranks!r}, expected an "
+                "integer of at least 1; resume from another checkpoint"
+            )
         self._old_ranks = ranks
         return tuple(map(self._kind, range(ranks)))
 
@@ -120,10 +119,9 @@ class Residuals:
 class StepResiduals(Residuals):
     """Residuals of ZeRO, which compresses each layer's gradients after each micro-batch. Local.
 
-    The residuals of one micro-batch are added to the gradients of the next. ``layers``: range of each layer.
-    ``plain``: ranges of each layer that this rank does not compress. A checkpoint of another layout can have residuals
-    of these ranges. They are added to the gradients once. The keyword ``can_roll_back``: True if the residuals must be
-    restored when a step is abandoned.
+    The residuals of one micro-batch are added to the gradients of the next. ``layers``: range of each layer. ``plain``:
+    ranges of each layer that this rank does not compress; residuals for these ranges, from a checkpoint of another
+    layout, are added once. ``can_roll_back``: True if an abandoned step must restore the residuals.
     """
 
     def __init__(
@@ -148,11 +146,11 @@ class StepResiduals(Residuals):
 
     @property
     def are_owed(self) -> bool:
-        """True if residuals from a checkpoint may still have to be added to ranges that are not compressed."""
+        """True if residuals from a checkpoint may remain for ranges that are not compressed."""
         return bool(self._due)
 
     def open(self, layer: int, gradients: FlatStore) -> None:
-        """Prepare to compress ``layer``: back up its residuals, and add owed ones to its float32 ``gradients``."""
+        """Prepare to compress ``layer``: back up its residuals; add restored residuals to the float32 ``gradients``."""
         self.feedback.keep()  # the residuals of earlier micro-batches are final
         if layer not in self._open:
             self._open.add(layer)
@@ -206,7 +204,7 @@ class Feedback:
         self.is_open = False
 
     def keep(self) -> None:
-        """Keep the residuals of a step that is applied."""
+        """Keep the new residuals, after the step's update was applied."""
         self.is_open = False
         for residuals in self.residuals:
             residuals.keep()
@@ -217,7 +215,7 @@ class Feedback:
         return [piece for residuals in self.residuals for piece in residuals.pieces()]
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record the scalars ``state`` of the checkpoint to read. Return the kinds of residuals it may not have."""
+        """Read the scalars ``state`` of a checkpoint; return the kinds of residuals that may be missing in it."""
         return [kind for residuals in self.residuals for kind in residuals.prepare_restore(state)]
 
     def wanted(self) -> list[Piece]:

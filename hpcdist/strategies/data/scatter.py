@@ -57,7 +57,7 @@ class Scatter(Reducer):
         self._summed.clear()  # the previous step may have been given up
 
     def gradients_at(self, layer: int) -> FlatStore:
-        """Return the store of the whole ``layer``, which is valid until `reduce` frees the layer, if it does. Local."""
+        """Return the store of the whole ``layer``. If `reduce` frees the layer, the store becomes invalid. Local."""
         return self.update.gradients if self._whole is None else self._whole.at(layer)
 
     def reduce(self, op: Operation) -> None:
@@ -94,10 +94,10 @@ class Scatter(Reducer):
 
 
 class TreeScatter(Scatter):
-    """Reducer of ZeRO that sums the gradients of logical shards in a fixed tree: the same bits on any number of ranks.
+    """Reducer of ZeRO that adds micro-batches in a fixed tree: the same bits on any number of ranks.
 
-    Each rank keeps partial sums of all its gradients, log2(logical shards per rank) times. So ZeRO stages 2 and 3 save
-    gradient memory only if every rank has one logical shard.
+    With n micro-batches (logical shards) per rank, each rank keeps log2(n) partial sums of all its gradients. So ZeRO
+    stages 2 and 3 save gradient memory only if n is 1.
     """
 
     _kept_cut = OPTIMIZER

@@ -64,14 +64,14 @@ class DecentralisedConfig:
         for first, other in parse_edges(self.edges):
             if frozenset((first, other)) in seen:
                 raise ConfigurationError(
-                    f"decentralised.edges: {first}-{other} comes twice, in one direction or the other; list each edge "
-                    "only once"
+                    f"decentralised.edges: the edge between ranks {first} and {other} is listed twice (0-1 and 1-0 are "
+                    "the same edge); list each edge only once"
                 )
             seen.add(frozenset((first, other)))
             if first == other:
                 raise ConfigurationError(
-                    f"decentralised.edges: {first}-{other} joins a rank to itself; every rank is always in its own "
-                    "mean, so remove this edge"
+                    f"decentralised.edges: the edge {first}-{other} joins a rank to itself; remove this edge, because "
+                    "every rank's average always includes its own parameters"
                 )
 
 

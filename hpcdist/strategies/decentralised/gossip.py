@@ -53,7 +53,7 @@ class Graph:
     gap: float
 
     def sources(self, rank: int, number: int) -> Sources:
-        """Return the pairs (neighbour, weight) whose parameters ``rank`` receives in round ``number``, by rank."""
+        """Return (neighbour, weight) for each rank whose parameters ``rank`` receives in round ``number``."""
         return self.rounds[number][rank]
 
     def targets(self, rank: int, number: int) -> list[int]:
@@ -67,7 +67,7 @@ class Graph:
         return _matrix(self.rounds[number])
 
     def described(self) -> str:
-        """Return the name and the spectral gap of the graph in words."""
+        """Return a text with the name and the spectral gap of the graph."""
         gap = "not computed" if math.isnan(self.gap) else f"{self.gap:.3g}"
         return f"{self.name}, spectral gap {gap}"
 
@@ -124,17 +124,17 @@ def _of_edges(size: int, edges: Sequence[tuple[int, int]]) -> Graph:
     for first, other in edges:
         if max(first, other) >= size:
             raise ConfigurationError(
-                f"decentralised.edges: {first}-{other} names rank {max(first, other)}, but there are {size} data "
-                f"ranks, 0 to {size - 1}; name data ranks only, or start more"
+                f"decentralised.edges: {first}-{other} names rank {max(first, other)}, but there are only {size} data "
+                f"ranks, 0 to {size - 1}; remove this edge, or start more ranks"
             )
         peers[first].add(other)
         peers[other].add(first)
     parts = _components(peers)
     if len(parts) > 1:
-        named = " and ".join(f"{{{', '.join(map(str, part))}}}" for part in parts)
+        groups = " and ".join(f"{{{', '.join(map(str, part))}}}" for part in parts)
         raise ConfigurationError(
-            f"decentralised.edges: the graph of {size} ranks is not connected: {named} never exchange parameters; "
-            "add an edge between these ranks"
+            f"decentralised.edges: the graph of {size} ranks is not connected: the groups of ranks {groups} never "
+            "exchange parameters; add edges between these groups"
         )
     # Metropolis weights: symmetric, and with the remainder on the diagonal doubly stochastic for any degrees.
     rows = tuple(tuple((peer, 1.0 / (1 + max(len(row), len(peers[peer])))) for peer in sorted(row)) for row in peers)

@@ -30,8 +30,8 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 class Replicas(Exchange):
     """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
 
-    Subclasses average the replicas. They set the attribute ``factor``, such as the number of ranks: this rank's own
-    mean gradient is ``factor`` times its share of the mean gradient of all ranks.
+    Subclasses average the replicas. Their attribute ``factor``, such as the number of ranks, converts this rank's share
+    of the global mean gradient to the mean gradient of this rank's samples.
 
     The attribute ``distances``, equal on all ranks, is a dict from step to consensus distance: the relative difference
     of the replicas from their mean. `new_consensus_distances` returns and clears it.
@@ -68,7 +68,7 @@ class Replicas(Exchange):
         return self._norm_squared / self.context.data.size
 
     def begin_update(self, scale: float) -> None:
-        """Start the update, clipped by the norm of this rank's own gradient. ``scale`` is ignored."""
+        """Start the update with this rank's gradient, clipped by its own norm; the argument ``scale`` is ignored."""
         limit, normalizes = self.context.optimizer.clip_norm, self.context.optimizer.normalize_gradient
         clip = norms.clip_scale(self._norm_squared * self.correction**2, limit, normalize=normalizes)
         self.apart = True
@@ -77,9 +77,9 @@ class Replicas(Exchange):
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
         """Replace ``store`` by its mean over the data axis. Return an array of two squared norms. Collective.
 
-        Let x be ``store`` of this rank, and m the mean. The array is [|x - m|^2, |m|^2]. ``weight``: this rank's weight
-        in the mean. ``total``: sum of all ranks' weights. By default, all ranks have weight 1. If the keyword
-        ``replace`` is False, ``store`` is unchanged. Waits for a GPU.
+        Let x be this rank's ``store``, and m the mean: the array is [|x - m|^2, |m|^2]. ``weight``: this rank's weight
+        in the mean, ``total``: sum of all weights; by default, all weights are 1. With keyword-only ``replace=False``,
+        ``store`` is unchanged.
         """
         squares = np.zeros(2)
         for part in self.ranges:
@@ -130,7 +130,7 @@ class Replicas(Exchange):
         return pieces_of({"parameters": self.parameters, **self.kept()}, [share])
 
     def kept(self) -> dict[str, FlatStore]:
-        """Return the optimizer arrays to save in a checkpoint, by name, such as ``optimizer.outer``. Local."""
+        """Return a dict of optimizer arrays to save in a checkpoint, keyed by name, such as ``optimizer.outer``."""
         return self.update.slots()
 
     def wanted(self) -> Sequence[Piece]:

@@ -70,7 +70,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have written to the shared ``memory``. Log an all-to-all with the size of ``like``."""
+        """Wait until all ranks have written to shared ``memory``; record an all-to-all of the size of ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)
@@ -92,9 +92,9 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
 
-    ``chosen``: name of the allreduce algorithm. The keyword ``settled``: True if the user chose it. Then the result is
-    the all-to-all of the same name, or "pairwise" if none exists. Otherwise, it is "hierarchical" on several nodes,
-    "node_shared" on one node's CPUs, and "native" on one node's GPUs. The keyword ``on``: "cpu" or "gpu".
+    Keyword-only ``settled`` is True if the user chose the allreduce algorithm ``chosen``. The result is then the
+    all-to-all of the same name, or "pairwise" if none exists. Otherwise, the result is "hierarchical" on several nodes,
+    "node_shared" on one node's CPUs, and "native" on one node's GPUs. Keyword-only ``on``: "cpu" or "gpu".
     """
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):

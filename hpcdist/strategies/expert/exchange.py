@@ -27,8 +27,8 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Strategy of a mixture of experts: one gradient exchange for dense tensors and one for experts. Collective.
 
-    ``make(context)``: function that builds each of the two exchanges. ``replicas``: communicator of the ranks with the
-    same experts, which `close` frees.
+    ``make(context)`` is called twice, to build the two exchanges. ``replicas``: communicator of the ranks that hold the
+    same experts as this rank; `close` frees it.
     """
 
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:

@@ -138,7 +138,8 @@ def share_out(model: Model, axis: ExpertAxis) -> Model:
     experts = model.operations.experts
     if not isinstance(experts, LocalExperts):
         raise ConfigurationError(
-            f"parallel.expert = {axis.size}: the model has no experts to divide; set it to 1, or set model.experts"
+            f"parallel.expert = {axis.size}, but the model has no experts to divide; set parallel.expert = 1, or add "
+            "experts to the model with model.experts"
         )
     count = experts.config.experts
     assert count % axis.size == 0, f"{count} experts on {axis.size} ranks"

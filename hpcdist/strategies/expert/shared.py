@@ -104,10 +104,10 @@ class SharedRows(StayingRows):
         self.axis, self._memory, self._rank = axis, memory, axis.rank
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Exchange the ranks' token counts per expert. Return shared memory for the token rows to send.
+        """Exchange token counts over the node; return shared memory for this rank's token rows. Collective.
 
-        ``starts``: index of each expert's first row. ``like``: array with the width and dtype of the rows.
-        ``parameters``: tensors of the layer. ``saved`` stores the assignment of experts to ranks for later calls.
+        ``starts``: index of each expert's first row. ``like``: array with the row width and dtype. ``parameters``: the
+        layer's tensors, for the size of an expert. ``saved`` stores the new assignment of experts to ranks.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
@@ -161,7 +161,7 @@ class SharedRows(StayingRows):
         return arrival
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return the weights and biases of the experts that this rank computes.
+        """Return the weights and biases of the experts that this rank computes. Local.
 
         Tensors of another rank's expert are views of shared memory. ``prefix``: `UP` or `DOWN`, the start of the tensor
         names. ``saved``: the object passed to `send_buffer`.
@@ -180,10 +180,10 @@ class SharedRows(StayingRows):
         return ExpertTensors(each("weight", base.weights), None if base.biases is None else each("bias", base.biases))
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
-        """Return arrays for the gradients of the experts that this rank computes.
+        """Return arrays for the gradients of the experts that this rank computes. Local.
 
-        Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``.
-        ``prefix``: `UP` or `DOWN`, the start of the tensor names. ``saved``: the object passed to `send_buffer`.
+        Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``. ``prefix``:
+        `UP` or `DOWN`, the start of the tensor names. ``saved``: the object passed to `send_buffer`.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

@@ -49,9 +49,9 @@ _BYTES: Final = np.dtype(np.uint8)
 class PayloadTransport(MessageTransport):
     """Parameter-server transport that sends encoded gradients as messages. Construction is collective over the world.
 
-    ``coder`` encodes and decodes gradients, unless the keyword ``compresses`` is False. The attribute ``loss_scale``
-    is the loss-scaling factor of the gradients. The attribute ``owes`` is True if a restored checkpoint may have
-    compression residuals for the ranges that this rank serves.
+    ``coder`` encodes and decodes gradients, unless ``compresses`` is False. The attribute ``loss_scale`` is the
+    loss-scaling factor of the gradients. The attribute ``owes`` is True if a restored checkpoint may have compression
+    residuals for the ranges that this rank serves.
     """
 
     def __init__(self, topology: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
@@ -60,7 +60,7 @@ class PayloadTransport(MessageTransport):
         self._payloads: dict[Range, Array] = {}
 
     def begin(self, *, compresses: bool) -> None:
-        """Prepare for a step. The keyword ``compresses``, equal on all ranks: True if the step encodes gradients."""
+        """Prepare for a step. Keyword-only ``compresses``, equal on all ranks: True if the step encodes gradients."""
         if compresses != self.compresses:
             self.compresses = compresses
             self._arrivals = self._receiver()

@@ -132,8 +132,8 @@ class LockStepExchange(DataExchange):
     """Parameter server in lock-step: push, sum in rank order, update, pull. Collective over the world.
 
     ``roles``: ranks of workers and servers. Each pipeline stage and tensor-parallel rank has separate servers.
-    ``servers``: communicator of the servers, or None on other ranks; `close` frees it. The keywords ``carry`` and
-    ``reducer``: functions that construct the transport and the `Push`, if not the default ones.
+    ``servers``: communicator of the servers, or None on other ranks; `close` frees it. ``carry`` and ``reducer``:
+    functions that construct the transport and the `Push`; None means the default.
     """
 
     def __init__(
@@ -149,8 +149,9 @@ class LockStepExchange(DataExchange):
     ) -> None:
         if transport != "messages" and context.algorithm == "hierarchical":
             raise ConfigurationError(
-                f"parameter_server.transport = {transport!r} with communication.algorithm = 'hierarchical', where one "
-                "worker per node sends messages for all; choose another algorithm, or set transport = 'messages'"
+                f"parameter_server.transport = {transport!r} cannot be used with communication.algorithm = "
+                "'hierarchical', in which one worker per node sends the messages of all workers of this node; choose "
+                "another communication.algorithm, or set parameter_server.transport = 'messages'"
             )
         self._servers = servers
         comm = context.members.dup("parameters")

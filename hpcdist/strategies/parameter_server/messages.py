@@ -27,10 +27,10 @@ AHEAD: Final = 4  # receive buffers of a server: two are added while two are in 
 
 
 class ReceiveQueue:
-    """Queue of the messages that a server receives, in a fixed order, into alternating buffers. Local.
+    """Queue of the messages that a server receives in a fixed order, with two or more receive buffers. Local.
 
-    ``order``: (number of elements, sender rank) of each message. An array from `take` is valid until the second next
-    call of `take`.
+    ``order``: (number of elements, sender rank) of each message. An array from `take` stays valid during the next call
+    of `take`; the call after the next may overwrite it.
     """
 
     def __init__(self, comm: Communicator, order: Sequence[tuple[int, int]], dtype: "np.dtype[np.generic]", on: str):
@@ -50,7 +50,7 @@ class ReceiveQueue:
             self._requests = [self._post(index) for index in range(len(self._buffers))]
 
     def take(self) -> Array:
-        """Wait for the next message in ``order``, and return its content, a view of a receive buffer."""
+        """Wait for the next message in ``order``; return its content, a view of a receive buffer."""
         index = self._taken
         due = index - 2 + len(self._buffers)  # receive into the buffer of the message before the last
         if index >= 2 and due < len(self._order):

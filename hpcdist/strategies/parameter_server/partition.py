@@ -37,8 +37,9 @@ class Roles:
         workers, backup = len(roles.workers), config.backup_workers
         if backup >= workers:
             raise ConfigurationError(
-                f"parameter_server.backup_workers = {backup}, but there are {workers} workers: a step must use at "
-                f"least one gradient; set it to at most {workers - 1}, or start more ranks"
+                f"parameter_server.backup_workers = {backup}, but there are only {workers} workers, and every step "
+                f"must use at least one gradient; set parameter_server.backup_workers to at most {workers - 1}, or "
+                "start more ranks"
             )
         return roles
 
@@ -48,15 +49,16 @@ class Roles:
             servers = config.servers or world
             if servers > world:
                 raise ConfigurationError(
-                    f"parameter_server.servers = {servers} colocated, but the world has only {counted(world, 'rank')}; "
-                    f"use at most {world} servers (0: every rank is a server), or start more ranks"
+                    f"parameter_server.servers = {servers} with parameter_server.placement = 'colocated', but the "
+                    f"world has only {counted(world, 'rank')}; set parameter_server.servers to at most {world} (0: "
+                    "every rank is a server), or start more ranks"
                 )
             return cls(range(world), range(servers))
         servers = config.servers or 1
         if servers >= world:
             raise ConfigurationError(
-                f"world {world} - parameter_server.servers {servers} = {world - servers} workers, but at least 1 must "
-                f"compute; start at least {servers + 1} ranks, use fewer servers, or set "
+                f"{servers} dedicated parameter servers in a world of {counted(world, 'rank')} leave no worker, but at "
+                f"least 1 must compute; start at least {servers + 1} ranks, reduce parameter_server.servers, or set "
                 "parameter_server.placement = 'colocated'"
             )
         return cls(range(world - servers), range(world - servers, world))
@@ -106,8 +108,8 @@ def partition_keys(
 ) -> KeyPartition:
     """Return the assignment of the flat parameter vector to ``servers`` servers. Every rank gets the same result.
 
-    If the keyword ``whole`` is True, no tensor is split. The keyword ``within``: list of the ranges of the flat vector
-    to assign, by default all. Raises ConfigurationError if the vector cannot be split into ``servers`` ranges.
+    With keyword-only ``whole=True``, no tensor is split. Keyword-only ``within``: ranges of the flat vector to assign,
+    by default all. Raises ConfigurationError if the vector cannot be split into ``servers`` ranges.
     """
     if whole:
         return _uncut(layout, servers)
@@ -123,8 +125,9 @@ def partition_keys(
                 return KeyPartition(tuple(keys), tuple(owners), servers)
         elif shortest:
             raise ConfigurationError(
-                f"{servers} servers, but {size} parameters (padding included) can be split into at most {len(keys)} "
-                f"ranges of {ALIGN_ELEMENTS} elements; set parameter_server.servers to at most {len(keys)}"
+                f"there are {servers} parameter servers, but the {size} parameters (with padding) can be split into at "
+                f"most {len(keys)} ranges of {ALIGN_ELEMENTS} elements; set parameter_server.servers to at most "
+                f"{len(keys)}"
             )
         longest = max(ALIGN_ELEMENTS, align_up(longest // 2, ALIGN_ELEMENTS))
 
@@ -133,9 +136,9 @@ def _uncut(layout: Layout, servers: int) -> KeyPartition:
     keys = _cut(layout, max(ALIGN_ELEMENTS, layout.size), (Range(0, layout.size),))
     if len(keys) < servers:
         raise ConfigurationError(
-            f"{servers} servers, but the model has {len(keys)} tensors, and asynchronous servers must hold whole "
-            "tensors, so that no worker reads a half-updated tensor; set "
-            f"parameter_server.servers to at most {len(keys)}, or consistency = 'bsp' without backup_workers"
+            f"there are {servers} parameter servers, but the model has only {len(keys)} tensors. Asynchronous servers "
+            "hold whole tensors, so that no worker reads a half-updated tensor; set parameter_server.servers to at "
+            f"most {len(keys)}, or set parameter_server.consistency = 'bsp' without parameter_server.backup_workers"
         )
     return KeyPartition(tuple(keys), tuple(_assign(keys, servers)[0]), servers)
 

@@ -66,7 +66,7 @@ class RmaTransport(Transport):
         for start, owned in zip(self._starts[server], self._parts[server], strict=False):
             if owned.start <= part.start and part.stop <= owned.stop:
                 return start + part.start - owned.start
-        raise AssertionError(f"rank {server} does not own parameter range {part}")
+        raise AssertionError(f"parameter range {part} must lie within one range that server rank {server} owns")
 
     def _parameters_at(self, part: Range, server: int) -> int:
         return part.start if server in self.topology.roles.workers else self._owned_at(part, server)

@@ -117,8 +117,9 @@ class SharedMemoryTransport(Transport):
         if not all(votes):
             failing = [rank for rank, shares in enumerate(votes) if not shares]
             raise MissingCapabilityError(
-                f"rank {', '.join(map(str, failing))} cannot share memory with the ranks of its node (check the free "
-                "memory, /dev/shm and the containers' process namespaces); set parameter_server.transport = 'messages'"
+                f"ranks {', '.join(map(str, failing))} cannot share memory with the other ranks of their nodes (check "
+                "the free memory, /dev/shm and the containers' process namespaces); set parameter_server.transport = "
+                "'messages'"
             )
 
     def _stores(self) -> tuple[FlatStore, FlatStore]:

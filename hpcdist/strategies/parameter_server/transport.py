@@ -39,8 +39,8 @@ class ShardTree:
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
         """Write the sum of ``addends`` to ``target``, with additions in a fixed order. Local.
 
-        ``addends`` yields the arrays that the workers pushed, in rank order. ``target`` may be one of them. The bool
-        keyword ``lasting`` is False if only the last two arrays from ``addends`` are valid.
+        ``addends`` yields the arrays that the workers pushed, in rank order. ``target`` may be one of them. Set
+        keyword-only ``lasting`` to False if a yielded array is overwritten after the next two arrays are read.
         """
         if not lasting:
             self._total(iter(addends), target, lasting=False)
@@ -109,16 +109,16 @@ class PartialSums:
 
 
 def slots_of(tree: ShardTree, index: int) -> int:
-    """Return the number of buffers for partial sums that worker number ``index`` needs. ``tree``: addition order."""
+    """Return the number of buffers for partial sums on worker number ``index``. ``tree``: order of additions."""
     steps, _ = _plan(tree, index)
     return max((depth + 1 for depth, joins, stays in steps if not joins and not stays), default=0)
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return the additions of worker number ``index``, one tuple per micro-batch, and the buffers of the sums to push.
+    """Return a list of a worker's additions, one per micro-batch, and the buffer number of each sum to push.
 
-    Tuple: (stored partial sums before the micro-batch, number of these to add to its gradients, True if its gradients
-    are pushed without addition). Buffer: a number, or None for the gradients themselves.
+    An addition is (number of stored sums, number of these sums to add to the new gradients, True if the gradients are
+    pushed unchanged). The buffer number None stands for the gradients themselves. ``index``: number of the worker.
     """
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
@@ -224,10 +224,7 @@ class ServerTopology:
         return PartialSums(self.tree, self.roles.workers.index(worker), gradients, slot)
 
     def total(self, addends: Sequence[Array], target: Array) -> None:
-        """Write the sum of ``addends``, the arrays that all workers pushed for one range, to ``target``.
-
-        The addends are in rank order. ``target`` may be one of them.
-        """
+        """Sum ``addends``, the arrays of all workers in rank order, into ``target``, which may be an addend."""
         if self.tree is None:
             add_in_order(addends, target)
         else:

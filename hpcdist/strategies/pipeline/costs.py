@@ -77,7 +77,7 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return each model unit's pass times: the median over ``comm``, scaled to relative speed 1. Collective.
+    """Return the median over ``comm`` of each model unit's pass times, converted to relative speed 1. Collective.
 
     ``seconds``: times measured on this rank. ``speed``: this rank's relative speed, as in ``parallel.stage_speeds``.
     """

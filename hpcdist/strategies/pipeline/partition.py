@@ -304,12 +304,11 @@ def check_units(units: int, ranks: int, chunks: int) -> None:
     """Raise ConfigurationError if ``units`` model units are too few for ``ranks`` ranks with ``chunks`` chunks each."""
     if units >= ranks * chunks:
         return
-    per_rank = f" x {chunks} chunks each = {ranks * chunks}" if chunks > 1 else ""
-    fewer = " or chunks" if chunks > 1 else ""
+    or_fewer_chunks = " or chunks per rank" if chunks > 1 else ""
     raise ConfigurationError(
-        f"parallel.pipeline = {ranks}{per_rank}, but the model has only {units} units (embedding, layers and head; the "
-        f"stages of your own model). Use fewer pipeline ranks{fewer}, so that each has at least one unit, or a model "
-        "with more units"
+        f"parallel.pipeline = {ranks} needs at least {ranks * chunks} model units ({ranks} ranks x {chunks} chunks per "
+        f"rank), but the model has only {units} units (embedding, layers and head, or the stages of your own model); "
+        f"use fewer pipeline ranks{or_fewer_chunks}, or a model with more units"
     )
 
 

@@ -99,9 +99,9 @@ def plan(
 ) -> PartitionPlan:
     """Return the partition of ``model`` over the pipeline ranks, for micro-batches of ``samples`` samples.
 
-    ``states``: bytes per parameter of weights, gradients and optimizer state. The keyword ``seconds``: measured times
-    of each layer. The keyword ``earlier_units``: number of layers of each stage before a resume, which is kept.
-    Raises ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
+    ``states``: bytes per parameter of weights, gradients and optimizer state. Keyword-only ``seconds``: measured times
+    of each layer. Keyword-only ``earlier_units``: number of layers of each stage in a checkpoint; this partition is
+    kept. Raises ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
     """
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)
@@ -171,11 +171,10 @@ def _work(
 
 def _given(sizes: Sequence[int], count: int, ranks: int, chunks: int) -> tuple[range, ...]:
     if len(sizes) != ranks * chunks or sum(sizes) != count:
-        per_rank = f" x {chunks} chunks each" if chunks > 1 else ""
         raise ConfigurationError(
-            f"parallel.stage_units = {list(sizes)} has {len(sizes)} numbers with the sum {sum(sizes)}; give one number "
-            f"for each of {ranks} pipeline ranks{per_rank}, with the sum {count}: the number of layers of the model "
-            "(with embedding and head)"
+            f"parallel.stage_units = {list(sizes)} has {len(sizes)} numbers with the sum {sum(sizes)}; expected "
+            f"{ranks * chunks} numbers ({ranks} pipeline ranks x {chunks} chunks per rank) with the sum {count}, the "
+            "number of layers of the model, including embedding and head"
         )
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 

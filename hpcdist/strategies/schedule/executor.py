@@ -31,8 +31,8 @@ __all__ = ["Executor", "MicroBatch", "StepResult"]
 class Executor:
     """Executes the operations of one rank (passes, messages, updates), for training steps and evaluations.
 
-    ``clip_norm`` bounds the norm of the mean gradient; 0 disables clipping. The keyword ``seed`` is the seed of
-    dropout. The keyword ``spans`` is the sink to which the times of all operations go.
+    ``clip_norm``: bound of the norm of the mean gradient; 0 disables clipping. ``seed``: seed of dropout. ``spans``:
+    sink that gets start and end times of all operations.
     """
 
     def __init__(
@@ -256,16 +256,16 @@ class Executor:
         if not 0 < weight < np.inf:
             self._stages.neighbours.finish()
             raise DataError(
-                f"step {self.number}: the weights of the loss sum to {weight} over the whole batch, expected more than "
-                "0: leave out batches in which no target has a weight"
+                f"step {self.number}: the weights of all targets in the batch sum to {weight}, expected a finite "
+                "number above 0; remove batches in which no target has a weight"
             )
         self.outcome.correction = exchange.correction = targets / weight
         if self.outcome.correction != 1.0 and not exchange.traits.corrects:
             self._stages.neighbours.finish()
             raise UsageError(
-                f"step {self.number}: the weights of the loss sum to {weight:g}, expected {targets:g}, because backup "
-                "workers and replicas of a parameter server need equal weights; pass the sum of weights of a sample as "
-                "tokens_per_sample to wrap(), or use another parallel.strategy"
+                f"step {self.number}: the weights of all targets in the batch sum to {weight:g}, expected {targets:g}: "
+                "with parameter_server.backup_workers, all samples must have the same sum of weights; pass this sum as "
+                "tokens_per_sample to wrap(), or set parameter_server.backup_workers = 0"
             )
 
     def _agree(self, op: Operation) -> None:

@@ -36,7 +36,7 @@ class KernelLaunches:
         """Prepare for the operations of a step. Return ``draws``, which a subclass may copy to the GPU.
 
         ``draws``: dropout random state of each micro-batch. ``sizes``: number of samples of each micro-batch.
-        ``scale``: factor of the loss gradient. The bool keyword ``steady``: False in an evaluation or a NaN search.
+        ``scale``: factor of the loss gradient. Keyword-only ``steady``: False in an evaluation or a NaN search.
         """
         return draws
 
@@ -53,9 +53,9 @@ class KernelLaunches:
     ) -> T:
         """Run the compute operation ``op``: return ``call(moving)``.
 
-        The keyword ``moving``: dict of input arrays whose addresses change between steps. A subclass may pass copies at
-        fixed addresses to ``call``. All other arrays have fixed addresses: in ``saved`` (arrays for the backward pass),
-        and in the keywords ``still`` (an input), ``parameters`` and ``gradients``.
+        Keyword-only ``moving``: dict of input arrays whose addresses change between steps. A subclass may pass copies
+        at fixed addresses to ``call``. All other arrays have fixed addresses: ``saved`` (arrays for the backward pass),
+        and keyword-only ``still`` (an input), ``parameters`` and ``gradients``.
         """
         return call(moving)
 
@@ -77,7 +77,7 @@ class _Captured:
 class StageGraphs(KernelLaunches):
     """Runner of a rank's forward and backward passes as CUDA graphs. ``arena``: memory for activations.
 
-    The bool keyword ``drops``: True if the model uses dropout. The keyword ``ledger`` counts the graphs' memory.
+    ``drops``: True if the model uses dropout. ``ledger`` counts the graphs' memory.
     """
 
     own_messages = True  # sends complete at varying times, so their memory must not come from the recorded arena

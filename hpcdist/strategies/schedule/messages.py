@@ -50,8 +50,9 @@ class StageMessages:
         for rank, peer_shapes in enumerate(self._comm.allgather_object(local_shapes)):
             if peer_shapes != local_shapes:
                 raise CommunicationError(
-                    f"pipeline rank {rank} has activation messages of shapes {peer_shapes} per sample, but rank "
-                    f"{self._comm.rank} has {local_shapes}; give every rank the same recipe and the same version"
+                    f"pipeline ranks disagree on the shapes of activation messages (per sample): rank {rank} has "
+                    f"{peer_shapes}, rank {self._comm.rank} has {local_shapes}; use the same recipe and the same "
+                    "hpcdist version on all ranks"
                 )
 
     def begin(self, operations: Sequence[Operation], samples: Sequence[int]) -> None:
@@ -74,9 +75,9 @@ class StageMessages:
                 before = latest.setdefault((op.kind, self._tag(op)), op)
                 if before.microbatch > op.microbatch:
                     raise ScheduleError(
-                        f"pipeline rank {self._comm.rank}: {op} comes after {before}, but only {self._window} "
-                        "consecutive micro-batches have distinct message tags; pass micro-batches through a chunk in "
-                        f"ascending order, or use at most {self._window} micro-batches"
+                        f"pipeline rank {self._comm.rank}: {op} and the earlier {before} have the same message tag, "
+                        f"because tags repeat after {self._window} micro-batches; pass micro-batches through each "
+                        f"chunk in ascending order, or use at most {self._window} micro-batches"
                     )
                 latest[op.kind, self._tag(op)] = op
 
@@ -104,10 +105,7 @@ class StageMessages:
         return values
 
     def forget(self, microbatch: int, unit: int) -> None:
-        """Free the input of model unit ``unit`` for one micro-batch, if it was received from another rank.
-
-        For a skip connection, pass its number (`StagePlacement.edge`) as ``unit``.
-        """
+        """Free the received input of model unit (or skip connection) number ``unit`` for one micro-batch."""
         if (microbatch, unit) in self._received:
             self._received.remove((microbatch, unit))
             self._memory(RECEIVED, microbatch, unit).release()
@@ -125,7 +123,7 @@ class StageMessages:
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
         """Send ``y``, the input of model unit ``op.unit``, to the rank that computes this unit.
 
-        If the keyword ``copy`` is False, ``y`` must not change until the gradient of ``y`` is received.
+        With keyword-only ``copy=False``, ``y`` must not change until the gradient of ``y`` is received.
         """
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)

@@ -157,7 +157,7 @@ class NanFinder:
             self._awake = False
 
     def distrust_tensors(self, store: FlatStore, part: Range) -> None:
-        """Stop this search if ``part``, a range of ``store`` from another rank, has non-finite values."""
+        """Stop the search if ``part``, a range of ``store`` received from another rank, has non-finite values."""
         for _, touched in store.layout.within(part) if self._awake else ():
             self.distrust(store.range(touched))
 

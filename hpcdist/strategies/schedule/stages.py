@@ -44,14 +44,14 @@ class SkipExchange:
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Before the forward pass ``op``, put its model unit's inputs from skip connections into ``saved``."""
+        """Put the skip-connection inputs of the forward pass ``op`` into ``saved``, the arrays of its model unit."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
         """Keep ``y``, the output of the forward pass ``op``, for later model units that read it over skip connections.
 
-        The keyword ``dropped`` is True if the activations are freed after this pass. ``y`` is then copied for later
+        With keyword-only ``dropped=True``, the activations are freed after this pass, so ``y`` is copied for later
         units on this rank.
         """
         if dropped:
@@ -96,7 +96,7 @@ class SkipExchange:
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Keep ``values`` that ``op`` received: outputs, or gradients of outputs if the keyword ``back`` is True."""
+        """Keep ``values`` that ``op`` received: outputs or, with keyword-only ``back=True``, gradients of outputs."""
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:

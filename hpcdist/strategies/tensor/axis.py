@@ -74,9 +74,9 @@ ONE_NODE: Final = "node_shared"
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the algorithm for allreduces of activations over ``comm``. Collective.
 
-    ``chosen``: algorithm for gradients. The keyword ``settled``: True if the recipe names it. If not, ranks on CPUs
-    (the keyword ``on`` is "cpu") that can share memory use "node_shared". Otherwise, the result is ``suited(comm,
-    chosen)``.
+    ``chosen``: algorithm for gradients. If keyword-only ``settled`` is False (the recipe does not name an algorithm),
+    ranks on CPUs (keyword-only ``on`` is "cpu") that can share memory use "node_shared". Otherwise, the result is
+    ``suited(comm, chosen)``.
     """
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE

@@ -223,8 +223,9 @@ def cut_model(
         return model
     if not isinstance(model.stages[0], TokenEmbedding):
         raise ConfigurationError(
-            f"parallel.tensor = {comm.size}: the stages of this model are not cut over ranks, only transformers are; "
-            "set it to 1, and divide the model by parallel.pipeline or the strategies zero1, zero2, zero3"
+            f"parallel.tensor = {comm.size}, but this model is not a transformer, and only transformers support tensor "
+            "parallelism; set parallel.tensor = 1, and shard the model with parallel.pipeline or with "
+            "parallel.strategy = 'zero1', 'zero2' or 'zero3'"
         )
     axis = TensorAxis(comm, algorithm, None if context is None else context.watch)
     borders = Borders(axis)

@@ -88,10 +88,11 @@ class ZeroConfig:
             zip((*DEGREES, "data ranks"), (*degrees, ranks), strict=True)
         ):
             if multiple % degree:
-                equation = " | ".join(f"{name} {degree}" for name, degree in zip(DEGREES, degrees, strict=True))
+                degree_list = ", ".join(f"{name} = {degree}" for name, degree in zip(DEGREES, degrees, strict=True))
                 raise ConfigurationError(
-                    f"{equation} | {ranks} data ranks: each must divide the next, but {name} {degree} does not divide "
-                    f"{above} {multiple}; choose among the divisors of {ranks}: "
+                    f"ZeRO sharding degrees {degree_list} on {ranks} data ranks: each degree must divide the next, and "
+                    f"the last must divide the number of data ranks, but {name} = {degree} does not divide {above} = "
+                    f"{multiple}; choose degrees among the divisors of {ranks}: "
                     f"{[divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]}"
                 )
         return ShardingDegrees(*degrees)

@@ -56,8 +56,8 @@ class Offload:
         self._context, self._config = context, config
         if context.working is not None and config.offload_optimizer != "none":
             raise ConfigurationError(
-                f"zero.offload_optimizer = {config.offload_optimizer!r} with 16-bit working copies is not built in "
-                "this version; set precision.mode = 'float32', or zero.offload_optimizer = 'none'"
+                f"zero.offload_optimizer = {config.offload_optimizer!r} is not supported with 16-bit working copies of "
+                "the parameters; set precision.mode = 'float32', or zero.offload_optimizer = 'none'"
             )
 
     @property
@@ -103,10 +103,7 @@ class Offload:
 
 
 class BlockedOptimizer(WrappedOptimizer):
-    """Wrapper of the optimizer ``inner`` that updates block by block, for arrays that are not in host memory.
-
-    The result has the same bits as ``inner`` on stores in memory.
-    """
+    """Wrapper of the optimizer ``inner`` with equal results, for arrays in a file or on the host of a GPU."""
 
     def __init__(self, inner: SegmentWise, *, on: str = "cpu", ledger: Ledger | None = None) -> None:
         super().__init__(inner)
@@ -118,7 +115,7 @@ class BlockedOptimizer(WrappedOptimizer):
         self._scale = 1.0
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Replace ``gradient`` on the range ``piece`` by the update direction; without norms, `apply` does this."""
+        """Replace ``gradient`` on the range ``piece`` by the update direction, or let `apply` do so without norms."""
         inner, self._scale = self._inner, scale
         if not inner.needs_norms:
             return
@@ -189,7 +186,7 @@ class BlockedOptimizer(WrappedOptimizer):
         return FlatStore(self._inner.layout, self._inner.dtype, block, allocate=lambda size, dtype: buffer)
 
     def _buffer(self, name: str, number: int, block: Range) -> np.ndarray:
-        """Return memory for ``block``, the block number ``number`` of the store ``name``. Memory is reused in turn."""
+        """Return memory for block ``number`` of store ``name``; it is overwritten after `SETS` more blocks."""
         sets = self._buffers.setdefault(name, [])
         while len(sets) <= number % SETS:
             sets.append(self._take())

@@ -126,8 +126,8 @@ class StepRow:
 class DerivedFigures:
     """Calculator of figures, such as the speed, over the last ``window`` steps. Pass steps in order.
 
-    The first step after a start is excluded as soon as there is a second step. Set the keyword ``lock_step`` to False
-    if ranks do not wait for each other.
+    The first step after a start is excluded as soon as there is a second step. ``lock_step``: False if ranks do not
+    wait for each other.
     """
 
     def __init__(self, window: int = WINDOW, *, lock_step: bool = True) -> None:
@@ -188,7 +188,7 @@ class DerivedFigures:
         return _ratio(of_ranks[0][0], np.max([spent for _, spent in of_ranks], axis=0))
 
     def _sums(self, *columns: np.ndarray) -> list[np.ndarray]:
-        """Return the moving sums of arrays over the last ``self.window`` steps. Steps with NaN count as 0."""
+        """Return the moving sum of each argument over the last ``self.window`` steps. Steps with NaN count as 0."""
         is_known = np.isfinite(columns).all(axis=0)
         sums = []
         for column in columns:

@@ -80,7 +80,7 @@ class MetricsWriter:
         self._evaluations: list[dict[str, Any]] = []
         self._flushed = time.monotonic()
         if resume_step is None and self.path.exists():
-            raise StorageError(f"{path} exists: it belongs to another run; choose another directory or resume that run")
+            raise StorageError(f"{path} belongs to another run; choose another directory, or resume the other run")
         self._session, self.last = 0, 0  # number of this start; last step in the file when it was opened
         self._attributes, self._is_begun = dict(attributes or {}), False
 
@@ -130,7 +130,8 @@ class MetricsWriter:
             raise
         except OSError as error:
             raise StorageError(
-                f"{self.path} cannot be written ({error}); it keeps its earlier content; check the disk"
+                f"the metrics file {self.path} cannot be written ({error}); the file keeps its earlier content; check "
+                "the disk"
             ) from error
 
     def _begin(self, file: Any, resume_step: int | None) -> None:
@@ -141,7 +142,8 @@ class MetricsWriter:
             unexpected = set(datasets.columns(file, table.name)) - {column.name for column in table.columns}
             if unexpected:  # new rows would lack these columns
                 raise ValueError(
-                    f"this version does not know the columns {sorted(unexpected)[:3]} of table {table.name}"
+                    f"table {table.name} of the metrics file has columns that this version of hpcdist does not write: "
+                    f"{sorted(unexpected)[:3]}"
                 )
             if resume_step is not None and not is_new:
                 table.drop_from(file, resume_step + 1)  # these steps will be repeated
@@ -174,9 +176,9 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Add the row of one step; values that were not measured are NaN.
+        """Add the row of one step, from keyword arguments; values that were not measured are NaN.
 
-        If ranks died or joined after the step, the keyword ``made_by`` is the number of ranks that made the step.
+        Keyword-only ``made_by``: number of ranks that made the step, if ranks died or joined after the step.
         """
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
@@ -277,9 +279,9 @@ def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
                 return take(file)
             except regular.BROKEN_LIBRARY_ERRORS as error:
                 if attempt == READ_ATTEMPTS - 1:
-                    raise StorageError(f"{path} is damaged: {error}") from error
+                    raise StorageError(f"the metrics file {path} is damaged: {error}") from error
         time.sleep(0.05)
-    raise AssertionError("unreachable")
+    raise AssertionError(f"read_settled() must return or raise in attempt {READ_ATTEMPTS} at the latest")
 
 
 def summarise(metrics: MetricsData) -> dict[str, Any]:
@@ -325,10 +327,7 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
 
 
 def mean_step_s(metrics: MetricsData) -> float | None:
-    """Return the mean step time in seconds in the last session, or None if unknown.
-
-    It is the mean over the ranks that compute, without the session's first step.
-    """
+    """Return the mean step time of the last session in seconds, without its first step, or None if unknown."""
     steps = metrics.steps
     last = np.flatnonzero(steps["session"] == steps["session"].max(initial=0))[1:]
     works = np.nansum(steps["compute_s"], axis=0) > 0

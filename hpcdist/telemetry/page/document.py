@@ -205,4 +205,4 @@ def _write(file: Path, page: str) -> None:
     try:
         atomic.write(file, page.encode("utf-8", errors="replace"))
     except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror or error}; choose another file") from error
+        raise StorageError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error

@@ -175,7 +175,7 @@ def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
-        raise StorageError(f"{run_dir} has no run; give the directory that a training wrote (its --out)")
+        raise StorageError(f"{run_dir} is not the directory of a run; give the --out directory of a training")
     now_ns = time.time_ns() if now_ns is None else now_ns
     path = run_dir / METRICS_FILE
     run = sampling.read(path) if path.exists() else None

@@ -95,7 +95,7 @@ def drop_after(path: Path, step: int) -> None:
         _set_aside(path, str(error))
     except OSError as error:
         raise StorageError(
-            f"{path}: the lines after step {step} cannot be removed: {error.strerror or error}; {CURE}"
+            f"lines of steps after {step} cannot be removed from {path}: {error.strerror or error}; {CURE}"
         ) from error
 
 
@@ -108,7 +108,7 @@ def _set_aside(path: Path, reason: str) -> None:
 def _rows(file: BinaryIO) -> Iterator[bytes]:
     while row := file.readline(MOST_LINE_BYTES):
         if len(row) == MOST_LINE_BYTES:
-            raise ValueError(f"a line has at least {MOST_LINE_BYTES} bytes, but lines must be shorter")
+            raise ValueError(f"a line has at least {MOST_LINE_BYTES} bytes; lines must be shorter than this limit")
         yield row
 
 

@@ -183,8 +183,8 @@ class _TextFile:
         folder = Path(config.textfile_directory) if config.textfile_directory else run.directory / DIRECTORY
         if config.textfile_directory and not folder.is_dir():  # no exporter would read a new one
             raise StorageError(
-                f"telemetry.textfile_directory = {config.textfile_directory!r}: there is no such directory on this "
-                "node; give the directory of its node_exporter's option --collector.textfile.directory"
+                f"telemetry.textfile_directory = {config.textfile_directory!r} is not a directory on this node; give "
+                "the directory that this node's node_exporter reads (its option --collector.textfile.directory)"
             )
         self._path = folder / f"hpcdist_{re.sub(r'[^A-Za-z0-9_.-]', '_', job_identity(run))}.prom"
         self._registry = registry
@@ -201,7 +201,7 @@ class _TextFile:
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be removed: {error.strerror}; remove it by hand") from error
+            raise StorageError(f"{self._path} cannot be removed: {error.strerror}; remove this file by hand") from error
 
 
 class _Server:
@@ -212,8 +212,8 @@ class _Server:
             self._server, self._thread = start_http_server(config.port, ADDRESS, registry)
         except OSError as error:
             raise ConfigurationError(
-                f"telemetry.port = {config.port}: {ADDRESS}:{config.port} cannot be opened ({error.strerror}); choose "
-                "another port, or 0 for any free port"
+                f"telemetry.port = {config.port}: the address {ADDRESS}:{config.port} cannot be opened "
+                f"({error.strerror}); set telemetry.port to another port, or to 0 for any free port"
             ) from error
         address = f"{ADDRESS}:{self._server.server_port}"
         self.where = f"http://{address}/metrics"
@@ -247,8 +247,9 @@ class _Gateway:
         self._failure = self._push()
         if self._failure:
             raise ConfigurationError(
-                f"telemetry.gateway: {self._failure}; start the Pushgateway, correct the address (http_proxy applies, "
-                "and no_proxy excludes hosts), or set telemetry.prometheus = 'off'"
+                f"telemetry.gateway = {config.gateway!r}: the first push failed: {self._failure}; start the "
+                "Pushgateway, correct telemetry.gateway (the environment variables http_proxy and no_proxy apply), or "
+                "set telemetry.prometheus = 'off'"
             )
         self._changed = threading.Condition()
         self._due = self._ends = False
@@ -296,8 +297,8 @@ class _Gateway:
             delete_from_gateway(self._address, PUSH_JOB, grouping_key=self._group, timeout=PUSH_S)
         except (OSError, HTTPException, ValueError) as error:
             raise StorageError(
-                f"the Pushgateway at {self._address} still has the group {self._group} of job {PUSH_JOB!r} ({error}); "
-                "delete the group"
+                f"the metrics of this run cannot be deleted from the Pushgateway at {self._address} ({error}); delete "
+                f"its group {self._group} of job {PUSH_JOB!r} by hand"
             ) from error
 
 

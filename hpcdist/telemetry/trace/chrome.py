@@ -190,10 +190,7 @@ def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
-    """Write the trace to ``file`` (.gz: compressed). Return the number of events written. Raises StorageError.
-
-    ``about`` describes the run; its entries become metadata of the file.
-    """
+    """Write the trace, with metadata ``about`` the run, to ``file`` (.gz: compressed). Return the number of events."""
     try:
         with (
             atomic.replacing(file) as raw,

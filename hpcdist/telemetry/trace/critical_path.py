@@ -29,7 +29,6 @@ class PathSegment:
 
     @property
     def took_ns(self) -> int:
-        """Duration of the segment in ns."""
         return self.end_ns - self.begin_ns
 
 
@@ -118,10 +117,7 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
 def longest_waits(
     pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int]
 ) -> list[tuple[TimelinePiece, str]]:
-    """Return the five longest waits of ``ranks``, and the awaited rank's longest operation during each wait. Local.
-
-    ``pieces`` maps each rank to its timeline.
-    """
+    """Return the five longest waits of ``ranks`` in the timelines ``pieces``, with the awaited rank's operations."""
     waiting = [piece for rank in ranks for piece in pieces.get(rank, ()) if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
     return [(wait, _main_activity(pieces.get(wait.by, ()), wait)) for wait in waiting[:5]]

@@ -40,7 +40,7 @@ def draw(trace: Trace, file: Path) -> int:
     """Plot the step with the median critical path to ``file``. Return the step number. Raises UsageError."""
     matplotlib = plotting.check_plot(file)
     if not trace.paths:
-        raise UsageError(f"{trace.run_dir} has no record of a complete step to draw; choose other steps")
+        raise UsageError(f"{trace.run_dir} has no complete record of any selected step; select other steps")
     drawn = sorted(trace.paths, key=lambda path: path.took_ns)[(len(trace.paths) - 1) // 2]
     step_trace = traces.of_step(trace, drawn.step)
     rows = _rows(step_trace, drawn.links)

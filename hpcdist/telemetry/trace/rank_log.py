@@ -86,7 +86,7 @@ def load(run_dir: Path) -> RankLogs:
     folder = run_dir / "recorder" if (run_dir / "recorder").is_dir() else run_dir
     paths = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
     if not paths:
-        raise UsageError(f"{run_dir} has no records (recorder/rank-*.spans, rank-*.rec); give the directory of a run")
+        raise UsageError(f"{run_dir} has no record files (recorder/rank-*.spans, *.rec); give the directory of a run")
     notes: list[str] = []
     spans: dict[int, RankSpans] = {}
     records: dict[int, RankRecord] = {}
@@ -103,7 +103,7 @@ def load(run_dir: Path) -> RankLogs:
         except (ValueError, LookupError, struct.error) as error:  # invalid texts or numbers
             notes.append(f"left out: {path} is damaged: {error!r}")
     if not spans and not records:
-        raise StorageError(f"{run_dir}: none of its {len(paths)} records can be read: {notes[0]}")
+        raise StorageError(f"{run_dir}: none of its {len(paths)} record files can be read: {notes[0]}")
     _, world = max([(s.wall_ns, s.world) for s in spans.values()] + [(r.started_ns, r.world) for r in records.values()])
     # A larger, earlier run may have left other files.
     logs = {rank: rank_log(spans.get(rank), records.get(rank)) for rank in sorted({*spans, *records}) if rank < world}
@@ -207,7 +207,7 @@ def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) ->
     stepping = [log for log in logs if log.steps]
     if not stepping:
         if requested is not None:
-            raise UsageError(f"the records contain no steps: {_NO_SPANS}; leave --steps out")
+            raise UsageError(f"the records contain no steps, because {_NO_SPANS}; remove the option --steps")
         return (), []
     common = sorted(set.intersection(*(set(log.steps) for log in stepping)))
     if not common:
@@ -217,8 +217,8 @@ def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) ->
         chosen = [step for step in common if step in requested]
         if not chosen:
             raise UsageError(
-                f"steps {requested.start} to {requested.stop - 1} are not in the records of all ranks, which have only "
-                f"{common[0]} to {common[-1]}: records keep the last steps"
+                f"steps {requested.start} to {requested.stop - 1} are not recorded on all ranks; records keep only the "
+                f"last steps of a run, so choose from steps {common[0]} to {common[-1]}"
             )
         if len(chosen) < len(requested):
             notes.append(

@@ -30,7 +30,6 @@ class StepPath:
 
     @property
     def took_ns(self) -> int:
-        """Duration of the critical path in ns."""
         return self.links[-1].end_ns - self.links[0].begin_ns if self.links else 0
 
 
@@ -110,7 +109,8 @@ def _of_ranks(logs: RankLogs, ranks: Sequence[int] | None) -> dict[int, RankLog]
     missing = [rank for rank in ranks if rank not in logs.ranks]
     if missing:
         raise UsageError(
-            f"there is no record of {ranks_text(missing)}; choose from {ranks_text(sorted(logs.ranks))} of {logs.world}"
+            f"there is no record of {ranks_text(missing)}; choose from the recorded {ranks_text(sorted(logs.ranks))} "
+            f"(the run had {logs.world} ranks)"
         )
     return {rank: logs.ranks[rank] for rank in sorted(set(ranks))}
 

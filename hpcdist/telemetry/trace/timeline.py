@@ -74,8 +74,8 @@ def build(
 ) -> RunTimeline:
     """Return the timeline of the steps ``steps`` from the ranks' ``logs``, with all times on one clock.
 
-    ``matches``: matched messages and collectives. ``corrections``: clock corrections of the hosts. If the keyword
-    ``tail`` is True, activities after the last of ``steps`` are included.
+    ``matches``: matched messages and collectives. ``corrections``: clock corrections of the hosts. Keyword-only
+    ``tail=True`` includes activities after the last of ``steps``.
     """
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
@@ -152,7 +152,7 @@ def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
 
 
 def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
-    """Return a dict from the `id` of a call to (rank, begin time) of the call that it waited for, or of itself."""
+    """Return a dict from `id(call)` to (rank, begin time) of the call that it waited for, else of itself."""
     causes: dict[int, tuple[int, int]] = {}
     for meeting in timeline.matches.meetings:
         last = meeting.released_by()
@@ -201,10 +201,7 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Split ``leaves``, the timeline of a rank, where its communication ``calls`` begin and end.
-
-    ``causes`` is the result of `_causes`.
-    """
+    """Split ``leaves``, the timeline of a rank, where ``calls`` begin and end. ``causes``: result of `_causes`."""
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]
     parts: list[TimelinePiece] = []

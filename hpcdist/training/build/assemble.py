@@ -71,8 +71,8 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
         )
     if model.on not in (None, on):
         raise ConfigurationError(
-            f"the model is on the {model.on}, but run.device = {on!r}; move the model before wrapping it, or set "
-            f"run.device = {model.on!r}"
+            f"the model is on device {model.on!r}, but run.device = {on!r}; move the model to {on!r} before wrapping "
+            f"the model, or set run.device = {model.on!r}"
         )
 
 
@@ -177,7 +177,7 @@ def _build_executor(
 
 
 def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:
-    """Return this rank's grid communicators, and True if it computes (not only a parameter server). Collective."""
+    """Return this rank's grid communicators, and False if it is a dedicated parameter server. Collective."""
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     return GridCommunicators(grid if computes else ProcessGrid(data=members.size), members), computes

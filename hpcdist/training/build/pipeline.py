@@ -51,17 +51,17 @@ def read_schedule(parallel: ParallelConfig, comm: Communicator) -> ScheduleText 
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(
                 f"parallel.schedule_file = {parallel.schedule_file!r} cannot be read: "
-                f"{'' if isinstance(error, OSError) else 'not text: '}{error}; write one with "
-                "`hpcdist schedule 1f1b --dump FILE`"
+                f"{'' if isinstance(error, OSError) else 'not text: '}{error}; create a schedule file with `hpcdist "
+                "schedule 1f1b --dump FILE`"
             ) from error
 
     read = on_first_rank(comm, text)
     schedule = operation_list.read(read, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
     if parallel.recompute and schedule.keeps:
         raise ConfigurationError(
-            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}: passes in "
-            "this file need the stored activations; set parallel.recompute = false, or write a file with 'placement "
-            "= looped' and only the passes F and B"
+            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}: the passes in this "
+            "file need stored activations; set parallel.recompute = false, or use a schedule file with 'placement = "
+            "looped' and only the passes F and B"
         )
     return schedule
 
@@ -71,22 +71,23 @@ def check_exchange(
 ) -> None:
     """Raise ConfigurationError if the strategy would reduce gradients before they are complete. Local.
 
-    ``schedule``: schedule read from a file, or None. The keyword ``accumulates`` is True if the strategy adds up the
+    ``schedule``: schedule read from a file, or None. Keyword-only ``accumulates``: True if the strategy adds up the
     gradients of all micro-batches before it reduces them.
     """
     if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
             f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
             f"{parallel.strategy!r}: this strategy reduces gradients after each micro-batch, but the gradient of tied "
-            "parameters is complete only at the end of a step; set zero.keep_gradients = true, or choose allreduce or "
-            "zero1"
+            "parameters is complete only at the end of a step; set zero.keep_gradients = true, or parallel.strategy = "
+            "'allreduce' or 'zero1'"
         )
     splits = SCHEDULES[parallel.order].splits if schedule is None else schedule.splits
     if not accumulates and splits:
         raise ConfigurationError(
             f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: this strategy "
             "reduces gradients after each micro-batch, but this schedule splits backward passes of several "
-            "micro-batches; set zero.keep_gradients = true, or choose a schedule that does not split, such as 1f1b"
+            "micro-batches; set zero.keep_gradients = true, or use a parallel.schedule that does not split backward "
+            "passes, such as '1f1b'"
         )
 
 
@@ -143,8 +144,7 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
     if partition is None:
         raise UsageError(
             f"parallel.pipeline = {parallel.pipeline}: there is only one stage, so the model is not partitioned; "
-            "choose "
-            "a recipe with a pipeline, or add --set parallel.pipeline=2"
+            "choose a recipe with a pipeline, or add --set parallel.pipeline=2"
         )
     return partition
 
@@ -157,7 +157,7 @@ def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, l
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
     """Return the bytes of parameters, gradients and optimizer state on one rank, as a `StateBytes`. Local.
 
-    ``replicas``: number of data-parallel replicas. The keyword ``splits`` is True if the schedule computes input
+    ``replicas``: number of data-parallel replicas. Keyword-only ``splits``: True if the schedule computes input
     gradients and weight gradients in separate passes.
     """
     master = np.dtype(recipe.precision.computes).itemsize

@@ -98,8 +98,7 @@ def _refuse_on_cpu(algorithm: str, on: str, data: Communicator) -> None:
     if on != "gpu":
         raise ConfigurationError(
             f"communication.algorithm = {algorithm} needs GPUs, but run.device = {on}; set run.device = 'gpu', or "
-            "choose "
-            "another algorithm"
+            "choose another communication.algorithm"
         )
     reason = nccl.refusal(data) if data.size > 1 else ""
     if reason:
@@ -110,11 +109,12 @@ def _refuse_over_nodes(algorithm: str, declared: int, comm: Communicator, data: 
     inside = set(autotune.ONE_NODE) & _algorithm_names(algorithm)
     nodes = max(comm.allgather_object(data.nodes().count)) if inside else 1
     if nodes > 1:
-        cause = f", with communication.ranks_per_node = {declared}" if declared else ""
-        other = ", or set communication.ranks_per_node = 0 if they are on one" if declared else ""
+        according_to_recipe = f", with communication.ranks_per_node = {declared}" if declared else ""
+        alternative = ", or set communication.ranks_per_node = 0 if they are on one node" if declared else ""
         raise ConfigurationError(
-            f"communication.algorithm = {algorithm}: {', '.join(inside)} works only within one node, but ranks with "
-            f"the same parameters are on {nodes} nodes{cause}; choose hierarchical, or auto{other}"
+            f"communication.algorithm = {algorithm}: {', '.join(inside)} works only within one node, but the ranks "
+            f"that hold the same parameters are on {nodes} nodes{according_to_recipe}; set communication.algorithm to "
+            f"hierarchical or auto{alternative}"
         )
 
 
@@ -151,7 +151,10 @@ def tuning_is_off(comm: Communicator) -> bool:
     """Return True if HPCDIST_TUNING is "off" on rank 0. Collective. Raises ConfigurationError for an invalid value."""
     switch = comm.broadcast_object(os.environ.get(autotune.TUNING, "on"))
     if switch not in ("on", "off"):
-        raise ConfigurationError(f"{autotune.TUNING} = {switch!r}; set it to 'on' or 'off'")
+        raise ConfigurationError(
+            f"the environment variable {autotune.TUNING} = {switch!r} is invalid; set {autotune.TUNING} to 'on' or "
+            "'off'"
+        )
     return bool(switch == "off")
 
 

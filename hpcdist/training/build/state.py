@@ -72,7 +72,7 @@ def save_plan(trainer: Trainer, directory: Path, steps: int, more: Mapping[str, 
 
 
 def checkpoint_metadata(trainer: Trainer) -> dict[str, Any]:
-    """Return the run's parallel degrees, recipe and software versions for a checkpoint. Local; {} except on rank 0."""
+    """Return the run's parallel degrees, recipe and software versions for a checkpoint; {} on ranks except 0. Local."""
     if trainer.comm.rank:
         return {}
     axes = ("data", "pipeline", "tensor", "context", "expert")
@@ -92,10 +92,10 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Restore the training state from ``origin``. Return ``trainer`` with the step at which to resume. Collective.
+    """Restore the training state from ``origin``, which another number of ranks may have saved. Collective.
 
-    The state may have been saved by another number of ranks. Raises DataError if the training data changed, and
-    ConfigurationError if the state needs an option that the recipe does not set.
+    Return a copy of ``trainer`` that continues after the last step of ``origin``. Raises DataError if the training data
+    changed, and ConfigurationError if the state needs an option that the recipe does not set.
     """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
@@ -105,7 +105,9 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     if not lacking and "count" not in resumed["optimizer"]:
         lacking = ["number of optimizer updates"]
     if lacking:
-        raise StorageError(f"{origin} has no {', '.join(lacking)}, so hpcdist did not write it; use another checkpoint")
+        raise StorageError(
+            f"{origin} lacks {', '.join(lacking)}, so {origin} is not a checkpoint of hpcdist; use another checkpoint"
+        )
     if not trainer.source.made(resumed):
         raise DataError(
             f"{origin} was written by a run on other data than {trainer.source.description}; "
@@ -117,8 +119,8 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     order = resumed.get("sample_order", FEISTEL)
     if order not in RULES:
         raise StorageError(
-            f"{origin} orders the training samples by the rule {order!r}, but this hpcdist supports {RULES}; update "
-            "hpcdist"
+            f"{origin} orders the training samples by the rule {order!r}, but this version of hpcdist supports only "
+            f"the rules {RULES}; update hpcdist"
         )
     if resumed["optimizer"].get("pending") and "pending" not in trainer.exchange.traits.restores:
         raise ConfigurationError(
@@ -151,7 +153,7 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     """Replace the initial parameters of ``trainer`` by the parameters in ``source``, a checkpoint or run directory.
 
     Router biases are also loaded. Returns {tensor name: reason why this tensor keeps its initial values}, the same on
-    all ranks. Raises StorageError for a tensor that is missing, damaged or of another shape, unless the keyword
+    all ranks. Raises StorageError for a tensor that is missing, damaged or of another shape, unless keyword-only
     ``partial`` is True. Collective over the world.
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
@@ -162,8 +164,8 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
     skipped = _without_upcycled(_mismatched_tensors(trainer.model.layout, tensors), sources)
     if skipped and not partial:
         raise StorageError(
-            f"{path}: {next(iter(skipped.values()))}; use the [model] section of the run that wrote this "
-            "checkpoint, or add --allow-partial to load only the tensors that match"
+            f"{path} does not fit the recipe's model: {next(iter(skipped.values()))}; use the [model] section of the "
+            "run that wrote this checkpoint, or add --allow-partial to load only the tensors that match"
         )
     if partial:
         skipped |= _damaged_tensors(trainer.comm, path, stored)
@@ -181,8 +183,8 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
             _fill_stacks(trainer.comm, path, stacks, sources, dtypes)
     except DamagedError as error:
         raise StorageError(
-            f"{path.parent}: {error}; choose another checkpoint, or add --allow-partial to draw the tensor's initial "
-            "values"
+            f"a checkpoint in {path.parent} is damaged: {error}; choose another checkpoint, or add --allow-partial to "
+            "draw new initial values for the damaged tensor"
         ) from error
     trainer.exchange.restore(trainer.exchange.state())  # refresh working copies and other derived state
     trainer.executor.copies.refresh()
@@ -194,7 +196,7 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
 
 
 def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return a dict: expert tensor -> stored dense tensor to copy to each expert. ``shapes``: of stored tensors."""
+    """Return {expert tensor: stored dense tensor to copy to each expert}. ``shapes``: shape of each stored tensor."""
     sources = {}
     for segment in layout.segments:
         spec, dense = segment.spec, segment.key.replace(".experts.", ".")
@@ -249,7 +251,6 @@ def _damaged_tensors(comm: Communicator, path: Path, stored: Manifest) -> dict[s
 
 
 def _restore_rounded(comm: Communicator, path: Path, stored_dtypes: list[tuple[Piece, str]]) -> None:
-    """Read parts of tensors in their stored dtypes from checkpoint ``path``, and convert them. Collective."""
     read = [replace(piece, array=np.empty(piece.flat.size, dtype_of(dtype))) for piece, dtype in stored_dtypes]
     restore_together(comm, path, read)
     for (piece, _), stored in zip(stored_dtypes, read, strict=True):

@@ -49,8 +49,6 @@ class _NoiseScale(msgspec.Struct):
 
 
 class _Scalars(msgspec.Struct):
-    """Schema for the scalars in a checkpoint: names, types and valid ranges."""
-
     steps: Count = 0
     data: str = ""
     data_digest: str = ""

@@ -88,7 +88,7 @@ class Trainer:
     def batches(self, steps: int) -> Prefetcher:
         """Return an iterator over this replica's batches of the remaining steps; the last step is ``steps``. Local.
 
-        A thread reads ahead until the iterator's ``with`` body ends. Ranks that need no data get placeholders.
+        A thread reads ahead inside the iterator's ``with`` statement. Ranks that need no data get placeholders.
         """
         ends = self.last_stage or self.context.units[0] == 0
         reads = self.context.computes and (ends or self.recipe.data.packed)

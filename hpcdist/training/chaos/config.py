@@ -74,7 +74,7 @@ def parse_faults(kind: str, entries: Sequence[str | int]) -> list[ChaosFault]:
     else:
         faults = [_parse_entry(kind, str(entry)) for entry in entries]
     if len({fault.name for fault in faults}) < len(faults):
-        raise ConfigurationError(f"chaos.{kind} = {list(entries)} repeats a fault; each happens once, so list it once")
+        raise ConfigurationError(f"chaos.{kind} = {list(entries)} repeats a fault; list each fault once")
     return faults
 
 
@@ -99,7 +99,7 @@ def _seconds(entry: str, text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise _malformed_entry("stall", entry, "give finite seconds above 0, as in '2@100:60'")
+        raise _malformed_entry("stall", entry, "give a finite number of seconds above 0, as in '2@100:60'")
     return seconds
 
 
@@ -173,7 +173,7 @@ class ChaosConfig:
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
         """Raise ConfigurationError if a setting names a rank on which its fault or slowdown cannot occur.
 
-        Only the first ``computing`` of ``world`` ranks compute; the others are parameter servers. The keyword
+        Only the first ``computing`` of ``world`` ranks compute; the others are parameter servers. Keyword-only
         ``lock_step`` is True if servers take part in every step.
         """
         for rank in self.slow_ranks:
@@ -188,10 +188,10 @@ class ChaosConfig:
             computes = fault.kind == "corrupt" or fault.how in ("forward", "backward")
             steps = fault.kind == "stall" or (fault.kind == "kill" and fault.how != "save")
             if fault.rank >= computing and (computes or (steps and not lock_step)):
-                what = "computes nothing" if computes else "makes no steps of its own"
+                reason = "computes nothing" if computes else "makes no steps of its own"
                 raise ConfigurationError(
-                    f"chaos.{fault.kind} = {list(getattr(self, fault.kind))}: rank {fault.rank} is only a server and "
-                    f"{what}; use ranks 0 to {computing - 1}"
+                    f"chaos.{fault.kind} = {list(getattr(self, fault.kind))}: rank {fault.rank} is only a server, "
+                    f"which {reason}; use ranks 0 to {computing - 1}"
                 )
 
     def _check_rank(self, key: str, rank: int, world: int) -> None:

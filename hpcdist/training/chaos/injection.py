@@ -49,7 +49,7 @@ class SlowdownTimer:
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
 
     def lacking_s(self, computed_s: float) -> float:
-        """Return the seconds to sleep after an operation that took ``computed_s`` seconds."""
+        """Return the number of seconds to sleep after an operation that took ``computed_s`` seconds."""
         self._done += 1
         self._computed_s += computed_s
         due_s = self._factor * max(self._computed_s, self._least_s * self._done / self._count)
@@ -63,7 +63,7 @@ class SlowdownTimer:
 class Slowdown(StepObserver):
     """Step observer that slows down ``rank`` by sleeps after its forward and backward passes, as set in ``config``.
 
-    ``even_samples`` is the mean number of samples of a replica. With more samples, ``config.step_s`` is scaled up.
+    ``even_samples``: mean number of samples of a replica. On a replica with more, ``config.step_s`` is scaled up.
     """
 
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
@@ -103,10 +103,10 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 
 
 class FailingFile(Overlay):
-    """New file at ``path`` with an injected write failure ``how``: "fail", "full", "fsync" or "kill".
+    """New file at ``path`` that injects the write failure ``how``: "fail", "full", "fsync" or "kill".
 
-    If ``strikes()`` returns True, a write (for "fsync": the fsync) raises OSError. For "kill", ``strikes()`` ends the
-    process. "full" and "kill" happen after the first half of the data is written.
+    The failure happens if the function ``strikes`` returns True: the write, or for "fsync" the fsync, raises OSError.
+    For "kill", ``strikes`` ends the process. "full" and "kill" happen after half of the data is written.
     """
 
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
@@ -163,12 +163,14 @@ class FaultPlan:
         except FileExistsError:
             return False
         except OSError as error:
-            raise StorageError(f"{self._directory / fault.name} cannot be created: {error.strerror}") from error
+            raise StorageError(
+                f"the marker file {self._directory / fault.name} cannot be created: {error.strerror}"
+            ) from error
         print(f"hpcdist: chaos: {fault.described()}", file=sys.stderr, flush=True)
         return True
 
     def opens(self, step: int) -> Callable[[Path], Overlay]:
-        """Return a function that creates a checkpoint file after ``step``, with a write failure if one is due."""
+        """Return a function that creates a checkpoint file after ``step``. If a disk fault is due, the file fails."""
         for fault in self._own:
             if fault.in_save and fault.step <= step and not (self._directory / fault.name).exists():
                 how = fault.how if fault.kind == "disk" else fault.kind
@@ -271,8 +273,8 @@ def make_infinite(values: Array) -> None:
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
     """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
 
-    Examples: a disk error on a rank that writes no file (key ``checkpoint.writers`` is ``writers``), or corrupt
-    parameters on a rank that keeps no parameters.
+    Examples: a disk error on a rank that writes no file with checkpoint.writers = ``writers``, or corrupt parameters on
+    a rank whose ``exchange`` keeps no parameters.
     """
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)

@@ -16,7 +16,7 @@ MOST_NGRAM_KINDS: Final = 1 << 24
 
 
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
-    """Return the entropy in nats of a token, given the 0, 1 and 2 tokens before it, as {n-gram name: entropy}.
+    """Return the entropies in nats of a token, given the 0, 1 or 2 tokens before it, keyed by n-gram name.
 
     A text longer than SAMPLE_TOKENS is sampled evenly. An entropy is None if the text has too many distinct n-grams.
     """

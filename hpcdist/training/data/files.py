@@ -53,7 +53,7 @@ class Hdf5Dataset:
         return elements
 
     def files(self) -> list[tuple[Path, os.stat_result]] | None:
-        """Return (path, `os.stat` result) of each file that stores this dataset, or None if some cannot be listed."""
+        """Return (path, `os.stat` result) of each file that stores this dataset, or None if a file is unknown."""
         return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -69,7 +69,7 @@ class Hdf5Dataset:
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             # A damaged chunk, a filter that is not installed, a row that does not fit into memory.
             raise StorageError(
-                f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}; check file and filters"
+                f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}; check file and HDF5 filters"
             ) from error
 
     def _check_sizes(self) -> None:
@@ -187,19 +187,22 @@ def _no_dataset_error(path: Path, file: Any, names: str) -> DataError:
 def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
     from hpcdist.hdf5 import files
 
-    what = f"data.path = {path}"
+    source = f"data.path = {path}"
     try:
         dataset = files.resolved(file, name)
     except files.FAILURES as error:
-        raise DataError(f"{what}: dataset {name} cannot be opened: {error}; write it again, or its link") from error
+        raise DataError(
+            f"{source}: dataset {name} cannot be opened: {error}; write the dataset or its link again"
+        ) from error
     if dataset is None:
-        raise DataError(f"{what}: {name} is a link to a missing file or object; provide the file that the link names")
+        raise DataError(f"{source}: {name} is a link to a missing file or object; provide the file that it links to")
     if not files.is_dataset(dataset):
         raise _no_dataset_error(path, file, name)
     if not dataset.shape:
         extent = "a single value" if dataset.shape == () else "without a shape"
         raise DataError(
-            f"{what}: dataset {name} is {dataset.dtype}, {extent}; expected an array with rows (one dimension or more)"
+            f"{source}: dataset {name} is {dataset.dtype}, {extent}; expected an array with rows (at least one "
+            "dimension)"
         )
     try:
         offset = files.offset_in_file(dataset)
@@ -210,13 +213,13 @@ def _open_dataset(path: Path, file: Any, name: str) -> Sliceable:
     except MissingCapabilityError as error:
         raise MissingCapabilityError(f"an HDF5 filter is missing for data.path: {error}") from error
     except files.FAILURES as error:
-        raise DataError(f"{what}: dataset {name} cannot be read: {error}; copy or write the file again") from error
+        raise DataError(f"{source}: dataset {name} cannot be read: {error}; copy or write the file again") from error
 
 
 def _check_tokens(tokens: Sliceable, what: str) -> None:
     if tokens.dtype.newbyteorder("=") not in TOKEN_TYPES or len(tokens.shape) != 1:
         names = ", ".join(str(dtype) for dtype in TOKEN_TYPES)
-        raise DataError(f"{what} is {tokens.dtype} of shape {tokens.shape}; expected a 1-D array of {names}")
+        raise DataError(f"{what} has dtype {tokens.dtype}, shape {tokens.shape}; expected a 1-D array of {names}")
     if not len(tokens):
         raise DataError(f"{what} is empty; expected at least one token")
 
@@ -229,7 +232,7 @@ def _check_range(tokens: Sliceable, what: str) -> None:
         least, most = int(block.min()), int(block.max())
         if least < 0 or most > MOST_TOKEN:
             raise DataError(
-                f"{what} holds the token {least if least < 0 else most} in {tokens.dtype}; expected 0 to {MOST_TOKEN:,}"
+                f"{what} holds the token {least if least < 0 else most}; expected tokens from 0 to {MOST_TOKEN:,}"
             )
 
 
@@ -238,7 +241,7 @@ MOST_CONTROL: Final = 0.02  # largest fraction of control characters in text; ra
 CONTROL: Final = bytes(code for code in range(32) if code not in b"\b\t\n\f\r\x1b")
 SHOWN_FILES: Final = 5
 # Suffixes of files that are not training text, with the kind of format.
-_TEXT_FIRST: Final = "write its texts to a text file, or its tokens to .npy or HDF5"
+_CONVERSION_ADVICE: Final = "write the texts to a text file, or the tokens to a .npy or HDF5 file"
 FORMATS: Final = {
     **dict.fromkeys((".parquet", ".arrow", ".feather", ".orc", ".avro", ".tfrecord"), "a table"),
     **dict.fromkeys((".json", ".jsonl", ".ndjson", ".csv", ".tsv"), "records with markup"),
@@ -292,7 +295,7 @@ def kind_of(path: Path) -> str:
     if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy":
         return "npy"
     if reason := not_text(path, head):
-        raise DataError(f"data.path = {path} is not text: {reason}; {_TEXT_FIRST}")
+        raise DataError(f"data.path = {path} is not text: {reason}; {_CONVERSION_ADVICE}")
     return "text"
 
 
@@ -300,7 +303,7 @@ def text_of_directory(path: Path) -> tuple[FileArray, np.ndarray, str]:
     """Return the text of all text files below ``path``, the end offset of each file, and a name for messages."""
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
     if not files:
-        raise DataError(f"data.path = {path}: the directory holds no files; name a text file or a directory of them")
+        raise DataError(f"data.path = {path}: no files in the directory; name a text file or a directory of text files")
     tokens, ends = _concatenate(path, files)
     skipped = len(files) - len(ends)
     return tokens, ends, f"text files in {path}" + (f" ({skipped} skipped)" if skipped else "")
@@ -367,7 +370,7 @@ def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
             "set HPCDIST_CACHE to a local directory with enough space"
         ) from error
     if target.stat().st_size == 0:
-        raise DataError(f"data.path = {root}: the files of the directory hold no text; {_TEXT_FIRST}")
+        raise DataError(f"data.path = {root}: the files of the directory hold no text; {_CONVERSION_ADVICE}")
     return bytes_of_file(target), np.fromfile(ends, np.int64)
 
 
@@ -378,7 +381,9 @@ def _write_concatenation(target: Path, ends: Path, files: Iterable[Path]) -> Non
             try:
                 descriptor = regular.open_regular(path)
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}; make it readable, or remove it") from error
+                raise DataError(
+                    f"{path} cannot be read: {error.strerror}; make the file readable, or remove the file"
+                ) from error
             with open(descriptor, "rb") as text:
                 head = text.read(SNIFFED_BYTES)
                 if reason := not_text(path, head):
@@ -420,11 +425,12 @@ def cache_directory() -> Path:
         status = folder.lstat()
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be created: {error.strerror}; set HPCDIST_CACHE to another directory"
+            f"the cache directory {folder} cannot be created: {error.strerror}; set HPCDIST_CACHE to another directory"
         ) from error
     private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     if not configured and not private:
         raise StorageError(
-            f"{folder} must be a directory that only this user can write; remove it, or set HPCDIST_CACHE"
+            f"the cache directory {folder} must be a directory that only this user can write; remove {folder}, or set "
+            "HPCDIST_CACHE to another directory"
         )
     return folder

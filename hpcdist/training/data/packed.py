@@ -41,7 +41,7 @@ def document_ends(tokens: Sliceable, files: np.ndarray | None, config: DataConfi
     ends = np.unique(np.concatenate(parts))
     if files is None and len(ends) == 1:
         raise DataError(
-            f"data.document_end = {token}: with this token {what} has only one document; set data.document_end to the "
+            f"data.document_end = {token}: with this token, {what} has only one document; set data.document_end to the "
             "token at the end of each document, or set data.packed = false"
         )
     return ends[ends > 0]
@@ -49,11 +49,6 @@ def document_ends(tokens: Sliceable, files: np.ndarray | None, config: DataConfi
 
 @jit
 def _best_fit(sizes: Any, order: Any, context: Any, sample_of: Any) -> Any:
-    """Assign each document to a sample of ``context`` tokens. Return the number of samples.
-
-    ``sizes`` has the length of each document, and ``order`` has the document indices, longest first. The sample index
-    of each document is written to ``sample_of``.
-    """
     newest = np.full(context + 1, -1)  # by free positions: the sample that reached this number last
     older = np.empty(sizes.size, np.int64)  # the previous sample in its list
     count, low, before = 0, context + 1, context + 1  # no sample has a number of free positions in [before, low)
@@ -97,9 +92,9 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
 class PackedSamples:
     """Samples of ``context`` tokens, each packed with whole documents and then padding.
 
-    The first document begins at offset ``start`` of ``tokens``. ``ends``: end offset of each document. If the keyword
-    ``predicting`` is True, targets are the next tokens, and a document of n tokens takes n - 1 positions. If the
-    keyword ``cut`` is True, documents longer than a sample are split. Otherwise they raise DataError.
+    The first document begins at offset ``start`` of ``tokens``. ``ends``: end offset of each document. If keyword-only
+    ``predicting`` is True, targets are the next tokens, and a document of n tokens takes n - 1 positions. If
+    keyword-only ``cut`` is True, documents longer than a sample are split. Otherwise they raise DataError.
     """
 
     shifts = 1
@@ -123,7 +118,9 @@ class PackedSamples:
         self._sizes = np.minimum(np.repeat(sizes, parts) - within, context)
         sample_of, self.count = best_fit(self._sizes, context)
         if not self.count:
-            raise DataError("data.packed = true: no document has a token to predict; give more data")
+            raise DataError(
+                "data.packed = true: every document has only one token; give documents with at least two tokens"
+            )
         self._documents = np.argsort(sample_of, kind="stable")
         self._firsts = np.concatenate([[0], np.cumsum(np.bincount(sample_of))])
         self._filled = np.bincount(sample_of, self._sizes).astype(np.int64)
@@ -139,7 +136,7 @@ class PackedSamples:
         return 1 - float(self._filled.sum()) / (self.count * self._context)
 
     def pairs(self, *, causal: bool, window: int) -> DocumentPairs:
-        """Return the mean number of query-key pairs per sample, for an attention ``window`` (0: unlimited)."""
+        """Return the mean number of query-key pairs of attention in a sample. Keyword-only ``window`` 0: no window."""
         lengths, counts = np.unique(np.append(self._sizes, self._context - self._filled), return_counts=True)
         every = seen = 0
         for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
@@ -175,10 +172,10 @@ class PackedSamples:
 
 @dataclass(frozen=True)
 class PackedSplit:
-    """Packed samples for training, made of the tokens before offset ``stop``, and for validation (or None).
+    """Samples for training and for validation (None: no validation), packed with whole documents.
 
-    ``padding``: fraction of the training tokens that are padding. ``pairs``: mean number of query-key pairs of
-    attention in a training sample.
+    The training samples hold the tokens before offset ``stop``. ``padding``: fraction of padding in the training
+    samples. ``pairs``: mean number of query-key pairs of attention in a training sample.
     """
 
     training: FilledSamples
@@ -199,7 +196,9 @@ def split_documents(
     number, border = len(ends), len(tokens) - round(len(tokens) * config.validation_fraction)
     if config.validation_fraction > 0:
         if number < 2:
-            raise DataError(f"{what}: only one document, but training and validation need one each; give more data")
+            raise DataError(
+                f"{what}: only one document, but training and validation need one document each; give more documents"
+            )
         number = min(max(1, int(np.searchsorted(ends, border, "right"))), number - 1)
     predicting, stop = model.kind != "encoder", int(ends[number - 1])
 

@@ -101,8 +101,8 @@ def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: S
 class Prefetcher(ReadAhead[Batch]):
     """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1`` (from 0). A thread reads ahead.
 
-    If the keyword ``reads`` is False, batches are placeholders without data. The keyword ``shares`` has the number of
-    samples of each replica (None: equal). The keyword ``rule`` is passed to `SampleOrder`.
+    If keyword-only ``reads`` is False, batches are placeholders without data. Keyword-only ``shares`` has the number of
+    samples of each replica (None: equal). Keyword-only ``rule`` is passed to `SampleOrder`.
     """
 
     def __init__(

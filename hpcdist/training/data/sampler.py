@@ -38,7 +38,6 @@ def feistel_order(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray
 
 
 def _feistel(values: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """Apply the Feistel permutation of the integers below 2 ** ``bits`` that ``key`` selects."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -93,9 +92,9 @@ class SampleOrder:
         self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the last drawn order
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices of ``epoch``, from position ``start`` of its order on, and a random integer.
+        """Return the sample indices at ``count`` positions of ``epoch``, from ``start`` on, and a random integer.
 
-        The integer is constant in an epoch. It selects the shift of sample boundaries.
+        The integer is the same in the whole epoch. Callers use it to shift the sample boundaries.
         """
         # Raw words of the generator do not change between versions of numpy.
         generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
@@ -123,7 +122,7 @@ class SampleOrder:
 class Sampler:
     """Reader of batches from endless epochs, each of which has every sample once, in a new order.
 
-    Each epoch also shifts the boundaries of samples in the text, and masks other tokens of masked samples.
+    Each epoch also has other sample boundaries in the text, and other masked tokens in `MaskedSamples`.
     """
 
     def __init__(self, samples: Samples, seed: int, rule: int = UNIFORM) -> None:
@@ -147,7 +146,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return ``count`` sample indices of ``epoch``, from position ``start`` of its order on, and its shift."""
+        """Return the sample indices at ``count`` positions of ``epoch``, from ``start`` on, and the epoch's shift."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -230,7 +229,7 @@ class SampleShares:
         self._sizes.append((first, sizes))
 
     def forget(self, batch: int) -> None:
-        """Delete the numbers for batches before ``batch``."""
+        """Forget the numbers of samples in batches before ``batch``."""
         while len(self._sizes) > 1 and self._sizes[1][0] <= batch:
             del self._sizes[0]
 
@@ -240,7 +239,7 @@ class SampleShares:
         return [[batch, list(self.of(batch))], *later]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> bool:
-        """Restore a result of `state`. Return False if its number of replicas or its batch size differs."""
+        """Restore ``state``, a result of the method `state`. Return False for other replica counts or batch sizes."""
         restored = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
         now = self._sizes[0][1]
         fits = bool(restored) and all(len(sizes) == len(now) and sum(sizes) == sum(now) for _, sizes in restored)

@@ -88,7 +88,7 @@ class FileArray:
         try:
             self._descriptor = open_regular(path)
         except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+            raise StorageError(f"the data file {path} cannot be read: {error.strerror}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self._check_size()
 
@@ -192,7 +192,7 @@ class Samples(Protocol):
 
 
 class FilledSamples(Samples, Protocol):
-    """Interface of samples whose end may be padding."""
+    """Interface of samples that may end with padding."""
 
     def filled(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of tokens before the padding in each of the samples ``indices``."""
@@ -240,7 +240,7 @@ class NextTokenSamples:
 class TableRows:
     """Samples that are rows ``start`` to ``stop - 1`` of the table ``x``, with classes ``y``.
 
-    If the keyword ``shaped`` is True, rows keep their dimensions. Otherwise they are flattened.
+    If keyword-only ``shaped`` is True, rows keep their dimensions. Otherwise they are flattened.
     """
 
     shifts = 1

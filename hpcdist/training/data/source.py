@@ -58,7 +58,7 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
     """Return a hash of all elements of the datasets ``columns``. Collective: ranks with the same files share the work.
 
-    ``what``: name of the data for messages. If the keyword ``kept_only`` is True, return only a cached hash, or ""
+    ``what``: name of the data for messages. If keyword-only ``kept_only`` is True, return only a cached hash, or ""
     without a cached hash. If a rank cannot read the data, all ranks raise StorageError.
     """
     began_ns = time.time_ns()
@@ -255,8 +255,8 @@ def open_source(
 ) -> Source:
     """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
 
-    Ranks compare hashes of some elements. If the keyword ``digests`` is True, they also compare a hash of all data. If
-    the keyword ``kept_only`` is True, only a cached hash is used. Raises DataError for missing or unsuitable data.
+    Ranks compare hashes of some elements. If keyword-only ``digests`` is True, they also compare a hash of all data. If
+    keyword-only ``kept_only`` is True, only a cached hash is used. Raises DataError for missing or unsuitable data.
     """
     verdict: str | HpcdistError
     try:
@@ -280,8 +280,8 @@ def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
     if different:
         where = f"data.path = {config.path}" if config.path else "the Python standard library"
         raise DataError(
-            f"rank {different[0]} and {len(different) - 1} other ranks see other data than rank 0 under {where}; "
-            "set data.path to a file that is the same on all nodes"
+            f"rank {different[0]} and {len(different) - 1} other ranks see other data than rank 0 in {where}; set "
+            "data.path to a file that is the same on all nodes"
         )
 
 
@@ -291,8 +291,8 @@ def _open_files(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[S
     kind = files.kind_of(path) if config.path else "library"
     if model.kind == "convnet" and kind != "hdf5":
         raise DataError(
-            f"data.path = {config.path!r}: a convnet takes pictures; give an HDF5 file with datasets x (rows, height, "
-            "width) or (rows, height, width, channels) and y (rows,)"
+            f"data.path = {config.path!r}: a convnet takes pictures; set data.path to an HDF5 file with datasets x "
+            "(rows, height, width) or (rows, height, width, channels) and y (rows,)"
         )
     if kind == "hdf5" and model.kind == "import" and not files.holds_tokens(path):
         return _table_source(path, config.validation_fraction, pictures=False, shaped=True)

@@ -41,7 +41,7 @@ from hpcdist.training.run_directory import refuse_restart_over_checkpoints
 
 
 def refit(recipe: Recipe, ranks: int) -> tuple[Recipe, int] | None:
-    """Adapt ``recipe`` to at most ``ranks`` ranks. Return it and the number of ranks used, or None if impossible."""
+    """Adapt ``recipe`` to at most ``ranks`` ranks. Return (new recipe, number of used ranks), or None if impossible."""
     if _is_runnable(recipe, ranks):
         return recipe, ranks
     parallel = recipe.parallel
@@ -114,8 +114,8 @@ class Incarnation:
 class ElasticJob:
     """One process of a job that survives rank failures.
 
-    After each change of the training ranks, the process creates a new session and training loop. The arguments
-    ``number`` and ``change`` are the number of earlier changes and the last change (None: start of the job).
+    After each change of the training ranks, the process creates a new session and training loop. ``number``: number of
+    earlier changes. ``change``: the last change, or None at the start of the job.
     """
 
     def __init__(
@@ -163,7 +163,6 @@ class ElasticJob:
             self._broken = True
 
     def _acknowledge(self, error: Exception) -> None:
-        """After the rank failure ``error``, revoke the communicator and free memory for the recovery. Local."""
         if not self._broken:
             self._lost_at = time.monotonic()
         self._broken = True
@@ -251,14 +250,13 @@ class ElasticJob:
             self._session.survive(team.everyone)  # so that the error is printed once
             raise TooFewRanksError(
                 f"only {counted(team.size, 'rank')} left, but {reason}: start the job again; --resume auto continues "
-                "from its newest checkpoint"
+                "from the newest checkpoint"
             )
         recipe, used = refitted
         team.keep(used)
         return replace(recipe, chaos=recipe.chaos.within(used)) if self._number else recipe
 
     def _stored(self, session: Session) -> StateSource | None:
-        """Return the newest usable checkpoint, or None if none was saved yet. Collective over ``session.comm``."""
         path = newest_complete(self._job.run.path, session.comm)
         if path is None:
             refuse_restart_over_checkpoints(self._job.run.path)

@@ -37,10 +37,10 @@ def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """
     mode, spares = environment.get(SURVIVE, ""), environment.get(SPARES, "0")
     if mode and mode not in SURVIVE_MODES:
-        raise ConfigurationError(f"{SURVIVE}={mode!r}; set it to one of {', '.join(SURVIVE_MODES)}, or leave it out")
+        raise ConfigurationError(f"{SURVIVE}={mode!r}; unset {SURVIVE}, or choose one of {', '.join(SURVIVE_MODES)}")
     if not (spares.isascii() and spares.isdecimal()) or (int(spares) and mode != "replace"):
         raise ConfigurationError(
-            f"{SPARES}={spares!r}; set it to a number of ranks together with {SURVIVE}=replace, or leave it out"
+            f"{SPARES}={spares!r}; unset {SPARES}, or set {SPARES} to a number of ranks and {SURVIVE} to 'replace'"
         )
     return mode, int(spares)
 
@@ -64,7 +64,10 @@ class Membership:
         """Return the membership at the start of the job, where the last ``spares`` ranks do not train. Local."""
         size = everyone.size - spares
         if size < 1:
-            raise ConfigurationError(f"{SPARES}={spares} of {everyone.size} ranks leaves no rank to train; use fewer")
+            raise ConfigurationError(
+                f"{SPARES}={spares} makes all {everyone.size} ranks spares, so that no rank trains; use fewer spare "
+                "ranks"
+            )
         return cls(everyone, mode, everyone.rank if everyone.rank < size else None, size)
 
     def world(self) -> Communicator | None:
@@ -87,7 +90,7 @@ class Membership:
                 self.everyone.send(np.array([float(code)]), rank)
 
     def keep(self, used: int) -> None:
-        """Make all training ranks except the first ``used`` spares. Local, but all ranks must call this."""
+        """Make spares of the training ranks from rank ``used`` on. Local, but all ranks must call this."""
         self.size = used
         if self.place is not None and self.place >= used:
             self.place = None
@@ -124,8 +127,8 @@ class Membership:
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
         """Start a process for each training rank whose process died. Collective over the living ranks.
 
-        Return ``change`` with the number of started processes added. ``description`` is a picklable object that the
-        new processes receive from `join`.
+        Return a copy of ``change`` whose field ``added`` is the number of started processes. ``description`` is a
+        picklable object that the new processes receive from `join`.
         """
         vacant = self._vacant(self._places())
         if vacant:
@@ -136,7 +139,6 @@ class Membership:
         return change
 
     def _with_new(self, count: int) -> Communicator:
-        """Start ``count`` processes; return a communicator that includes them, or raise on all ranks. Collective."""
         larger: Communicator | None = None
         error: Exception | None = None
         try:

@@ -49,7 +49,7 @@ class RankMemory:
     """State of a run in the memory of this process, for a recovery from a rank failure.
 
     ``place``: this process's training rank. ``life``: number of recoveries of the job before this state. ``copies``:
-    copies of this rank's and a partner's state, or None. ``live``: this rank's arrays themselves, or None.
+    copies of this rank's and a partner's state, or None. ``live``: the arrays that this rank trains with, or None.
     """
 
     life: int
@@ -61,8 +61,8 @@ class RankMemory:
 class StateProtection:
     """Protection of the state of a trainer against rank failures. All ranks must construct it together.
 
-    The argument ``life`` is the job's number of recoveries. The argument ``earlier`` has states from before the last
-    recovery in this rank's memory. They are freed after the first completed step.
+    ``life``: the job's number of recoveries. ``earlier``: states in this rank's memory from before the last recovery,
+    freed after the first completed step.
     """
 
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[RankMemory]) -> None:

@@ -52,8 +52,8 @@ def energy_figures(
 ) -> dict[str, Any]:
     """Return a dict of a run's energy figures: total, per phase, per step, cost, emissions. Unknown figures are None.
 
-    ``report`` is the result of `EnergyMonitor.report` for ``steps`` steps. The keyword ``activities`` is the result of
-    `phase_shares.job_activities`. The keyword ``config`` has the electricity price and carbon intensity.
+    ``report`` is the result of `EnergyMonitor.report` for ``steps`` steps. Keyword-only ``activities`` is the result of
+    `phase_shares.job_activities`. Keyword-only ``config`` has the electricity price and carbon intensity.
     """
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
@@ -135,8 +135,8 @@ USAGE_FILE: Final = "usage.json"
 class EnergyRecorder:
     """Recorder of a run's energy, measured by `EnergyMonitor` and summed over all starts of the run. Collective.
 
-    ``directory``: run directory, or None to store no energy record. ``spans`` returns this rank's time spans since its
-    last call; without it, the energy per activity is unknown. ``host``: name of this node.
+    ``directory``: run directory, or None to store no energy record. ``spans()`` returns this rank's time spans since
+    its last call. If ``spans`` is None, the energy per activity is unknown. ``host``: name of this node.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return this node's power sensor that measures least of the time, or None if all are continuous. Local."""
+        """Return this node's power sensor that measures the least time, or None if all measure continuously. Local."""
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least

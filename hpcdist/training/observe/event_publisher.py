@@ -33,7 +33,8 @@ from hpcdist.training.build.trainer import Trainer
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
     """Open the event sinks that ``config`` names (JSON lines, TensorBoard, Prometheus). For rank 0 only.
 
-    ``say`` is a function that prints where each sink writes. If a sink cannot be opened, all are closed.
+    ``say`` prints where each sink writes. If a sink cannot be opened, the other sinks are closed, and the error is
+    raised.
     """
     sinks: list[StreamSink] = []
     try:
@@ -247,12 +248,6 @@ class EventPublisher:
         fetched: Sequence[Mapping[str, int]],
         data_s: float,
     ) -> None:
-        """Add an event about collectives, layer prefetches and waits for batches.
-
-        The first three arguments have one mapping per rank. ``operations``: (calls, seconds, bytes) of collectives.
-        ``overlapped``: seconds of background collectives. ``fetched``: numbers of prefetch hits and misses.
-        ``data_s``: mean time that a step waits for its batch.
-        """
         figures = {"data_seconds": data_s}
         for name in sorted({name for rank in operations for name in rank}):
             made = [rank[name] for rank in operations if name in rank]
@@ -329,7 +324,7 @@ class EventPublisher:
         self._add("end", self._done, {})
 
     def close(self, *, normal: bool) -> None:
-        """Publish remaining events and close the sinks. The keyword ``normal`` is True after a run without error."""
+        """Publish remaining events and close the sinks. Keyword-only ``normal`` is True after a run without error."""
         self.publish()
         if self._stream is not None:
             self._stream.close(normal)

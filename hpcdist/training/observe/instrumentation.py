@@ -65,7 +65,7 @@ class NvtxRanges:
 
 
 def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
-    """Return the text of a profiler range, e.g. "FORWARD microbatch 0 unit 3". ``unit``: layer group. -1: omit."""
+    """Return the text of a profiler range, e.g. "FORWARD microbatch 0 unit 3". A number of -1 is left out."""
     numbers = (("microbatch", microbatch), ("unit", unit))
     return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
 
@@ -137,7 +137,6 @@ class ConsoleProgress:
 
 
 def _terminal_columns() -> int | None:
-    """Return the width of the terminal of stderr in columns, 0 if the width is unknown, or None without a terminal."""
     if sys.stderr.isatty():
         return 0
     columns = os.environ.get(TERMINAL_COLUMNS, "")
@@ -180,9 +179,10 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the number of samples of each replica in the steps after step ``done`` to the metrics.
+        """Write the numbers of samples of each replica that are planned after step ``done`` to the metrics.
 
-        ``first`` 0: numbers of the next step, and all planned changes of them. ``first`` -1: only the last change.
+        ``first`` 0 writes the numbers of the next step, and all later changes. ``first`` -1 writes only the last
+        change.
         """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:

@@ -103,7 +103,7 @@ class RunMetrics:
             self._writer.evaluation(step, val_loss)
 
     def unsaved(self) -> list[tuple[StepColumns, list[float]]]:
-        """Return this rank's metrics rows that the file may lack, to be written after a rank failure. Local."""
+        """Return this rank's metrics rows that the file may lack, for `carry` after a rank failure. Local."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
@@ -135,7 +135,7 @@ class RunMetrics:
             )
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Write the keyword arguments as columns to ``table`` of the metrics file. Only rank 0 writes."""
+        """Write rows to ``table`` of the metrics file. Each keyword argument is a column. Only rank 0 writes."""
         if self._writer is not None:
             self._writer.put(table, **columns)
 

@@ -83,9 +83,9 @@ class NoiseMeter(StepObserver):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return this rank's terms of two sums over the ranks, |g|^2 and 1/b. Call this once per step.
+        """Return this rank's terms of two sums over all ranks, |g|^2 and 1/b. Call this once per step.
 
-        g is the mean gradient of the small batch, and b is the number of samples in this batch.
+        g is the mean gradient of b samples: of one replica, or of one micro-batch.
         """
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0

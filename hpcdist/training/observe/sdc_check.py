@@ -90,7 +90,6 @@ class SdcCheck(StepObserver):
             self._losses.append(outcome.loss)
 
     def _suspicion(self, outcome: StepResult) -> str:
-        """Return the reason why the loss or gradient norm in ``outcome`` is suspicious, or "" if it is not."""
         if not self._factor:
             return ""
         for name, value, history in (

@@ -60,9 +60,9 @@ class Recipe:
         self.chaos.check_steps(self.run.steps)
 
     def check_world(self, data_ranks: int, **options: object) -> None:
-        """Raise ConfigurationError if recipe keys contradict each other or the number of replicas.
+        """Raise ConfigurationError if recipe keys contradict each other, or do not fit ``data_ranks`` replicas.
 
-        ``data_ranks`` is this number, or 0 if unknown. Further keywords are command-line options to check as well.
+        ``data_ranks`` is 0 if unknown. Keyword arguments are command-line options to check as well.
         """
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
@@ -172,7 +172,7 @@ OPERATIONAL_KEYS: Final = (
 
 
 def is_operational(key: str) -> bool:
-    """Return True if a resumed run may have another value of ``key`` than before. Local."""
+    """Return True if a run may be resumed with another value of the recipe key ``key``. Local."""
     return key.startswith(OPERATIONAL) or key in OPERATIONAL_KEYS
 
 

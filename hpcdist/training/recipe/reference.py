@@ -131,7 +131,8 @@ def lookup(word: str) -> str:
         return entry(word).block
     sections = {item.name: item.default_factory for item in fields(recipe.Recipe)}
     if word not in sections:
-        raise UsageError(f"a recipe has no key or section {word!r}; {settings.known_instead(word, defaults)}")
+        suggestion = settings.known_instead(word, defaults)
+        raise UsageError(f"a recipe has no key or section {word!r}; {suggestion}")
     entries = _entries(word)
     rows = [(f"  {each.key}", each.default, each.meaning) for each in entries]
     common = "".join(f"  {need}\n" for need in _common(entries))

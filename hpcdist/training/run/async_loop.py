@@ -70,12 +70,11 @@ class AsyncTrainingLoop(TrainingLoop):
         return self.outcome
 
     def _wants(self) -> bool:
-        """Return True if this rank has a stop request. Local. A server calls this after each update."""
         self._tighten()
         return bool(self.stop_requests.current().any())
 
     def _tighten(self) -> None:
-        """On a parameter server, use the watchdog's shorter deadline once all workers have made a step. Local."""
+        """On a parameter server, shorten the watchdog's deadline as soon as all workers have made a step. Local."""
         if self.exchange.shard is None or self.exchange.works or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
@@ -94,7 +93,7 @@ class AsyncTrainingLoop(TrainingLoop):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Exclude messages in the ``with`` body from the bytes that training steps send. Local."""
+        """Do not count messages in the ``with`` body as messages of training steps. Local."""
         sent, shared = self.traffic.sent_bytes, self.traffic.moved().shared
         yield
         self._counted += self.traffic.sent_bytes - sent
@@ -102,7 +101,6 @@ class AsyncTrainingLoop(TrainingLoop):
         self._sent_before += self.traffic.sent_bytes - sent
 
     def _work(self) -> bool:
-        """Make this worker's steps. Return True if a rendezvous of all ranks (`_meet`) ended the run early."""
         trainer, parts = self.trainer, self.trainer.recipe.parallel.microbatches
         first, steps = self.exchange.clock, trainer.recipe.run.steps
         of = trainer.source, trainer.recipe, trainer.data_axis
@@ -189,7 +187,6 @@ class AsyncTrainingLoop(TrainingLoop):
         return over
 
     def _agree(self) -> StopReason | None:
-        """Sum the ranks' stop requests, failures and step counts; return the reason to stop, or None. Collective."""
         exchange, comm = self.exchange, self.trainer.comm
         loss, targets = self._last
         updates = exchange.updates if comm.rank == exchange.roles.servers[0] else 0
@@ -208,8 +205,8 @@ class AsyncTrainingLoop(TrainingLoop):
             failures = [failure for failure in comm.allgather_object(self._failure) if failure]
             self.metrics.flush()
             raise NonFiniteError(
-                f"{'; '.join(failures)}. This gradient was not applied: lower optimizer.learning_rate, set "
-                "optimizer.clip_norm, or check the samples of this step"
+                f"non-finite loss or gradient: {'; '.join(failures)}. The gradient was not applied: lower "
+                "optimizer.learning_rate, set optimizer.clip_norm, or check the samples of this step"
             )
         if sums[4]:
             self.outcome.loss = sums[3] / sums[4]
@@ -237,7 +234,6 @@ class AsyncTrainingLoop(TrainingLoop):
         self.exchange.plan_rendezvous((self._saved_at // every + 1) * every if every else 0)
 
     def _count_what_was_served(self) -> None:
-        """On a parameter server, compute the bytes that it sent per step of a worker, for the summary. Collective."""
         outcome, exchange = self.outcome, self.exchange
         made = self.trainer.comm.allgather_object(outcome.steps.count)
         steps = [count for count in made if count]

@@ -93,7 +93,7 @@ class TrainingJob:
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` hold the lock of the run directory. Collective over ``everyone``, all living processes.
 
-        The keyword ``takes`` must be True on rank ``leader`` and False on other ranks.
+        Keyword-only ``takes`` must be True on rank ``leader`` and False on other ranks.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)

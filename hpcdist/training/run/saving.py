@@ -31,7 +31,7 @@ class CheckpointSaver:
         return False
 
     def save(self, step: int, **more: Any) -> Path:
-        """Save the state after ``step`` steps, and the keyword arguments as scalars. Return the checkpoint's path."""
+        """Save the state after ``step`` steps, with the keyword arguments as scalars. Return the checkpoint's path."""
         trainer = self.trainer
         trainer.flush()
         writers = trainer.recipe.checkpoint.writers

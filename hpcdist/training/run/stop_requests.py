@@ -131,7 +131,9 @@ def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, 
     job_end = environment.get(JOB_END, "")
     if job_end:
         if not job_end.isascii() or not job_end.isdecimal():
-            raise ConfigurationError(f"{JOB_END}={job_end!r}: expected seconds since 1970; unset this variable")
+            raise ConfigurationError(
+                f"the environment variable {JOB_END} is {job_end!r}, expected seconds since 1970; unset {JOB_END}"
+            )
         ends = min(ends, float(job_end))
     return ends
 
@@ -261,7 +263,7 @@ class StopRequests:
 
 
 def agreed_reason(counts: np.ndarray) -> StopReason | None:
-    """Return the reason to stop, or None. ``counts``: stop requests summed over ranks. Interrupts come first."""
+    """Return the reason to stop, or None. ``counts``: stop requests summed over ranks. An interrupt is preferred."""
     if counts[StopReason.INTERRUPT] > 0:
         return StopReason.INTERRUPT
     return StopReason.REQUEUE if counts[StopReason.REQUEUE] > 0 else None

@@ -50,7 +50,7 @@ def lock_step_throughput(
 
     ``ranks``: one dict of measurements per rank. ``workers``: the same, without parameter servers. ``targets``: mean
     number of targets per step. A step takes the time of the slowest worker. The sent bytes of a step are from the rank
-    that sends most; the result has their median or, if the keyword ``alike`` is False, their mean over the steps.
+    that sends most; the result has their median or, if keyword-only ``alike`` is False, their mean over the steps.
     """
     if not workers[0]["count"]:
         return StepThroughput()
@@ -101,7 +101,7 @@ def _most(counts: Sequence[float]) -> float:
 
 
 def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
-    """Return (seconds, bytes sent, communication seconds) of some steps. The first step is left out if possible."""
+    """Return (seconds, sent bytes, communication seconds) of the sampled steps, or else of the first step."""
     first = rank["first"]
     if not rank["count"] or rank["sample"]:
         return rank["sample"]
@@ -177,7 +177,7 @@ def summarise(
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return mean and median of the step time, and of the fraction of it spent in communication. Local.
+    """Return mean and median of the step time, and of the fraction of a step spent in communication. Local.
 
     ``workers``: measurements of each computing rank, over which fractions are averaged. Unknown figures are None.
     """
@@ -252,7 +252,7 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return prefetched layers in time (hits) or late (misses), and wait seconds, per step and worker, or None."""
+    """Return means per step: prefetched layers in time (hits) and late (misses), and wait seconds. None if unknown."""
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
     return {name: json_number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
@@ -264,9 +264,9 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return the bytes that a rank moves in a step, by transport (a field of `BytesMoved`), or None without steps.
+    """Return {transport: bytes that a rank moves in a step}, or None without steps. Transports: see `BytesMoved`.
 
-    Each value is a mean over the steps, of the rank with the largest mean. The value for "messages" is ``sent``, unless
+    Each value is a mean over the steps, of the rank with the largest mean. The value of "messages" is ``sent``, unless
     ``sent`` is NaN.
     """
     made = [rank for rank in ranks if rank["count"]]

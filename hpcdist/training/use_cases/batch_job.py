@@ -87,7 +87,7 @@ def plan_training(
         gpus = options["ranks_per_node"] if recipe.run.device == "gpu" else 0
     if recipe.run.device == "gpu" and gpus == 0:
         raise ConfigurationError(
-            "run.device = 'gpu' with --gpus-per-node 0; give the number of GPUs per node, or leave the option out"
+            "run.device = 'gpu' with --gpus-per-node 0; give the number of GPUs per node, or leave --gpus-per-node out"
         )
     job = kind(
         **shared,
@@ -199,8 +199,8 @@ def check_visible(planned: PlannedJob) -> None:
     if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _is_whole_cluster()):
         return
     raise ConfigurationError(
-        f"{'; '.join(planned.hidden)}. Submit from a file system that all nodes see, or list such file systems in "
-        "the site profile (storage.roots and storage.private)"
+        f"compute nodes cannot see files of the job: {'; '.join(planned.hidden)}. Submit from a file system that all "
+        "nodes see, or list such file systems in the site profile (storage.roots and storage.private)"
     )
 
 
@@ -293,11 +293,11 @@ def _check_same_run(run_dir: Path, recipe: "Recipe") -> None:
     stored = run_dir / RECIPE_FILE
     if not (stored.exists() and (run_dir / "checkpoints").exists()):
         return
-    other = recipes.contradictions(recipes.load_stored(stored), recipe)
-    if other:
+    differences = recipes.contradictions(recipes.load_stored(stored), recipe)
+    if differences:
         raise ConfigurationError(
-            f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or continue that run by "
-            f"submitting its recipe {stored}{recipes.init_from_hint(run_dir, other)}"
+            f"{run_dir} holds another run: {', '.join(differences[:3])}; choose another --out, or continue that run by "
+            f"submitting its recipe {stored}{recipes.init_from_hint(run_dir, differences)}"
         )
 
 
@@ -322,7 +322,9 @@ def _staged_data(is_requested: bool, recipe: "Recipe") -> Path | None:
     if not is_requested:
         return None
     if not recipe.data.path:
-        raise ConfigurationError("--stage-data: data.path is empty, so there is nothing to copy; leave the option out")
+        raise ConfigurationError(
+            "--stage-data: data.path is empty, so there is nothing to copy; leave --stage-data out"
+        )
     return Path(recipe.data.path)
 
 

@@ -172,7 +172,6 @@ def _rates(
 
 
 def _moments(metrics: step_metrics.MetricsData) -> np.ndarray:
-    """Return the end time of each step: the sum of step times since the last start or resume, in seconds."""
     of_rank = metrics.steps["step_s"]
     slowest = np.where(np.isnan(of_rank), 0.0, of_rank).max(axis=1, initial=0.0)
     moments = np.zeros(len(slowest))

@@ -59,17 +59,18 @@ def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mappi
         stored, shape = parameters.pop(segment.key, None), segment.spec.shape
         if stored is None:
             raise ConfigurationError(
-                f"the file lacks {segment.key}, a tensor of shape {list(shape)} in the recipe's model; use names like "
-                "those that `hpcdist checkpoint show --tensors` lists for a run, or change [model]"
+                f"the file lacks {segment.key}, a tensor of shape {list(shape)} in the recipe's model; use the tensor "
+                "names that `hpcdist checkpoint show --tensors` lists for a run, or change section [model]"
             )
         if stored.shape != shape:
             raise ConfigurationError(
                 f"{segment.key} has the shape {list(stored.shape)} in the file, but {list(shape)} in the recipe's "
-                "model; change [model]"
+                "model; change section [model]"
             )
     if parameters:
         raise ConfigurationError(
-            f"the recipe's model has no tensor {next(iter(parameters))}; change [model], or rename the tensor"
+            f"the file has the tensor {next(iter(parameters))}, which is not in the recipe's model; change section "
+            "[model], or rename the tensor"
         )
     return names
 

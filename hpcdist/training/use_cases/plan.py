@@ -60,7 +60,7 @@ def plan(
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
     """Return the planned time, memory and energy of ``subject`` on ``cluster``.
 
-    ``subject``: model, layout, batch and steps. The keyword ``simulate`` True simulates the pipeline if the simulator
+    ``subject``: model, layout, batch and steps. Keyword-only ``simulate`` True simulates the pipeline if the simulator
     is available. Raises ConfigurationError for an impossible layout, but not for a lack of memory.
     """
     description, layout, batch = subject.description, subject.layout, subject.global_batch
@@ -78,7 +78,7 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
     """Return the plan that the function ``make`` computes, and notes for the user.
 
-    The keyword ``simulate`` is passed to ``make``: True to simulate the pipeline. If the simulator cannot be loaded,
+    Keyword-only ``simulate`` is passed to ``make``: True to simulate the pipeline. If the simulator cannot be loaded,
     the pipeline is not simulated, and a note has the reason.
     """
     try:

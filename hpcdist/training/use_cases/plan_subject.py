@@ -17,7 +17,6 @@ from hpcdist.planner.limits import checks
 from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
 from hpcdist.planner.report.text import ONE_REPLICA
-from hpcdist.reporting.units import counted
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 from hpcdist.training.use_cases.recipe_plan import PlanSubject, plan_of_recipe
 
@@ -58,7 +57,8 @@ def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> Par
     layout = dataclasses.replace(layout, chunks=_chunks(layout))
     if layout.sequence_parallel and layout.tensor == 1:
         raise UsageError(
-            "--sequence-parallel with one tensor device has no effect; leave it out, or give --tensor 2 or more"
+            "--sequence-parallel with one tensor device has no effect; leave --sequence-parallel out, or give "
+            "--tensor 2 or more"
         )
     return dataclasses.replace(layout, data=_replicas(options, layout))
 
@@ -72,7 +72,10 @@ def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> d
     if stage is not None:
         meant = f"zero{stage}" if stage else "allreduce"
         if strategy not in (None, meant):
-            raise UsageError(f"--zero {stage} is --strategy {meant}, which contradicts --strategy {strategy}; keep one")
+            raise UsageError(
+                f"--zero {stage} means --strategy {meant}, which contradicts --strategy {strategy}; keep one of the "
+                "two options"
+            )
         strategy = meant
     if servers is not None:
         if strategy not in (None, PARAMETER_SERVER):
@@ -93,8 +96,8 @@ def _check_pipeline(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
         for name in ("schedule", "chunks"):
             if options.get(name) not in (None, 1, "sequential"):
                 raise UsageError(
-                    f"{flag(name)} {options[name]} with one pipeline device has no effect; leave it out, or give "
-                    "--pipeline 2 or more"
+                    f"{flag(name)} {options[name]} with one pipeline device has no effect; leave {flag(name)} out, or "
+                    "give --pipeline 2 or more"
                 )
 
 
@@ -120,13 +123,13 @@ def _check_effect(layout: ParallelLayout, options: Mapping[str, Any]) -> None:
         if options.get(name) is not None and layout.implementation != "megatron":
             raise UsageError(
                 f"{flag(name)} needs --implementation megatron, and has no effect with {layout.implementation}; leave "
-                f"{flag(name)} out, or choose megatron"
+                f"{flag(name)} out, or choose --implementation megatron"
             )
     for name in ("activations", "main_gradients"):
         if options.get(name) is not None and layout.precision not in HALVES:
             raise UsageError(
-                f"{flag(name)} {options[name]} has no effect with the precision {layout.precision}; leave it out, or "
-                f"choose --precision {' or '.join(HALVES)}"
+                f"{flag(name)} {options[name]} has no effect with the precision {layout.precision}; leave {flag(name)} "
+                f"out, or choose --precision {' or '.join(HALVES)}"
             )
 
 
@@ -144,17 +147,16 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
         nearest = data or max(1, workers // devices_of_replica)  # number of replicas
         near = nearest * devices_of_replica + layout.servers
         raise UsageError(
-            f"--devices is {devices}, but {product} does not use {counted(devices, 'device')}; the nearest possible "
-            f"number is {near}"
+            f"--devices {devices} does not fit the degrees {product}; the nearest possible number of devices is {near}"
         )
     return int(replicas)
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject`` with Megatron's kernel speed and memory, if hpcdist was not measured on cluster ``on``.
+    """Return ``subject`` with Megatron's kernel speed and memory, if hpcdist has no measurements of cluster ``on``.
 
     Only transformers on GPUs are changed, and only if the user chose no kernels. Layouts that Megatron does not support
-    are changed only if the keyword ``always`` is True.
+    are changed only if keyword-only ``always`` is True.
     """
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:
@@ -192,7 +194,7 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
         return subject_of_recipe(recipe, "the default recipe" if path is None else path.stem, options)
     if overrides:
         raise UsageError(
-            f"--set {overrides[0]} changes a recipe, but no recipe is given; give a recipe, or use other options"
+            f"--set {overrides[0]} changes a recipe, but no recipe is given; give a recipe file, or leave --set out"
         )
     description = _by_name(options) if named else _in_numbers(options)
     if options.get("batch") is None:
@@ -246,7 +248,7 @@ def _steps(options: Mapping[str, Any], description: ModelDescription, batch: int
         steps = max(1, math.ceil(tokens / (batch * description.tokens)))
     if steps is not None and steps > MAX_STEPS:
         given_option = f"--steps {steps}" if tokens is None else f"--tokens {tokens:g}"
-        raise UsageError(f"{given_option} is too long: a plan is made for at most {MAX_STEPS:,} steps")
+        raise UsageError(f"{given_option} makes the run too long: a plan is made for at most {MAX_STEPS:,} steps")
     if steps is not None:
         return int(steps), ()
     return None, (f"neither --steps nor --tokens is given: the run is planned with {DEFAULT_STEPS} steps",)
@@ -273,7 +275,7 @@ def _in_numbers(options: Mapping[str, Any]) -> ModelDescription:
 
     missing = [flag(name) for name in _REQUIRED_SHAPE if options.get(name) is None]
     if missing:
-        raise UsageError(f"a model that is given by its sizes also needs the options {', '.join(missing)}")
+        raise UsageError(f"a model that is described by options also needs the options {', '.join(missing)}")
     if options.get("feed_forward") is not None and options.get("mlp_ratio") is not None:
         raise UsageError("--feed-forward and --mlp-ratio both set the inner width; keep one")
     if options.get("experts_per_token") is not None and options.get("experts") is None:

@@ -85,8 +85,8 @@ def _refuse(recipe: "Recipe") -> None:
         )
     if parallel.order == FILE:
         raise ConfigurationError(
-            f"parallel.schedule = 'file' ({parallel.schedule_file}) cannot be planned; choose a named schedule, or see "
-            "`hpcdist schedule --file`"
+            f"parallel.schedule = 'file' ({parallel.schedule_file}) cannot be planned; choose a named schedule, or "
+            "examine the file with `hpcdist schedule --file`"
         )
 
 
@@ -164,7 +164,6 @@ def _layout(recipe: "Recipe", notes: list[str]) -> ParallelLayout:
 
 
 def _servers(recipe: "Recipe", notes: list[str]) -> int:
-    """Return the number of ranks that are only parameter servers. Add ignored settings to ``notes``."""
     servers = recipe.parameter_server
     if recipe.parallel.strategy != "parameter_server":
         return 0

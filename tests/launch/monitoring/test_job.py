@@ -259,13 +259,13 @@ def test_unusable_sinks_are_rejected_before_the_first_step(text, tmp_path, what)
         if what == "gateway":
             taken.close()
         mode, setting, code, words = {
-            "port": ("http", f"port={port}", 78, ("Address already in use", "or 0 for any free port")),
+            "port": ("http", f"port={port}", 78, ("Address already in use", "to 0 for any free port")),
             "gateway": ("push", f"gateway=127.0.0.1:{port}", 78, ("Connection refused", "telemetry.gateway")),
             "directory": (
                 "textfile",
                 f"textfile_directory={tmp_path / 'no'}",
                 74,
-                ("no such directory", "node_exporter"),
+                ("is not a directory", "node_exporter"),
             ),
         }[what]
         keys = (f"telemetry.prometheus={mode}", f"telemetry.{setting}", "telemetry.tensorboard=true")

@@ -51,4 +51,4 @@ def test_survivors_in_shared_memory_name_the_dead_rank(mpi, launch, told_by):
     for rank in (0, 2):
         # Rank 1 may die while another one still waits, in call 19, for the third.
         assert re.search(rf"rank {rank}, call (19|20): rank 1 of world \(process \d+\) has died", ended.stdout), ended
-    assert ended.stdout.count("has died, while this rank waited for it in shared memory") == 2
+    assert ended.stdout.count("has died, while this rank waited in shared memory for another rank") == 2

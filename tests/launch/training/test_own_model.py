@@ -190,7 +190,7 @@ def test_sampler_and_masks_in_a_sharded_pipeline_match_plain_pytorch(mpiexec, tm
     ).item()
     (evaluated,) = re.findall(r"^evaluated ([\d.]+)$", done.stdout, re.MULTILINE)
     assert float(evaluated) == pytest.approx(whole, rel=2e-5)
-    refused = "step 3: rank(s) 2 have other inputs than rank 0, but all of them compute replica 0 and need the same"
+    refused = "step 3: rank(s) 2 have other inputs than rank 0, but these ranks all compute replica 0 and need the same"
     assert f"refused: {refused}" in done.stdout and "batch_sampler=training.sampler(dataset)" in done.stdout
 
 

@@ -403,7 +403,7 @@ def test_rank_monitored_barrier_names_the_late_rank(comm):
         with pytest.raises(DeadlineError, match=f"rank {comm.size - 1} did not call it within 0.3 s"):
             hpcdist.torch.monitored_barrier(group, timeout_s=0.3)
     else:
-        with pytest.raises(DeadlineError, match="rank 0 did not answer"):
+        with pytest.raises(DeadlineError, match="rank 0 did not report"):
             hpcdist.torch.monitored_barrier(group, timeout_s=0.6)
     comm.barrier()
 

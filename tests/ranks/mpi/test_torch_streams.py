@@ -317,7 +317,7 @@ def test_rank_ddp_hook_reduces_on_the_stream_of_the_group(comm, group, side, rng
 
 def test_rank_tensors_on_different_devices_are_rejected(comm, group, side):
     ones = write_later(torch.ones(2))
-    with pytest.raises(UsageError, match="are on cpu and cuda:0; move them to one"):
+    with pytest.raises(UsageError, match="are on cpu and cuda:0; move all tensors to one"):
         group.all_gather_single(torch.ones(2 * comm.size), ones)
     group.eager_connect_single_device(HERE)
     assert group.bound_device_id == HERE

@@ -239,6 +239,6 @@ def test_equal_weights_give_the_plain_mean_bit_for_bit(loss, rng):
 def test_batch_without_targets_is_rejected(rng):
     (x, y), *_ = draw_batches(rng)
     trainer = trainings.trainer_of(solo(), KEYS, model=wrap(build_module(0), sum_and_weight, example=x))
-    with pytest.raises(DataError, match=r"step 1: the weights of the loss sum to 0.0 over the whole batch"):
+    with pytest.raises(DataError, match=r"step 1: the weights of all targets in the batch sum to 0.0"):
         trainer.step(1, trainer.cut((x, np.full_like(y, -100))), np.zeros(2))
     assert np.isnan(trainer.evaluate([[(x, np.full_like(y, -100))]]))

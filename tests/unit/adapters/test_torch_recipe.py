@@ -122,7 +122,7 @@ def test_explicit_keys_override_the_optimizer_in_any_order(first, tmp_path):
     (lambda w, b: torch.optim.AdamW([w], amsgrad=True), "amsgrad = True"),
     (lambda w, b: torch.optim.SGD([w], momentum=0.9, dampening=0.1), "dampening = 0.1"),
     (lambda w, b: torch.optim.Adam([w], weight_decay=0.1), "use AdamW"),
-    (lambda w, b: torch.optim.RMSprop([w], weight_decay=0.1), "adds it to the gradient"),
+    (lambda w, b: torch.optim.RMSprop([w], weight_decay=0.1), "adds the decay to the gradient"),
     (lambda w, b: torch.optim.RMSprop([w], momentum=0.1), "RMSprop with momentum = 0.1"),
     (lambda w, b: torch.optim.RMSprop([w], centered=True), "centered = True"),
     (

@@ -58,13 +58,13 @@ ROW = "2026-11-22T12:00:00Z,300\n"
     ("", "line 1: no column is named time"),
     ("time,intensity\n" + ROW, "no column is named gco2/kwh"),
     ("time,gCO2/kW\n" + ROW, "'gco2/kw' is similar"),
-    ("time,gCO2/kWh,gCO2eq/kWh\n", "2 columns hold gco2/kwh: gCO2/kWh, gCO2eq/kWh; keep only one"),
+    ("time,gCO2/kWh,gCO2eq/kWh\n", "2 columns hold gco2/kwh: gCO2/kWh, gCO2eq/kWh; keep one column"),
     ("time,gCO2/kWh\n" + ROW, "1 rows; give at least 2"),
     ("time,gCO2/kWh\n" + ROW + ROW, "line 3: .* is not after"),
     ("time,gCO2/kWh\n" + ROW + "2026-11-22T13:00:00+01:00,5\n", "line 3: .* is not after"),
     ("time,gCO2/kWh\n2026-11-22T12:00:00,300\n", "line 2: '2026-11-22T12:00:00' has no time zone.* Z for UTC"),
     ("time,gCO2/kWh\n\n22.11.2026 12:00,300\n", "line 3: '22.11.2026 12:00' is not a time"),
-    ("time,gCO2/kWh\n0001-01-01T00:00:00+01:00,300\n", "between the years"),
+    ("time,gCO2/kWh\n0001-01-01T00:00:00+01:00,300\n", "in the years 1 to 9999"),
     ("time,gCO2/kWh\n2026-11-22T12:00:00Z\n", "line 2: 1 values, but the header has 2 columns"),
     *(
         (f"time,gCO2/kWh\n2026-11-22T12:00:00Z,{value}\n", f"line 2: intensity '{value}'")

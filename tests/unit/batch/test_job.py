@@ -68,16 +68,16 @@ def test_ranks_are_nodes_times_ranks_per_node():
 
 @cases(
     "argument, words",
-    ("--output=mine.txt", "conflicts with --output of the script; the log of all starts is hpcdist-<job>.out"),
-    ("--open-mode=truncate", "conflicts with --open-mode"),
-    ("--nodes=3", "conflicts with --nodes of the script; use --nodes"),
-    ("--ntasks=3", "conflicts with --ntasks of the script; use --nodes and --ranks-per-node"),
+    ("--output=mine.txt", "conflicts with the option --output of the job script"),
+    ("--open-mode=truncate", "conflicts with the option --open-mode"),
+    ("--nodes=3", "conflicts with the option --nodes of the job script; use --nodes"),
+    ("--ntasks=3", "conflicts with the option --ntasks of the job script; use --nodes and --ranks-per-node"),
     ("--ntasks-per-node=3", "use --ranks-per-node"),
     ("--time=5", "use --time"),
     ("--signal=B:TERM@9", "use --signal-seconds"),
-    ("--sig=TERM", "conflicts with --signal"),  # an abbreviation that sbatch accepts
-    ("--requeue", "the script controls requeueing; the job is requeued until all steps are done"),
-    ("--no-requeue", "the script controls requeueing; use --chain"),
+    ("--sig=TERM", "conflicts with the option --signal"),  # an abbreviation that sbatch accepts
+    ("--requeue", "the job script controls requeueing; the job is requeued until all steps are done"),
+    ("--no-requeue", "the job script controls requeueing; use --chain"),
     ("--chdir=/tmp", "submit from that directory"),
 )
 def test_sbatch_option_that_contradicts_the_script_is_rejected(argument, words):
@@ -88,10 +88,10 @@ def test_sbatch_option_that_contradicts_the_script_is_rejected(argument, words):
 
 @cases(
     "argument, values, words",
-    ("--qos=debug", {"qos": "regular"}, "conflicts with --qos of the script; use --qos"),
-    ("--constr=gpu", {"constraint": "cpu"}, "conflicts with --constraint"),
-    ("--mem=4G", {"mem": "0"}, "conflicts with --mem of the script; use --mem"),
-    ("--mem-per-cpu=4G", {"mem": "0"}, "conflicts with --mem-per-cpu of the script; use --mem"),
+    ("--qos=debug", {"qos": "regular"}, "conflicts with the option --qos of the job script; use --qos"),
+    ("--constr=gpu", {"constraint": "cpu"}, "conflicts with the option --constraint"),
+    ("--mem=4G", {"mem": "0"}, "conflicts with the option --mem of the job script; use --mem"),
+    ("--mem-per-cpu=4G", {"mem": "0"}, "conflicts with the option --mem-per-cpu of the job script; use --mem"),
 )
 def test_duplicate_option_is_rejected(argument, values, words):
     given = {"nodes": 1, "python": "python", "recipe": "", "sbatch_args": (argument,)}
@@ -103,7 +103,7 @@ def test_duplicate_option_is_rejected(argument, values, words):
 def test_gpu_option_is_rejected_if_the_job_requests_gpus():
     given = {"nodes": 1, "python": "python", "recipe": "", "sbatch_args": ("--gpus-per-node=2",)}
     assert BatchJob(**given).sbatch_args
-    with pytest.raises(UsageError, match="conflicts with --gpus-per-node"):
+    with pytest.raises(UsageError, match="conflicts with the option --gpus-per-node"):
         BatchJob(**given, gpus_per_node=2)
     near = ("--time-min=3", "--nodelist=n1", "--signal-x", "--nodefile=a", "--gres=gpu:2", "--error=err.txt")
     assert BatchJob(nodes=1, python="python", recipe="", gpus_per_node=2, sbatch_args=near).sbatch_args == near

@@ -39,7 +39,7 @@ def test_site_monitoring_writes_the_shipped_files_and_keeps_changed_ones(tmp_pat
     changed = tmp_path / "new" / "folder" / "alerts.yml"
     changed.write_text("groups: []\n")
     refused = run.invoke(site.command, arguments)
-    assert isinstance(refused.exception, UsageError) and "alerts.yml: exists with another" in str(refused.exception)
+    assert isinstance(refused.exception, UsageError) and "different content: " in str(refused.exception)
     assert changed.read_text() == "groups: []\n"
     assert run.invoke(site.command, [*arguments, "--force"]).exit_code == 0
     assert changed.read_text() == shipped["alerts.yml"]

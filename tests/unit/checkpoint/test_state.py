@@ -94,8 +94,8 @@ def test_load_error_names_the_missing_array(tmp_path, expected, error, output):
 
 @cases(
     "state, keep, output",
-    ({"x": np.zeros(3, complex)}, 1, r"x: dtype complex128 .* pass array\.view\(np\.float64\)"),
-    ({"x": np.zeros(3, ">f8")}, 1, r"x: dtype >f8 .*array\.dtype\.newbyteorder"),
+    ({"x": np.zeros(3, complex)}, 1, r"'x' cannot be used: dtype complex128 .* pass array\.view\(np\.float64\)"),
+    ({"x": np.zeros(3, ">f8")}, 1, r"'x' cannot be used: dtype >f8 .*array\.dtype\.newbyteorder"),
     ({"x": Sharded(np.ma.masked_array(np.ones(3), [0, 1, 0]))}, 1, r"x is a masked array.*array\.filled"),
     ({"x": {1, 2}}, 1, "x is a set"),
     ({"x": 1}, 0, "keep = 0"),

@@ -146,7 +146,7 @@ def test_program_is_started_unchanged(arguments, words, capsys):
     (["--restarts", "2", "python", "train.py"], "add --out DIR"),
     (["--resume", "auto", "python", "train.py"], "add --out DIR"),
     (["--energy", "train"], "--energy is for scripts: train always measures energy"),
-    (["--out", "it", "train"], "--out must follow train, which is no script; write: train ... --out"),
+    (["--out", "it", "train"], "--out must follow train, an hpcdist command; write: train ... --out"),
     (["trian"], "'trian' is neither a program nor a command to run on ranks"),
     (["submit"], "'submit' is neither a program nor a command to run on ranks"),
 )

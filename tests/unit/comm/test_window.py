@@ -53,7 +53,7 @@ def test_threads_move_no_data_before_flush():
 def test_access_outside_the_window_is_rejected(peer, at, size):
     window = solo().window(8)
     for move in (window.put, window.get):
-        with pytest.raises(UsageError, match="use offsets inside it"):
+        with pytest.raises(UsageError, match="use offsets inside the window"):
             move(np.zeros(size), peer, at)
 
 

@@ -67,7 +67,7 @@ def test_function_gets_the_sizes_of_the_data(file, monkeypatch):
     ("hpcdist.models:nothing", "has no function nothing"),
     ("{file}:number", "has no function number"),
     ("{file}:other", "returned a str"),
-    ("{file}:alone", "cannot be called with the data sizes features=2: .*unexpected keyword"),
+    ("{file}:alone", "cannot be called with the keywords features=2: .*unexpected keyword"),
     ("{file}:wide", "returned a model of float64, but precision.mode requires float32"),
     ("{file}", "write 'file.py:function'"),
     (":build", "write 'file.py:function'"),

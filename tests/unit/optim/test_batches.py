@@ -133,11 +133,11 @@ def test_resume_in_any_stage_is_bit_identical(stop, shared_text, tmp_path):
 
 REFUSED = [
     ({"run.batch_warmup": [4]}, "has an odd length, 1; expected two numbers per warm-up stage"),
-    ({"run.batch_warmup": [8, 0]}, "a step takes at least one"),
-    ({"run.batch_warmup": [8, 4, 8, 6]}, "each stage must end after the one before"),
-    ({"run.batch_warmup": [10, 4]}, "are not a whole number of steps of 4; let the stage end at 8"),
-    ({"run.batch_warmup": [12, 12]}, "up to run.global_batch, but 12 comes after 12"),
-    ({"run.batch_warmup": [8, 8, 16, 4]}, "must increase from stage to stage, up to run.global_batch, but 4 comes"),
+    ({"run.batch_warmup": [8, 0]}, "a step must have at least 1 sample"),
+    ({"run.batch_warmup": [8, 4, 8, 6]}, "each stage must end after the previous stage"),
+    ({"run.batch_warmup": [10, 4]}, "is not a whole number of steps of 4 samples; let this stage end at sample 8"),
+    ({"run.batch_warmup": [12, 12]}, "but 12 samples per step are followed by 12"),
+    ({"run.batch_warmup": [8, 8, 16, 4]}, "up to run.global_batch, but 8 samples per step are followed by 4"),
     (recipe_keys("logical_shards=4 algorithm=auto"), "run.logical_shards = 4 is not built"),
     ({"data.shares": "measured"}, "data.shares = 'measured' is not built"),
     ({"precision.mode": "float16"}, "precision.mode = 'float16' is not built"),

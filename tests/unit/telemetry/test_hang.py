@@ -300,7 +300,7 @@ def test_records_of_an_earlier_larger_run_are_ignored(tmp_path):
 
 
 def test_bad_directories_are_rejected(tmp_path):
-    with pytest.raises(UsageError, match="has no records"):
+    with pytest.raises(UsageError, match="has no flight recorder files"):
         load(tmp_path)
     (tmp_path / "rank-00000.rec").write_text("something else")
     with pytest.raises(StorageError, match="not a file of the flight recorder"):

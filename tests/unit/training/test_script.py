@@ -102,7 +102,7 @@ def test_initial_values_of_the_model_are_used(tmp_path, rng):
 def test_wrong_script_calls_are_rejected(tmp_path, rng):
     x, y = _batches(rng, 1)[0]
     training = Training(_model(), KEYS | {"run.steps": 2}, out=tmp_path / "run")
-    with pytest.raises(UsageError, match="got 11 inputs and 12 targets, expected 12; .* of the step's 12 samples"):
+    with pytest.raises(UsageError, match="got 11 inputs and 12 targets, expected 12; .* of the 12 samples of the step"):
         training.step(x[:11], y)
     with pytest.raises(UsageError, match="a object is not an array of numbers"):
         training.step(object(), y)

@@ -43,7 +43,7 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 class SlurmAllocation:
     """Nodes of the current Slurm job, and the number of nodes that a restart needs.
 
-    ``needed`` is this number; None allows any number. The keyword ``whole`` requires all nodes of the job instead.
+    ``needed``: this number (None: any). If keyword-only ``whole`` is True, a restart needs all nodes of the job.
     """
 
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
@@ -71,7 +71,7 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait, up to SlurmdTimeout, until enough nodes answer for a restart. Return the signal that ended it, or None.
+        """Wait, up to SlurmdTimeout, until enough nodes answer for a restart. Return a stop signal, or None.
 
         ``pause(seconds)`` waits, and returns a stop signal or None. ``say(text)`` prints a message.
         """
@@ -109,7 +109,6 @@ def _states(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, s
 
 
 def _answering(job: str, names: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the nodes in ``names`` on which srun can start a process of ``job``."""
     if not names:
         return []
     count = len(names)
@@ -132,10 +131,6 @@ def _setting_s(name: str, otherwise: float, environment: Mapping[str, str]) -> f
 
 
 def _output_of(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
-    """Return the stdout of the command ``line``, or "" if it fails or exceeds ``limit_s``.
-
-    If the keyword ``whole`` is False, the output before the failure or timeout is returned.
-    """
     try:
         result = subprocess.run(
             line, capture_output=True, stdin=subprocess.DEVNULL, env=dict(environment), timeout=limit_s, check=False

@@ -71,7 +71,7 @@ def joules(text: str) -> float | None:
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
     """Return the energy of one finished execution of a job, summed over the job steps.
 
-    ``job`` and ``steps`` are the accounting records of this execution. Without steps, the energy in ``job`` is used.
+    ``job`` and ``steps``: accounting records of this execution. If ``steps`` is empty, the energy in ``job`` is used.
     """
     if not steps:
         return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)

@@ -45,7 +45,7 @@ def queued(jobs: Sequence[str]) -> list[JobState]:
         if "invalid job id" in complaint.lower():
             return []
         raise MissingCapabilityError(
-            f"squeue does not answer: {complaint or f'exit code {code}'}; is Slurm up? try sinfo"
+            f"squeue does not answer: {complaint or f'exit code {code}'}; run sinfo to see if Slurm is up"
         )
     rows = [line.split("|", len(_QUEUE) - 1) for line in output.splitlines()]
     return [_queued(row) for row in rows if len(row) == len(_QUEUE)]
@@ -164,9 +164,9 @@ def cancel(jobs: Iterable[str]) -> None:
 
     Raises MissingCapabilityError if scancel is missing or fails.
     """
-    code, _, why = _run("scancel", *jobs)
-    if code and "already completing or completed" not in why.lower():
-        raise MissingCapabilityError(f"scancel failed: {why or f'exit code {code}'}; try again")
+    code, _, complaint = _run("scancel", *jobs)
+    if code and "already completing or completed" not in complaint.lower():
+        raise MissingCapabilityError(f"scancel failed: {complaint or f'exit code {code}'}; try again")
 
 
 def forbid_requeue(job: str) -> str:

@@ -99,7 +99,7 @@ class BackupExchange(AsynchronousServerExchange):
         self.share = (len(roles.workers) - spare) / len(roles.workers)
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return ``batch``, all workers' number of samples, as divisor of the gradient. ``samples``: this worker's."""
+        """Return ``batch``, the samples of all workers, as divisor of this worker's gradient of ``samples`` samples."""
         self._weight = samples, batch
         return batch
 
@@ -153,7 +153,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Apply the gradients of ``turn.workers``. Return False if other servers' gradient norms are still missing."""
+        """Apply the gradients that the decision ``turn`` lists. Return False if other servers' norms are missing."""
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None

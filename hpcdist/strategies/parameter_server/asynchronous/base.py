@@ -38,10 +38,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 
 
 def per_push_context(context: RankContext, workers: int) -> RankContext:
-    """Return a copy of ``context`` with ``workers`` times as many total steps and warm-up steps.
-
-    Used by servers that make a separate update for the gradient of each of ``workers`` workers.
-    """
+    """Return a copy of ``context`` with ``workers`` times as many steps, for servers that update per push."""
     optimizer = replace(context.optimizer, warmup_steps=context.optimizer.warmup_steps * workers)
     return replace(context, optimizer=optimizer, total_steps=context.total_steps * workers)
 
@@ -170,7 +167,7 @@ class AsynchronousServerExchange(Exchange):
         self._channel.serve()
 
     def weigh(self, samples: int, batch: int) -> int:
-        """Return ``samples``, this worker's number of samples, as divisor of its gradient. ``batch``: all workers'."""
+        """Return ``samples``, this worker's number of samples, as divisor of its gradient; ``batch`` is ignored."""
         return samples
 
     def pull(self, op: Operation) -> None:
@@ -196,10 +193,7 @@ class AsynchronousServerExchange(Exchange):
 
     @contextmanager
     def unpushed(self) -> Iterator[None]:
-        """Return a context manager that stops pushes while a failed step is computed again. Local.
-
-        At entry, it tells the servers to drop the failed step's gradients that were already sent.
-        """
+        """Return a context manager to recompute a failed step: no pushes, and servers drop its gradients. Local."""
         for server in self.roles.servers:
             if server != self.rank:
                 self._channel.tell(server, ControlKind.DROP)
@@ -271,7 +265,7 @@ class AsynchronousServerExchange(Exchange):
         self.meetings.settle(calls)
 
     def plan_rendezvous(self, clock: int) -> None:
-        """Plan a pause of training when the slowest worker has completed ``clock`` steps; 0 plans no pause. Local."""
+        """Plan a pause of training when every worker has completed ``clock`` steps; 0 cancels the plan. Local."""
         self.meet_at = clock
 
     def part(self) -> None:

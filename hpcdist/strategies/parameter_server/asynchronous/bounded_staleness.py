@@ -51,8 +51,8 @@ class VersionVector:
             return False
         if clock != self.vector[worker] + 1:
             raise ValueError(
-                f"push {clock} of worker {worker} came after push {self.vector[worker]}, expected push "
-                f"{self.vector[worker] + 1}; send all pushes in order"
+                f"worker {worker} sent push {clock} after push {self.vector[worker]}, expected push "
+                f"{self.vector[worker] + 1}: pushes must arrive in order"
             )
         self.vector[worker] = clock
         return True

@@ -83,8 +83,8 @@ class ControlChannel:
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
         """Wait for a control message and handle it.
 
-        If the bool keyword ``alone`` is True, block in one receive, with the usual timeout. Otherwise, poll without a
-        timeout, and call the keyword ``look`` (a function) between polls.
+        If keyword-only ``alone`` is True, block in one receive, with the usual timeout. Otherwise, poll without a
+        timeout, and call keyword-only ``look()`` between polls.
         """
         if alone:
             self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
@@ -205,7 +205,7 @@ class Rendezvous:
     def settle(self, calls: int) -> None:
         """Wait until this rank's control messages have been received. Local; call it while all workers are paused.
 
-        ``calls``: number of pause requests that all ranks have sent in this run. The first server waits for them too.
+        ``calls``: number of pause requests of all ranks in this run. The first server also waits until it has them all.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

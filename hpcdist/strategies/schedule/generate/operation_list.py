@@ -59,10 +59,7 @@ class ScheduleText:
 
 
 def read(text: str, ranks: int, microbatches: int, name: str = "the schedule file") -> ScheduleText:
-    """Return the parsed and checked ``text`` of the schedule file ``name``. Local.
-
-    Raises ConfigurationError, which names the invalid line and token.
-    """
+    """Parse the ``text`` of the schedule file ``name``. Raises ConfigurationError if the text is invalid. Local."""
     header: dict[str, str] = {}
     passes: list[Passes] = []
     lines: list[str] = []
@@ -71,8 +68,8 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
         if equals:
             if key not in ("placement", "chunks") or key in header or passes:
                 raise ConfigurationError(
-                    f"{name}, line {number}: {line!r} is not allowed; before the passes, use only "
-                    "'placement = looped', 'placement = folded' and 'chunks = (chunks per rank)', at most once each"
+                    f"{name}, line {number}: {line!r} is not allowed here; the only settings are 'placement = looped', "
+                    "'placement = folded' and 'chunks = N' (N chunks per rank), each at most once and before all passes"
                 )
             header[key] = value
         else:
@@ -81,19 +78,19 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
     placement, chunks = header.get("placement", "looped"), header.get("chunks", "1")
     if placement not in PLACEMENTS or not chunks.isdecimal() or int(chunks) < 1:
         raise ConfigurationError(
-            f"{name}: placement = {placement}, chunks = {chunks}; placement must be looped or folded, and chunks at "
-            "least 1"
+            f"{name}: placement = {placement}, chunks = {chunks}; placement must be looped or folded, and chunks must "
+            "be an integer of at least 1"
         )
     if placement == "folded" and chunks != "2":
         raise ConfigurationError(f"{name}: placement = folded with chunks = {chunks} is not supported; set chunks = 2")
     if len(passes) != ranks:
         raise ConfigurationError(
-            f"{name} has passes of {len(passes)} ranks (a line per rank), expected {ranks} ranks; write {ranks} lines"
+            f"{name} has {len(passes)} lines of passes, expected {ranks}: one line for each pipeline rank"
         )
     if int(chunks) > min(map(len, passes)):
         raise ConfigurationError(
-            f"{name}: chunks = {chunks}, but the line of one rank has only {min(map(len, passes))} passes; every rank "
-            "needs passes through each of its chunks. Reduce chunks, or add the missing passes"
+            f"{name}: chunks = {chunks}, but the shortest line has only {min(map(len, passes))} passes. Every line "
+            f"needs passes through all {chunks} chunks of its rank; reduce chunks, or add the missing passes"
         )
     schedule = ScheduleText(placement, int(chunks), tuple(passes))
     units = [range(unit, unit + 1) for unit in range(ranks * schedule.chunks)]
@@ -143,7 +140,8 @@ def _pass(token: str, location: str) -> Pass:
     match = _TOKEN.fullmatch(token)
     if match is None:
         raise ConfigurationError(
-            f"{location}: {token!r} is not a pass; write F, B, I or W, then micro-batch and local chunk, as in F3.1"
+            f"{location}: {token!r} is not a pass; write a letter (F, B, I or W), then micro-batch and local chunk, as "
+            "in F3.1"
         )
     letter, microbatch, chunk = match.groups(default="0")
     return _PASSES[letter], int(microbatch), int(chunk)
@@ -180,8 +178,8 @@ def insert_gathers(
     """Insert GATHER and FREE around the compute operations of ``steps`` that use parameters.
 
     ``needs`` maps each model unit to the units whose parameters it uses. Parameters that several units use stay
-    gathered from their first to their last use in a micro-batch. With the keyword ``keep``, all parameters stay
-    gathered from their first to their last use in the list. This needs fewer gathers, but memory for all units.
+    gathered from their first to their last use in a micro-batch. With keyword-only ``keep=True``, all parameters stay
+    gathered from their first to their last use in the list: fewer gathers, but memory for all units.
     """
     users = Counter(unit for used in needs.values() for unit in used)
     using = [index for index, op in enumerate(steps) if op.kind in USES]
@@ -221,9 +219,9 @@ def insert_exchange(
     """Insert the operations ``exchange``, which sum gradients and update parameters, into the operations ``steps``.
 
     ``units``: each model unit's range of the flat parameter vector. Operations of the types `EXCHANGED`, such as
-    REDUCE, follow as soon as the gradients of their range are complete. This is after the last micro-batch or, if the
-    keyword ``every_microbatch`` is True, after each micro-batch. Other operations come at the end of the list, except
-    that a MIX_START comes at the start.
+    REDUCE, follow as soon as the gradients of their range are complete. This is after the last micro-batch or, with
+    keyword-only ``every_microbatch=True``, after each micro-batch. A MIX_START comes at the start of the list, all
+    other operations at the end.
 
     If ``exchange`` has an ADD of a range, the range is added up over the micro-batches, and reduced only once.
     """

@@ -81,8 +81,8 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
     """Return the operations of ``rank`` that run ``passes`` over its chunks in ``placement``, with pipeline messages.
 
-    With the keyword ``recompute``, a chunk keeps only its input of each micro-batch, and runs forward again before the
-    backward pass. Recomputation is not possible for models with skip connections.
+    With keyword-only ``recompute=True``, a chunk keeps only its input of each micro-batch, and runs forward again
+    before the backward pass. Recomputation is not possible for models with skip connections.
     """
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
     chunks, end = placement.of(rank), placement.units.stop

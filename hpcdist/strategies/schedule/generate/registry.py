@@ -158,15 +158,12 @@ def chunks_of(name: str, chunks: int = 1) -> int:
     if schedule.least <= chunks <= (schedule.most or chunks):
         return chunks
     if schedule.most is None:
-        requirement = (
-            f"the schedule needs {schedule.least} or more chunks on every rank; set parallel.chunks = {schedule.least} "
-            "or above"
-        )
+        requirement = f"this schedule needs at least {schedule.least} chunks on every rank; increase parallel.chunks"
     else:
-        requirement = (
-            f"the schedule has {schedule.most} on every rank; leave parallel.chunks out, or choose interleaved"
-        )
-    raise ConfigurationError(f"parallel.chunks = {chunks} with parallel.schedule = {name!r}: {requirement}")
+        requirement = f"this schedule has {schedule.most} per rank; remove parallel.chunks, or choose interleaved"
+    raise ConfigurationError(
+        f"parallel.chunks = {chunks} cannot be used with parallel.schedule = {name!r}: {requirement}"
+    )
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) -> int:
@@ -177,18 +174,18 @@ def check_schedule(name: str, ranks: int, microbatches: int, chunks: int = 1) ->
     if name == FILE:
         return chunks
     if name not in SCHEDULES:
-        raise ConfigurationError(f"parallel.schedule = {name!r}; choose one of {', '.join(NAMES)}")
+        raise ConfigurationError(f"parallel.schedule = {name!r} is unknown; choose one of {', '.join(NAMES)}")
     schedule = SCHEDULES[name]
     if ranks > 1 and not schedule.pipelines:
         raise ConfigurationError(
-            f"parallel.schedule = {name!r} with parallel.pipeline = {ranks}: all stages but one would wait, because "
-            "this schedule does not pipeline; choose 1f1b, or another pipeline schedule"
+            f"parallel.schedule = {name!r} with parallel.pipeline = {ranks}: in this schedule, only one pipeline rank "
+            "computes at a time; set parallel.schedule = '1f1b', or another pipeline schedule"
         )
     fewest = schedule.fewest(ranks)
     if microbatches < fewest:
         raise ConfigurationError(
             f"parallel.schedule = {name!r} with parallel.pipeline = {ranks} and parallel.microbatches = "
-            f"{microbatches}: this schedule needs at least {fewest} micro-batches; set parallel.microbatches to "
-            f"{fewest} or above, or choose 1f1b"
+            f"{microbatches}: this schedule needs at least {fewest} micro-batches; set parallel.microbatches to at "
+            f"least {fewest}, or set parallel.schedule = '1f1b'"
         )
     return chunks_of(name, chunks)

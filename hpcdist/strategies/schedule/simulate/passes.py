@@ -57,8 +57,8 @@ def program(
     if (target[code == RECV] < 0).any():
         entry = int(np.flatnonzero((code == RECV) & (target < 0))[0])
         raise ScheduleError(
-            f"model chunk {chunk[entry]} waits for micro-batch {microbatch[entry]}, which no rank sends; find the "
-            "error with hpcdist.strategies.schedule.verify"
+            f"model chunk {chunk[entry]} waits for micro-batch {microbatch[entry]}, which no rank sends; check the "
+            "operation lists with hpcdist.strategies.schedule.verify"
         )
     work = np.where(code == WORK, way, programs.OTHER).astype(np.int8)
     return Program(

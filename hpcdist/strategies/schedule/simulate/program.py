@@ -51,7 +51,7 @@ class StepCosts:
                     "needs one value for each model unit"
                 )
             if not all(math.isfinite(seconds) and seconds >= 0 for seconds in row):
-                raise UsageError(f"StepCosts: {name} = {list(row)}; seconds must be finite and not negative")
+                raise UsageError(f"StepCosts: {name} = {list(row)}; all seconds must be finite and not negative")
 
     @classmethod
     def equal(
@@ -132,9 +132,9 @@ def run(program: Program) -> Times:
     if stuck.size:
         rank = int(stuck[0])
         raise ScheduleError(
-            f"rank {rank} waits for ever in its operation number {at[rank] - program.starts[rank]}; of all {len(at)} "
-            f"ranks, ranks {stuck.tolist()} wait for ever. A message is never sent, or ranks wait for each other; find "
-            "the error with hpcdist.strategies.schedule.verify"
+            f"rank {rank} waits forever in its operation number {at[rank] - program.starts[rank]}; the ranks "
+            f"{stuck.tolist()} of all {len(at)} ranks wait forever, because a message is never sent, or because ranks "
+            "wait for each other; check the operation lists with hpcdist.strategies.schedule.verify"
         )
     return Times(begin_s, end_s, cause, before, arrival_s)
 

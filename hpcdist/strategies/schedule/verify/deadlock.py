@@ -106,8 +106,8 @@ class DryRun:
         for sender, receiver, kind, microbatch, unit, source in sorted(self._in_transit, key=str):
             lost = Operation(kind, microbatch, unit, source=source)
             raise ScheduleError(
-                f"rank {sender}: {lost} is never received by rank {receiver}; add the receive to the operation list of "
-                "that rank, or remove the send"
+                f"rank {sender}: the message of {lost} is never received by rank {receiver}; add the receive to the "
+                f"operation list of rank {receiver}, or remove the send from the list of rank {sender}"
             )
 
     def _now(self, rank: int) -> Operation | None:
@@ -122,8 +122,8 @@ class DryRun:
             message = self._message(rank, op)
             if message in self._in_transit:
                 raise ScheduleError(
-                    f"rank {rank}: {op} is sent twice before rank {message[1]} has received it; put the receive before "
-                    "the second send, or remove one send"
+                    f"rank {rank}: {op} is sent a second time before rank {message[1]} has received the first message; "
+                    "put the receive before the second send, or remove one send"
                 )
             self._in_transit.add(message)
             self.messages += 1
@@ -153,15 +153,15 @@ class DryRun:
         )
         if placement is None or not is_valid or before < 0 or placement.rank_of(before) == placement.rank_of(op.unit):
             raise ScheduleError(
-                f"rank {rank}: {op} receives from no rank: unit {op.unit} of the model has no input from another rank; "
+                f"rank {rank}: {op} sends or receives an input of model unit {op.unit} that no other rank computes; "
                 "remove this operation"
             )
         ends = [self._pipeline[rank][placement.rank_of(unit)] for unit in (before, op.unit)]
         source, target = ends if onward else ends[::-1]
         if rank != (source if op.kind in SENDS else target):
             raise ScheduleError(
-                f"rank {rank}: {op} sends from rank {source} to rank {target}, not from or to {rank}; move this "
-                "operation to the list of that sender or receiver"
+                f"rank {rank}: {op} is a message from rank {source} to rank {target}; move this operation to the list "
+                f"of rank {source if op.kind in SENDS else target}"
             )
         return source, target, send, op.microbatch, op.unit, op.source
 
@@ -180,8 +180,8 @@ class DryRun:
         members = tuple(r for r in pipeline if op in self._lists[r])
         if len(members) < 2:
             raise ScheduleError(
-                f"rank {rank}: {op} has no counterpart: no other rank of the pipeline {list(pipeline)} has this "
-                "operation in its list; add the operation to the list of the other rank, or remove it here"
+                f"rank {rank}: {op} is collective, but no other rank of the pipeline {list(pipeline)} has this "
+                "operation in its list; add the operation to the list of the other rank, or remove the operation here"
             )
         return ("copy", op.kind, op.unit, *members), members
 
@@ -205,8 +205,8 @@ class DryRun:
         for other, other_op in present.items():
             if other_op != op:
                 raise ScheduleError(
-                    f"rank {rank}: {op} is paired with {other_op} of rank {other}; all members of an axis must run "
-                    "their collectives in the same order"
+                    f"rank {rank} calls the collective {op}, but rank {other} calls {other_op} at the same point; all "
+                    "ranks of an axis of the process grid must call their collectives in the same order"
                 )
         if len(present) < len(members):
             return False
@@ -226,8 +226,8 @@ class DryRun:
         first, expected = started[number]
         if expected != op:
             raise ScheduleError(
-                f"rank {rank}: {op} is paired with {expected} of rank {first}; all members of an axis must run their "
-                "collectives in the same order"
+                f"rank {rank} starts the collective {op}, but rank {first} starts {expected} at the same point; all "
+                "ranks of an axis of the process grid must start their collectives in the same order"
             )
         self._starts[rank] += 1
 
@@ -241,8 +241,8 @@ class DryRun:
         ]
         if not sources:
             raise ScheduleError(
-                f"rank {rank}: {op} waits for a {awaited.name} that no rank has among its operations; add one to the "
-                "list of the sending rank, or remove the wait"
+                f"rank {rank}: {op} waits for a {awaited.name} of the same parameter range, but no rank has this "
+                f"{awaited.name} in its list; add a {awaited.name} to the list of the sending rank, or remove {op}"
             )
         # A source has sent once it has passed the position of its PUSH or PUBLISH.
         return [source for source, index in sources if self._at[source] <= index]

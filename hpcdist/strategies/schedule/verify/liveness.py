@@ -29,9 +29,9 @@ def prove(
 ) -> list[Peak]:
     """Check the ``passes`` of all ranks. Return each rank's `Peak`: the largest numbers of micro-batches in progress.
 
-    Raises ScheduleError if ranks wait for each other in a cycle, or if one of ``microbatches`` micro-batches does not
-    pass once forward and once back through every model chunk. ``placement``: ranks of the chunks. ``names``: names of
-    the ranks for error messages.
+    Raises ScheduleError if ranks wait for each other in a cycle, or if a micro-batch does not pass exactly once forward
+    and once back through every model chunk. ``placement``: rank of each chunk. ``names``: names of the ranks in error
+    messages.
     """
     names = names or [f"rank {rank}" for rank in range(len(passes))]
     assert len(passes) == placement.stages, f"passes of {len(passes)} ranks for {placement.stages}"
@@ -52,14 +52,14 @@ def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
         at = microbatch, chunk
         if not (0 <= microbatch < microbatches and 0 <= chunk < chunks):
             raise ScheduleError(
-                f"{name}: {spell(step)} is out of range; the micro-batches are 0 to {microbatches - 1}, and the chunks "
-                f"of the rank are 0 to {chunks - 1}"
+                f"{name}: the pass {spell(step)} is out of range; the micro-batches are 0 to {microbatches - 1}, and "
+                f"the chunks of this rank are 0 to {chunks - 1}"
             )
         before = done.get(at)
         if kind not in DUE[before]:
             expected = " or ".join(spell((other, *at)) for other in DUE[before]) or "no more passes of this micro-batch"
             after = f", after {spell((before, *at))}" if before else ""
-            raise ScheduleError(f"{name}: found {spell(step)}, expected {expected}{after}; reorder the passes")
+            raise ScheduleError(f"{name}: found the pass {spell(step)}, expected {expected}{after}; reorder the passes")
         done[at] = kind
         live += (kind is Kind.FORWARD) - (kind in BACK)
         held += (kind is Kind.BACKWARD_INPUT) - (kind is Kind.BACKWARD_WEIGHT)
@@ -70,8 +70,8 @@ def _of_rank(name: str, steps: Passes, chunks: int, microbatches: int) -> Peak:
             if last not in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 missing = {None: "forward", Kind.FORWARD: "backward"}.get(last, "weight gradient (W)")
                 raise ScheduleError(
-                    f"{name}: micro-batch {microbatch} has no {missing} pass through chunk {chunk} of the rank; add "
-                    "this pass to the list of the rank"
+                    f"{name}: micro-batch {microbatch} has no {missing} pass through local chunk {chunk}; add this "
+                    "pass to the passes of the rank"
                 )
     return most
 
@@ -193,7 +193,7 @@ def is_covered(whole: Range, parts: Iterable[Range]) -> bool:
 
 
 def range_text(part: Range) -> str:
-    """Return the range ``part`` as text for messages."""
+    """Return the range ``part`` as a text "[start:stop]"."""
     return f"[{part.start}:{part.stop}]"
 
 
@@ -208,10 +208,7 @@ def check_liveness(share: RankProgram) -> None:
 
 
 def gathered_peak(share: RankProgram) -> int:
-    """Return the largest number of model units that are gathered, or being gathered, at once on a rank.
-
-    ``share``: program of the rank. Units that are never freed do not count.
-    """
+    """Return the largest number of units gathered at once in ``share``. Units that are never freed do not count."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     gathered = most = 0
     for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
@@ -262,31 +259,32 @@ def _check_gathers(share: RankProgram) -> None:
         if op.kind is Kind.WAIT_GATHER:
             if in_flight.pop(op.unit, None) is None:
                 raise share.refuse(
-                    f"{op} waits for an operation that was not started or has already been waited for; put one "
-                    "START_GATHER of this unit before each WAIT_GATHER"
+                    f"{op} waits for a gather that was not started, or for which another WAIT_GATHER has already "
+                    f"waited; put one START_GATHER of unit {op.unit} before each WAIT_GATHER of this unit"
                 )
         elif op.kind in USES:
             early = sorted({op.unit, *share.needs.get(op.unit, ())} & in_flight.keys())
             if early:
                 raise share.refuse(
-                    f"{op} uses unit {early[0]}, which is not gathered at this point; a WAIT_GATHER of this unit "
-                    "must come before this use"
+                    f"{op} uses unit {early[0]} while the gather of this unit is in flight; put the WAIT_GATHER of "
+                    f"unit {early[0]} before {op}"
                 )
         elif op.kind is Kind.APPLY:
             for unit, start in in_flight.items():
                 if op.touches(share.units.get(unit, NOWHERE)):
                     raise share.refuse(
-                        f"{op} changes parameters while {start} is still sending them; put the WAIT_GATHER of this "
-                        "unit before the change"
+                        f"{op} changes parameters that {start} is still sending; put the WAIT_GATHER of unit {unit} "
+                        f"before {op}"
                     )
         elif op.unit in in_flight:
             raise share.refuse(
-                f"{op} comes while {in_flight[op.unit]} is in flight; put a WAIT_GATHER of this unit between them"
+                f"{op} comes while {in_flight[op.unit]} is in flight; put a WAIT_GATHER of unit {op.unit} between "
+                "these two operations"
             )
         elif op.kind is Kind.START_GATHER:
             in_flight[op.unit] = op
     for start in in_flight.values():
-        raise share.refuse(f"{start} is never waited for; put a WAIT_GATHER of this unit after it")
+        raise share.refuse(f"{start} is never completed; put a WAIT_GATHER of unit {start.unit} after {start}")
 
 
 def _check_residence(share: RankProgram) -> None:
@@ -296,16 +294,16 @@ def _check_residence(share: RankProgram) -> None:
         if op.kind in GATHERS and op.unit in freed:
             if op.unit in resident:
                 raise share.refuse(
-                    f"{op} gathers a unit that is already gathered; put a FREE of this unit between the two gathers, "
-                    "or remove one of them"
+                    f"{op} gathers unit {op.unit}, which is already gathered; put a FREE of unit {op.unit} before "
+                    f"{op}, or remove {op}"
                 )
             if op.kind is not Kind.START_GATHER:
                 resident.add(op.unit)
         elif op.kind is Kind.FREE:
             if op.unit not in resident:
                 raise share.refuse(
-                    f"{op} frees a unit that is not gathered; put a GATHER or WAIT_GATHER of this unit before it, or "
-                    "remove it"
+                    f"{op} frees unit {op.unit}, which is not gathered; put a GATHER or WAIT_GATHER of unit {op.unit} "
+                    f"before {op}, or remove {op}"
                 )
             resident.remove(op.unit)
         elif op.kind in USES or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
@@ -313,19 +311,20 @@ def _check_residence(share: RankProgram) -> None:
             absent = sorted((used & freed) - resident)
             if absent:
                 raise share.refuse(
-                    f"{op} uses unit {absent[0]}, which is not gathered at this point; a GATHER or WAIT_GATHER of this "
-                    "unit must come before this use"
+                    f"{op} uses unit {absent[0]}, which is not gathered at this point; put a GATHER or WAIT_GATHER of "
+                    f"unit {absent[0]} before {op}"
                 )
         elif op.kind is Kind.APPLY:
             stale = [unit for unit in resident if op.touches(share.units.get(unit, NOWHERE))]
             if stale:
                 raise share.refuse(
-                    f"{op} updates unit {stale[0]} while old values of this unit are gathered; a FREE of this unit "
-                    "must come before this update"
+                    f"{op} updates unit {stale[0]} while old parameters of this unit are gathered; put a FREE of unit "
+                    f"{stale[0]} before {op}"
                 )
     if resident:
         raise share.refuse(
-            f"unit {min(resident)} is gathered, but never freed; put a FREE of this unit after the last use of the unit"
+            f"unit {min(resident)} is gathered, but never freed; put a FREE of unit {min(resident)} after the last "
+            "operation that uses it"
         )
 
 
@@ -342,10 +341,11 @@ def _check_freshness(share: RankProgram) -> None:
             continue
         if unit in freed:
             raise share.refuse(
-                f"the parameter shard of unit {unit} keeps old values: it has no REFRESH after its APPLY; add "
-                "this REFRESH after the last APPLY"
+                f"the parameter shard of unit {unit} has old values at the end of the step, because no REFRESH follows "
+                f"the update; add a REFRESH of unit {unit} after the last APPLY of this unit"
             )
         if not is_covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
             raise share.refuse(
-                f"unit {unit} keeps old values at the end; add an APPLY, PULL or later GATHER of {range_text(whole)}"
+                f"unit {unit} has old parameters at the end of the step; add an APPLY or a PULL of the parameter range "
+                f"{range_text(whole)}, or a GATHER of unit {unit} after its update"
             )

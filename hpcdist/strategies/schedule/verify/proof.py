@@ -57,7 +57,7 @@ def verify(
 ) -> Proof:
     """Prove that the operation lists of all ranks form one correct step. Raises ScheduleError if not. Local.
 
-    ``lists``: one list per rank of the process grid, then one per parameter server. Keywords:
+    ``lists``: one list per rank of the process grid, then one per parameter server. Keyword-only arguments:
 
     - ``units``: each model unit's flat parameter range; ``needs``: the other units whose parameters each unit uses.
     - ``placement``: assignment of units to pipeline ranks; None derives it from ``lists``.
@@ -66,7 +66,7 @@ def verify(
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
         raise ScheduleError(
-            f"there are {len(lists)} lists for the {grid.size} ranks of the grid; give one operation list per rank"
+            f"there are {len(lists)} operation lists for the {grid.size} ranks of the grid; give one list per rank"
         )
     owned, placements = _owned(lists, neighbours, units, placement)
     shares = [
@@ -119,15 +119,17 @@ def _owned(
         computed = sorted(unit for member in pipeline for unit in owned[member])
         if computed != sorted(units) or not all(owned[member] for member in pipeline):
             raise ScheduleError(
-                f"the pipeline ranks {list(pipeline)} compute the units {[owned[member] for member in pipeline]}; "
-                f"expected {sorted(units)} in total, and at least one unit per rank"
+                f"the pipeline ranks {list(pipeline)} compute the model units "
+                f"{[owned[member] for member in pipeline]}; every rank must compute at least one unit, and every unit "
+                f"of {sorted(units)} must be computed once"
             )
         if placement is not None:
             for stage, member in enumerate(pipeline):
                 expected = [unit for chunk in placement.of(stage) for unit in chunk]
                 if owned[member] != expected:
                     raise ScheduleError(
-                        f"rank {member}: its list computes units {owned[member]}; its chunks have the units {expected}"
+                        f"rank {member}: its operation list computes the model units {owned[member]}, but the "
+                        f"placement assigns the units {expected} to this rank; correct the list or the placement"
                     )
             placements.append(placement)
             continue
@@ -162,6 +164,6 @@ def _check_owners(
                 if times not in (copies, len(members)):
                     raise ScheduleError(
                         f"rank {share.rank}: parameter range [{piece.start}:{piece.stop}] of unit {unit} is updated by "
-                        f"{times} of the {len(members)} ranks that hold it; expected an APPLY on {copies} of them, or "
-                        "on all"
+                        f"{times} of the {len(members)} ranks that hold this range; it must be updated (APPLY) by "
+                        f"{copies} or by all {len(members)} of these ranks"
                     )

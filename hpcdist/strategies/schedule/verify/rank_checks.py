@@ -16,8 +16,8 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 def check_mixing(share: RankProgram) -> None:
     """Raise ScheduleError if ``share``, the operations of a rank, averages parameters in a wrong order.
 
-    MIX_START exchanges parameters with neighbours, MIX_WAIT completes this, and MIX averages. Parameters must not
-    change between MIX_START and MIX_WAIT.
+    MIX_START starts to exchange parameters with neighbours, MIX_WAIT waits for the neighbours' parameters, and MIX
+    averages. Parameters must not change between MIX_START and MIX_WAIT.
     """
     in_flight: list[Operation] = []
     arrived: list[Range | None] = []
@@ -28,8 +28,8 @@ def check_mixing(share: RankProgram) -> None:
             start = next((other for other in in_flight if other.range == op.range), None)
             if start is None:
                 raise share.refuse(
-                    f"{op} waits for an operation that was not started or has already been waited for; put one "
-                    "MIX_START of this range before each MIX_WAIT"
+                    f"{op} waits for an exchange that was not started, or for which another MIX_WAIT has already "
+                    "waited; put one MIX_START of the same parameter range before each MIX_WAIT"
                 )
             in_flight.remove(start)
             arrived.append(op.range)
@@ -37,22 +37,24 @@ def check_mixing(share: RankProgram) -> None:
             sent = next((other for other in in_flight if _meet(op, other)), None)
             if sent is not None:
                 raise share.refuse(
-                    f"{op} changes parameters while {sent} is still sending them; put the MIX_WAIT of this range "
-                    "before the change"
+                    f"{op} changes parameters that {sent} is still sending; put the MIX_WAIT that completes {sent} "
+                    f"before {op}"
                 )
             if op.kind is Kind.MIX:
                 if op.range not in arrived:
                     raise share.refuse(
-                        f"{op} has no neighbour parameters to mix with: no MIX_WAIT of its range; put a MIX_WAIT of "
-                        "the same parameter range before it"
+                        f"{op} has no neighbour parameters to mix with, because no MIX_WAIT of the same parameter "
+                        f"range precedes it; put this MIX_WAIT before {op}"
                     )
                 arrived.remove(op.range)
     if in_flight:
-        raise share.refuse(f"{in_flight[0]} is never waited for; put a MIX_WAIT of the same range after it")
+        raise share.refuse(
+            f"{in_flight[0]} is never completed; put a MIX_WAIT of the same parameter range after {in_flight[0]}"
+        )
     if arrived:
         raise share.refuse(
-            f"{Operation(Kind.MIX_WAIT, range=arrived[0])} has no MIX of its range; put a MIX of the same parameter "
-            "range after it"
+            f"the parameters that {Operation(Kind.MIX_WAIT, range=arrived[0])} receives are never used; put a MIX of "
+            "the same parameter range after this MIX_WAIT"
         )
 
 
@@ -108,8 +110,8 @@ def _check_passes(share: RankProgram) -> None:
     for _, op in share.where(*COMPUTE, *MESSAGES):
         if not share.units or op.microbatch not in steps_of:
             raise share.refuse(
-                f"{op} is outside this rank's {share.microbatches if share.units else 0} micro-batches, which are "
-                "numbered from 0"
+                f"{op} belongs to micro-batch {op.microbatch}, but this rank has "
+                f"{share.microbatches if share.units else 0} micro-batches, numbered from 0; correct the operation list"
             )
         steps_of[op.microbatch].append(op)
     if share.place is None:
@@ -120,8 +122,8 @@ def _check_passes(share: RankProgram) -> None:
         for actual, expected in zip([*passed, None], [*_expected(share.place, microbatch, passed), None], strict=False):
             if actual != expected:
                 raise share.refuse(
-                    f"wrong operation of micro-batch {microbatch}: found {actual or 'the end'}, expected "
-                    f"{expected or 'the end'}; correct the operation list"
+                    f"wrong operation of micro-batch {microbatch}: found {actual or 'the end of the list'}, expected "
+                    f"{expected or 'the end of the list'}; correct the operation list"
                 )
 
 
@@ -147,13 +149,16 @@ def _check_weights(share: RankProgram, steps: Sequence[Operation]) -> None:
             started.add(op.unit)
         elif op.kind is Kind.BACKWARD_WEIGHT:
             if op.unit not in started:
-                raise share.refuse(f"{op} has no BACKWARD_INPUT before it, or this BACKWARD_WEIGHT comes twice")
+                raise share.refuse(
+                    f"{op} has no BACKWARD_INPUT; put one BACKWARD_INPUT of the same unit and micro-batch before each "
+                    "BACKWARD_WEIGHT"
+                )
             started.remove(op.unit)
     if started:
         unit, microbatch = min(started), steps[0].microbatch
         raise share.refuse(
-            f"{Operation(Kind.BACKWARD_INPUT, microbatch, unit)} has no BACKWARD_WEIGHT after it; add one for this "
-            "unit and micro-batch"
+            f"{Operation(Kind.BACKWARD_INPUT, microbatch, unit)} has no BACKWARD_WEIGHT; put a BACKWARD_WEIGHT of the "
+            "same unit and micro-batch after this BACKWARD_INPUT"
         )
 
 
@@ -175,16 +180,17 @@ def _check_gradients(share: RankProgram) -> None:
                 named = [op for op in parts if op.touches(piece)]
                 if times == 0:
                     raise share.refuse(
-                        f"the gradient of unit {unit} in {range_text(piece)} is never exchanged; exchange this "
-                        "parameter range once, after the backward pass of the unit"
+                        f"the gradient of unit {unit} in the parameter range {range_text(piece)} is never exchanged; "
+                        f"exchange this range once, after the backward pass of unit {unit}"
                     )
                 if due == 0:
                     raise share.refuse(
-                        f"{named[0]} comes before {share.steps[stop]}, but must come after it: this "
-                        f"{share.steps[stop].kind.name} adds to the gradients that {named[0].kind.name} exchanges"
+                        f"{named[0]} exchanges gradients to which the later {share.steps[stop]} still adds; put "
+                        f"{named[0]} after {share.steps[stop]}"
                     )
                 raise share.refuse(
-                    f"{named[1]} exchanges the gradients of {range_text(piece)} a second time; exchange each range once"
+                    f"{named[1]} exchanges the gradients of the parameter range {range_text(piece)} a second time; "
+                    "exchange each range once"
                 )
 
 
@@ -206,8 +212,9 @@ def _check_rounds(share: RankProgram) -> None:
                 taken.add(unit)
                 if microbatches_in[unit] - {op.microbatch}:
                     raise share.refuse(
-                        f"{op} exchanges gradients of unit {unit} of micro-batches {sorted(microbatches_in[unit])} "
-                        "together; exchange each micro-batch before the next starts, or use ADD for all of them"
+                        f"{op} exchanges the gradients of unit {unit} summed over the micro-batches "
+                        f"{sorted(microbatches_in[unit])}; exchange the gradients of each micro-batch before the next "
+                        "backward pass of this unit, or add them up with ADD"
                     )
 
 
@@ -217,13 +224,16 @@ def _check_sums(share: RankProgram) -> None:
         for piece, times in coverage(whole, combined):
             if times != 1:
                 raise share.refuse(
-                    f"the gradient of unit {unit} in {range_text(piece)} has {times} COMBINE over all replicas, "
-                    "expected exactly one"
+                    f"the gradient of unit {unit} in the parameter range {range_text(piece)} is summed over the "
+                    f"replicas by {times} COMBINE operations; expected exactly one"
                 )
     reduced = share.ranges(Kind.REDUCE, Kind.PUSH)
     for _, op in share.where(Kind.ADD):
         if op.range is not None and any(times != 1 for _, times in coverage(op.range, reduced)):
-            raise share.refuse(f"{op} adds gradients, but REDUCE or PUSH must cover its range exactly once")
+            raise share.refuse(
+                f"{op} needs operations REDUCE or PUSH that cover every part of its parameter range exactly once; "
+                "correct their ranges"
+            )
 
 
 def _check_waits(share: RankProgram) -> None:
@@ -236,43 +246,46 @@ def _check_waits(share: RankProgram) -> None:
             for start in in_flight:
                 if start.range and any(start.range.intersect(part) for part in written):
                     raise share.refuse(
-                        f"{op} writes to the range of {start}, which is still in flight; put the WAIT of this START "
-                        "before the write"
+                        f"{op} writes gradients that {start} is still exchanging; put the WAIT that completes {start} "
+                        f"before {op}"
                     )
         else:
             same = [other for other in in_flight if (other.range, other.microbatch) == (op.range, op.microbatch)]
             if not same:
                 raise share.refuse(
-                    f"{op} waits for an operation that was not started or has already been waited for; put one START "
-                    "of the same range and micro-batch before each WAIT"
+                    f"{op} waits for an exchange that was not started, or for which another WAIT has already waited; "
+                    "put one START of the same range and micro-batch before each WAIT"
                 )
             in_flight.remove(same[0])
     if in_flight:
-        raise share.refuse(f"{in_flight[0]} is never waited for; put a WAIT of the same range after it")
+        raise share.refuse(
+            f"{in_flight[0]} is never completed; put a WAIT of the same range and micro-batch after {in_flight[0]}"
+        )
 
 
 def _check_settled(share: RankProgram) -> None:
     deferred, settled = ([op for _, op in share.where(kind)] for kind in (Kind.DEFER, Kind.SETTLE))
     # A SETTLE runs in the step after its DEFER.
-    for operations, others, why in (
-        (deferred, settled, "needs exactly one SETTLE of the same range in the list"),
-        (settled, deferred, "needs exactly one DEFER of the same range in the list"),
-    ):
+    for operations, others, partner in ((deferred, settled, Kind.SETTLE), (settled, deferred, Kind.DEFER)):
         for op in operations:
             if sum(other.range == op.range for other in others) != 1:
-                raise share.refuse(f"{op} {why}")
+                raise share.refuse(f"{op} needs exactly one {partner.name} of the same parameter range in the list")
 
 
 def _check_once(share: RankProgram, kind: Kind, *, after: Sequence[Kind], before: Sequence[Kind] = ()) -> None:
     entries = share.where(kind)
     if len(entries) > 1:
-        raise share.refuse(f"{entries[0][1]} comes twice in one step; keep one")
+        raise share.refuse(f"{entries[0][1]} occurs {len(entries)} times in one step; keep one {kind.name}")
     for position, only in entries:
         for index, op in share.where(*after, *before):
             if index > position and op.kind in after:
-                raise share.refuse(f"{op} comes after {only}, but must come before it")
+                raise share.refuse(
+                    f"{op} comes after {only}, but every {op.kind.name} must come before the {kind.name}"
+                )
             if index < position and op.kind in before:
-                raise share.refuse(f"{op} comes before {only}, but must come after it")
+                raise share.refuse(
+                    f"{op} comes before {only}, but every {op.kind.name} must come after the {kind.name}"
+                )
 
 
 def _check_update(share: RankProgram) -> None:
@@ -282,7 +295,8 @@ def _check_update(share: RankProgram) -> None:
             twice = any(op.part.intersect(other) for other in seen)
             if twice:
                 raise share.refuse(
-                    f"{op} overlaps the range of an earlier {kind.name} of this rank; these ranges must not overlap"
+                    f"{op} overlaps the parameter range of an earlier {kind.name}; the ranges of all {kind.name} "
+                    "operations of a rank must be disjoint"
                 )
             seen.append(op.part)
     for later, earlier, whole in ORDERS:
@@ -290,11 +304,14 @@ def _check_update(share: RankProgram) -> None:
             others = [(at, other) for at, other in share.where(earlier) if _meet(op, other)]
             late = next((other for at, other in others if at > index), None)
             if late is not None:
-                raise share.refuse(f"{op} comes before {late}, but must come after it")
+                raise share.refuse(
+                    f"{op} comes before {late}, but a {later.name} must come after every {earlier.name} of an "
+                    "overlapping parameter range"
+                )
             if whole and not is_covered(op.range or NOWHERE, [other.range for _, other in others if other.range]):
                 raise share.refuse(
-                    f"{op} has no {earlier.name} before it that covers its whole range; add one for the missing part "
-                    "of this parameter range"
+                    f"the parameter range of {op} is not covered by earlier {earlier.name} operations; add a "
+                    f"{earlier.name} for the missing part of this range"
                 )
 
 
@@ -302,15 +319,15 @@ def _check_compressed(share: RankProgram) -> None:
     compressed = share.where(Kind.COMPRESS)
     if compressed and not share.where(Kind.AGREE):
         raise share.refuse(
-            f"{compressed[0][1]} sends gradients, but has no AGREE() before it, in which the ranks agree on the step's "
-            "loss, norm, overflow and stop requests; add one before the first COMPRESS"
+            f"{compressed[0][1]} sends gradients, but the list has no AGREE(), in which the ranks agree on the step's "
+            "loss, norm, overflow and stop requests; add an AGREE() before the first COMPRESS"
         )
     travelled = share.ranges(Kind.COMPRESS)
     for _, op in share.where(Kind.DIRECTION) if compressed else ():
         if not is_covered(op.range or NOWHERE, travelled):
             raise share.refuse(
-                f"{op} has no COMPRESS before it that covers its whole range; add one for the missing part of this "
-                "parameter range"
+                f"the parameter range of {op} is not covered by COMPRESS operations; add a COMPRESS for the missing "
+                "part of this range"
             )
 
 
@@ -318,25 +335,18 @@ def _check_copies(share: RankProgram) -> None:
     for index, copy in share.where(Kind.COPY_GRADIENT):
         for at, op in share.where(*WRITES):
             if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:
-                raise share.refuse(
-                    f"{copy} comes before {op}, but must come after it: this {op.kind.name} adds to the gradients that "
-                    f"{copy.kind.name} sends"
-                )
+                raise share.refuse(f"{copy} sends gradients to which the later {op} still adds; put {copy} after {op}")
         owned = share.units.get(copy.unit, NOWHERE)
         for at, op in share.where(*EXCHANGED):
             if op.touches(owned) and at < index and share.accumulates:
                 raise share.refuse(
-                    f"{op} comes before {copy}, but must come after it: this COPY_GRADIENT adds to the gradients that "
-                    f"{op.kind.name} exchanges"
+                    f"{op} exchanges gradients to which the later {copy} still adds; put {op} after {copy}"
                 )
     for index, copy in share.where(Kind.COPY_VALUE):
         owned = share.units.get(copy.unit, NOWHERE)
         for at, op in share.where(Kind.APPLY):
             if op.touches(owned) and at > index:
-                raise share.refuse(
-                    f"{copy} comes before {op}, but must come after it: this APPLY changes the values that COPY_VALUE "
-                    "sends"
-                )
+                raise share.refuse(f"{copy} sends parameter values that the later {op} changes; put {copy} after {op}")
 
 
 def _meet(first: Operation, second: Operation) -> bool:

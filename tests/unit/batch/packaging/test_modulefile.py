@@ -202,7 +202,7 @@ def test_existing_modulefiles_are_replaced_only_with_force(tmp_path):
     assert files[0].read_text().startswith("#%Module1.0\n")
     assert invoke("--prefix", prefix, "--output", modules).exit_code == 0, "the same content is no conflict"
     before = files[0].read_text()
-    with pytest.raises(UsageError, match=r"1\.2, .*1\.2\.lua: exists with another content; add --force"):
+    with pytest.raises(UsageError, match=r"different content: .*1\.2, .*1\.2\.lua; add --force"):
         raise invoke("--prefix", prefix, "--output", modules, "--mpi=mpich").exception
     assert files[0].read_text() == before
     assert invoke("--prefix", prefix, "--output", modules, "--mpi=mpich", "--force").exit_code == 0
@@ -228,7 +228,7 @@ def test_unwritable_folder_raises_storage_error(tmp_path):
     (["--mpi=a b"], "'a b' is not a valid module name"),
     (["--depends-on=-x"], "'-x' is not a valid module name"),
     (["--depends-on=[exit]"], "is not a valid module"),
-    (["--in-place", "--prefix=/"], "leave one out"),
+    (["--in-place", "--prefix=/"], "choose one"),
     (["--force"], "--output DIR"),
 )
 def test_values_that_module_systems_reject_are_rejected(arguments, message, tmp_path):

@@ -214,7 +214,7 @@ def test_gpus_are_requested_only_for_gpu_recipes(sbatch):
     (["--nodes=1", "--time=1"], 2, "--signal-seconds 120"),
     (["--nodes=1", "--job-name=a\nb"], 2, "an #SBATCH line cannot contain"),
     (["--nodes=1", "--sbatch-arg=-x"], 2, "expected a long option"),
-    (["--nodes=1", "--sbatch-arg=--output=mine"], 2, "conflicts with --output"),
+    (["--nodes=1", "--sbatch-arg=--output=mine"], 2, "conflicts with the option --output"),
     (["--nodes=1", "--sbatch-arg=--test-only"], 2, "use --dry-run"),
     (["--nodes=1", "--sbatch-arg=--wait"], 2, "jobs status"),
     (["--nodes=1", "--mpi-args=-x 'A"], 2, "No closing quotation"),

@@ -38,7 +38,7 @@ def test_options_unsupported_by_the_scheduler_are_rejected(site, change, words):
     ("perlmutter", {"qos": "debug", "walltime": "01:00:00"}, "limit of QOS debug of perlmutter, 00:30:00"),
     ("perlmutter", {"sbatch_args": ("--qos=debug",), "walltime": "20", "nodes": 9}, "QOS debug .* allows at most 8"),
     ("perlmutter", {"mem": "256G"}, "--mem 256G is more than 246G, the memory of a node of QOS regular of perlmutter"),
-    ("perlmutter-cpu", {"gpus_per_node": 4}, "4 GPUs per node at the site perlmutter-cpu: its nodes have none"),
+    ("perlmutter-cpu", {"gpus_per_node": 4}, "at the site perlmutter-cpu cannot be used: its nodes have none"),
     ("frontier", {"gpus_per_node": 8, "walltime": "60"}, "its GPUs are of AMD.*run.device = 'cpu'"),
     ("lumi", {"partition": "standard-g", "cpus_per_task": 15}, "60 cores, .* partition standard-g of lumi has 56"),
     ("lumi", {"partition": "gpu"}, "no such partition"),

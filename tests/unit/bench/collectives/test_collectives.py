@@ -375,7 +375,7 @@ def test_plot_has_one_line_per_algorithm(tmp_path):
         collectives_report.plot([], picture)
     with pytest.raises(StorageError, match="cannot be written"):
         check_plot(tmp_path / "missing" / "c.svg")
-    with pytest.raises(UsageError, match="choose an ending from .*png"):
+    with pytest.raises(UsageError, match="choose a file name extension from .*png"):
         check_plot(tmp_path / "c.h5")
 
 

@@ -177,7 +177,7 @@ def test_configurations_on_several_rank_counts_become_curves(tmp_path, rng):
 
 def test_plot_errors_are_clear(sweep_file, tmp_path, monkeypatch):
     read = report.read(sweep_file[0])
-    with pytest.raises(UsageError, match="choose an ending"):
+    with pytest.raises(UsageError, match="choose a file name extension"):
         report.plot(read, tmp_path / "bars.nonsense")
     with pytest.raises(StorageError, match="cannot be written"):
         report.plot(read, tmp_path / "missing" / "bars.png")

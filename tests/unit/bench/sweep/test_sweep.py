@@ -341,7 +341,7 @@ def test_only_files_of_a_killed_sweep_are_removed(start, tmp_path):
 def test_unwritable_results_end_the_command_first(start, tmp_path, options):
     process = start("Path('began').touch()", "-o", "missing/r.h5", *options)
     output = process.communicate(timeout=LIMIT_S)[1]
-    assert process.returncode == STORAGE and "missing is no directory" in output, output
+    assert process.returncode == STORAGE and "missing is not a directory" in output, output
     assert not (tmp_path / "began").exists()
 
 

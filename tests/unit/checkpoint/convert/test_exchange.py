@@ -91,7 +91,7 @@ def test_export_writes_only_parameters_by_default(run, state, tmp_path, capsys):
     result = import_checkpoint(tmp_path / "out", tmp_path / "again")
     assert {one.name for one in result.tensors} == set(SHAPES) and not result.resumable
     assert {one.kind for one in result.tensors} == {"parameters"}
-    with pytest.raises(StorageError, match=r"has no optimizer.m"):
+    with pytest.raises(StorageError, match=r"has no tensor optimizer.m"):
         restore_arrays(tmp_path / "again", state)
     with pytest.raises(UsageError, match="checkpoints already"):
         import_checkpoint(tmp_path / "out", tmp_path / "again")
@@ -288,7 +288,7 @@ def test_forged_headers_are_rejected(reason, tmp_path):
 
 def test_index_with_a_path_outside_its_folder_is_rejected(tmp_path):
     (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../m.safetensors"}}))
-    with pytest.raises(StorageError, match="expected only files in its own directory"):
+    with pytest.raises(StorageError, match="expected names of files in its directory"):
         import_checkpoint(tmp_path, tmp_path / "run")
 
 
@@ -296,7 +296,7 @@ def test_file_truncated_during_import_is_an_error(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(forged_file(one_tensor()))
     with ForeignFile(tmp_path / "m.safetensors") as file:
         os.truncate(tmp_path / "m.safetensors", os.path.getsize(tmp_path / "m.safetensors") - 4)
-        with pytest.raises(StorageError, match="w has 8 bytes, but the file has only 4"):
+        with pytest.raises(StorageError, match="8 bytes of tensor w were requested, but the file ends after 4"):
             save_into(tmp_path / "run", file)
     assert newest_intact_checkpoint(tmp_path / "run") is None
 

@@ -202,7 +202,7 @@ def test_wrong_shape_dtype_name_and_missing_elements_are_rejected(tmp_path, rng)
     for piece, output in (
         (Piece.whole("parameters", "1.weight", np.zeros((33, 19))), "float32.*expected float64"),
         (Piece.whole("parameters", "1.weight", np.zeros((19, 33), "f4")), r"\[33, 19\], expected float32\[19, 33\]"),
-        (Piece.whole("parameters", "1.wait", np.zeros(3)), "has no parameters/1.wait"),
+        (Piece.whole("parameters", "1.wait", np.zeros(3)), "has no tensor parameters/1.wait"),
     ):
         with pytest.raises(StorageError, match=output):
             restore(path, [piece])
@@ -218,12 +218,12 @@ def test_optional_pieces_must_be_absent_or_complete(tmp_path, rng):
     fresh = Piece.whole("velocity", "1.weight", np.full((33, 19), 7, "f4"))
     restore(path, [fresh], optional=("velocity",))
     assert (fresh.array == 7).all()
-    with pytest.raises(StorageError, match=r"has no velocity/1.weight"):
+    with pytest.raises(StorageError, match=r"has no tensor velocity/1.weight"):
         restore(path, [fresh])
     path = save_on(1, tmp_path, 2, kept)
     restore(path, [fresh], optional=("velocity",))
     assert not (fresh.array == 7).any()
-    with pytest.raises(StorageError, match=r"has no velocity/1.wait"):
+    with pytest.raises(StorageError, match=r"has no tensor velocity/1.wait"):
         restore(path, [Piece.whole("velocity", "1.wait", np.zeros(3, "f4"))], optional=("velocity",))
 
 

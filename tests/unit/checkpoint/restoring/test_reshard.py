@@ -232,7 +232,7 @@ def test_missing_element_is_named_on_all_ranks():
     requested = [held_pieces(hand) for hand in new]
     first = held_pieces(old[1])[0]
     at = first.flat.start
-    expected = f"element {at} of {first.name} is held by none of the 3 ranks (requested by rank 1)"
+    expected = f"rank 1 cannot fill its tensors: element {at} of {first.name} is held by none of the 3 ranks"
     assert reshard_error(held, requested) == expected
 
 
@@ -241,8 +241,8 @@ def test_other_shapes_and_dtypes_are_rejected():
         return [Piece.whole("parameters", "w", np.zeros(shape, dtype))]
 
     held = "rank 1 holds parameters/w as float32[3, 4], expected float64[3, 4]"
-    expected = f"{held}; resume with the recipe that made the held state"
-    assert reshard_error([[], full("f4", (3, 4))], [full("f8", (3, 4)), []]) == f"{expected} (requested by rank 0)"
+    expected = f"rank 0 cannot fill its tensors: {held}; resume with the recipe that made the held state"
+    assert reshard_error([[], full("f4", (3, 4))], [full("f8", (3, 4)), []]) == expected
     assert "float32[3, 4], expected float32[4, 3]" in reshard_error([full("f4", (3, 4)), []], [[], full("f4", (4, 3))])
 
 

@@ -106,7 +106,7 @@ def test_all_to_all_rejects_bad_calls_before_sending(comm):
         for name in ("ring", "node_shared"):  # names of allreduce algorithms
             with pytest.raises(UsageError, match=f"'{name}' is unknown; choose one of native, pairwise, bruck, hier"):
                 all_to_all(comm, send, receive, thirds, thirds, name)
-        with pytest.raises(UsageError, match=r"blocks of one size on all ranks, got \[1, 2, 3\]; choose pairwise"):
+        with pytest.raises(UsageError, match=r"ranges of one size, got the sizes \[1, 2, 3\]; choose pairwise"):
             all_to_all(comm, send, receive, unequal, unequal, "bruck")
         for name in ALL_TO_ALL:
             call = partial(all_to_all, algorithm=name)

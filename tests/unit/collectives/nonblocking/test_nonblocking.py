@@ -459,7 +459,7 @@ def test_start_after_close_is_rejected(kind):
         assert (data == comm.size).all() and handle.test()
         handle.wait()
         progress.close()
-        with pytest.raises(UsageError, match=r"start it before close"):
+        with pytest.raises(UsageError, match="of the engine; call close"):
             progress.iallreduce(data)
 
     for size in (1, 3):

@@ -661,7 +661,7 @@ def test_job_report_of_a_single_process_passes(tmp_path):
     "arguments, words",
     (["--out", "run"], "--out is only for a batch job: add --job"),
     (["--device", "gpu"], "--device is only for a batch job"),
-    (["--job", "--launch"], "leave one out"),
+    (["--job", "--launch"], "omit --launch"),
 )
 def test_conflicting_options_are_rejected(arguments, words):
     error = CliRunner().invoke(command.command, arguments).exception

@@ -86,7 +86,7 @@ def test_invalid_local_ranks_are_rejected(local_ranks):
         return locate(comm, LaunchEnvironment("Open MPI mpirun", 4, comm.rank, local_ranks[comm.rank]))
 
     with pytest.raises(
-        ConfigurationError, match=f"announced the local ranks {' '.join(map(str, local_ranks))} to the 4"
+        ConfigurationError, match=f"announced the local ranks {' '.join(map(str, local_ranks))}; expected each"
     ):
         run_threads(4, body)
 

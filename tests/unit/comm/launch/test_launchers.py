@@ -95,7 +95,7 @@ def test_lost_nodes_are_excluded():
         "--exclude=n2,n4",
         "--nodes=2",
     ]
-    with pytest.raises(MissingCapabilityError, match="lost n2, and ibrun cannot"):
+    with pytest.raises(MissingCapabilityError, match="nodes n2 of the job have failed, and the launcher ibrun cannot"):
         Starter(KINDS["ibrun"], LaunchRequest(4)).without(["n2"], ["n1"])
 
 

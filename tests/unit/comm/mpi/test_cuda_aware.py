@@ -98,7 +98,7 @@ def test_environment_setting_prevents_a_probe(monkeypatch):
     yes, no = (cuda_aware.detect(two, {cuda_aware.VARIABLE: output}) for output in ("yes", "no"))
     assert yes is not None and yes.operations == set(OPERATIONS)
     assert no is not None and no.operations == set()
-    with pytest.raises(ConfigurationError, match="HPCDIST_CUDA_AWARE=maybe; set it to yes, no or auto"):
+    with pytest.raises(ConfigurationError, match="HPCDIST_CUDA_AWARE=maybe; choose one of "):
         cuda_aware.detect(two, {cuda_aware.VARIABLE: "maybe"})
     assert cuda_aware.detect(LaunchEnvironment("mpirun", 2, 1, 1), {}) is None  # the first rank of the node probes
     alone = cuda_aware.detect(None, {})

@@ -240,7 +240,7 @@ def test_foreign_files_are_rejected(tmp_path, data):
 
 
 def test_missing_directory_error_names_required_bytes(tmp_path):
-    with pytest.raises(StorageError, match=r"flight recorder needs \d+ bytes"):
+    with pytest.raises(StorageError, match=r"flight recorder cannot reserve \d+ bytes"):
         Recorder(tmp_path / "no such directory" / "rank-00000.rec", 0, 1)
 
 

@@ -69,7 +69,7 @@ def test_operation_that_needs_a_dead_rank_raises(name):
             comm.send(np.zeros(1), 1, tag=9)
         if name in ("send", "isend", "poll"):  # these do not wait
             buried.wait()
-        with pytest.raises(RankDiedError, match="rank 1 of world died") as caught:
+        with pytest.raises(RankDiedError, match="rank 1 of communicator world died") as caught:
             operation(comm)
         assert is_rank_failure(caught.value) and caught.value.ranks == comm.failed() == (1,)
         return comm.failed()

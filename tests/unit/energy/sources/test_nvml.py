@@ -139,7 +139,7 @@ print_json([values, track.failed_reads, track.explain()])
 def test_missing_driver_is_reported_with_reason(program):
     source = "print_json([error_text(driver), 'pynvml' in sys.modules])"
     assert program([], source, LD_LIBRARY_PATH="") == [
-        "no NVIDIA driver is available (NVML Shared Library Not Found); test it with nvidia-smi",
+        "no NVIDIA driver is available (NVML Shared Library Not Found); run nvidia-smi",
         True,
     ]
     assert "Driver Not Loaded" in program([], source, NVML_STUB="/nowhere")[0]

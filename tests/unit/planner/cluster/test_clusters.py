@@ -135,8 +135,8 @@ MISTAKES = [
     # old, new, what the message says
     ('memory = "32 GiB"', "", 'device.memory is missing; expected for example "80 GiB"'),
     ('memory = "32 GiB"', "memory = 34359738368", "device.memory is 34359738368, without a unit"),
-    ('memory = "32 GiB"', 'memory = "32 GB/s"', "device.memory: '32 GB/s': 'GB/s' is a unit for a bandwidth"),
-    ('memory = "32 GiB"', 'memory = "32 Gib"', "device.memory: '32 Gib': unknown unit 'Gib', the nearest is 'GiB'"),
+    ('memory = "32 GiB"', 'memory = "32 GB/s"', "the unit of '32 GB/s' is invalid: 'GB/s' is a unit"),
+    ('memory = "32 GiB"', 'memory = "32 Gib"', "device.memory: the unit of '32 Gib' is invalid: unknown unit"),
     ('memory = "32 GiB"', 'memory = "32 kB"', "device.memory of 32 kB is not plausible; expected 64 MB to 64 TB"),
     ('memory = "32 GiB"', 'memroy = "32 GiB"', "unknown field device.memroy; the nearest known is 'memory'"),
     ('reserved = "1.5 GiB"', 'reserved = "33 GiB"', "device.reserved of 35.4 GB must be less than device.memory"),
@@ -156,7 +156,7 @@ MISTAKES = [
         "device.matmul.float16.shares[6] of 86 is not plausible; expected 1e-06",
     ),
     ("0.69, 0.755, 0.79]", '0.69, 0.755, "a"]', "device.matmul.float16.shares[6] is 'a'; expected a number"),
-    ("2048, 4096, 8192]", "4096, 2048, 8192]", "device.matmul.float16.sizes has 2048 after 4096"),
+    ("2048, 4096, 8192]", "4096, 2048, 8192]", "device.matmul.float16.sizes has the value 2048 after 4096"),
     ("2048, 4096, 8192]", "2048, 4096, inf]", "device.matmul.float16.sizes[6] of inf is not plausible"),
     ("2048, 4096, 8192]", "2048, 4096, nan]", "device.matmul.float16.sizes[6] of nan is not plausible"),
     ("sizes = [128", "sizes = [0", "device.matmul.float64.sizes[0] of 0 is not plausible; expected 1 to"),
@@ -171,15 +171,15 @@ MISTAKES = [
     ('node_mtbf = "154 days"', 'node_mtbf = "154 s"', "failures.node_mtbf of 154 s is not plausible; expected 1 h"),
     ('restart = "10 min"', "", 'failures.restart is missing; expected for example "5 us"'),
     ("pue = 1.25", "pue = 0.8", "site.pue of 0.8 is not plausible; expected 1 to 5"),
-    ("pue = 1.25", "pue = 1.25\nkwh_price = 0.2", "site.currency is missing: a price is given"),
+    ("pue = 1.25", "pue = 1.25\nkwh_price = 0.2", "the cluster file has a price but no site.currency"),
     ('carbon = "481 g/kWh"', 'carbon = "481 kg/kWh"', "site.carbon of 481 kg/kWh is not plausible"),
     ("carbon_source = ", "carbon_sauce = ", "unknown field site.carbon_sauce; the nearest known is 'carbon_source'"),
-    ('bandwidth = "120 GB/s"', 'bandwidth = "960 Gb/s"', "level 1: bandwidth: '960 Gb/s': is 'Gb/s' bits or bytes?"),
+    ('bandwidth = "120 GB/s"', 'bandwidth = "960 Gb/s"', "level 1: bandwidth: the unit of '960 Gb/s' is"),
     ('bandwidth = "120 GB/s"', 'bandwidth = "5 GB/s"', "levels must be sorted from the fastest links outwards"),
     ('bandwidth = "120 GB/s"', 'bandwidht = "120 GB/s"', "unknown field level 1: bandwidht; the nearest known is"),
     ('name = "NVLink"\ndevices = 16', 'name = "NVLink"\ndevices = 0', "only the last level may have devices = 0"),
     ('latency = "14 us"', 'latency = "14 s"', "level 2: latency of 14 s is not plausible; expected 10 ns to 100 ms"),
-    ('alone_bandwidth = "11.8 GB/s"', 'alone_bandwidth = "1 GB/s"', "must be at least bandwidth"),
+    ('alone_bandwidth = "11.8 GB/s"', 'alone_bandwidth = "1 GB/s"', "must be at least its bandwidth"),
     ("devices = 0", "devices = 32", "the last level 'EDR InfiniBand' joins 32 devices, but the cluster has 400"),
     (
         "devices = 0",
@@ -187,7 +187,7 @@ MISTAKES = [
         "do not nest: each level must hold at least two complete groups of the level before",
     ),
     ("devices = 0", "devices = 8", "do not nest"),
-    ('name = "EDR InfiniBand"', 'name = "NVLink"', "two [[level]] sections of the cluster file have the name 'NVLink'"),
+    ('name = "EDR InfiniBand"', 'name = "NVLink"', "two [[level]] sections have the name 'NVLink'"),
     ("[node]\ndevices = 16", "[node]\ndevices = 12", "level 'NVLink' joins 16 devices, but a node has 12"),
     ("devices = 400", "devices = 0", "devices of 0 is not plausible; expected 1 to"),
     ("devices = 400", 'devices = "400"', "devices is '400'; expected a count without quotes"),
@@ -276,17 +276,17 @@ def test_numpy_numbers_are_dumped_as_numbers():
 
 @cases(
     "old, new, output",
-    ('operation = "allreduce"', 'operation = "allredoos"', "fit 1: unknown operation 'allredoos'; choose one of "),
+    ('operation = "allreduce"', 'operation = "allredoos"', "fit 1 has the unknown operation 'allredoos'; choose"),
     ("ranks = 2", "ranks = 0", "fit 1: ranks of 0 is not plausible"),
     (
         "until = [",
         'until = ["3 GB", ',
-        "fit 1: until, latency and slowness have 3, 2 and 2 values; expected equal numbers",
+        "fit 1 has 3 values of `until`, 2 of `latency` and 2 of `slowness`; expected one value of each",
     ),
     ('"1 MB"]', "[]]", "fit 2: until[0] is [], without a unit"),
-    ('level = "EDR', 'level = "HDR', "fit 1: there is no level 'HDR InfiniBand'; choose one of NVLink, EDR InfiniBand"),
-    ("from = ", 'from = "1 TB"\n# ', "fit 1: 'from' is 1 TB; it must be at most the last value of 'until', 67.1 MB"),
-    ('library = "mpi"', 'library = "gloo"', "fit 1: unknown library 'gloo'; choose mpi, nccl, or leave it out"),
+    ('level = "EDR', 'level = "HDR', "fit 1 has the unknown level 'HDR InfiniBand'; choose one of NVLink"),
+    ("from = ", 'from = "1 TB"\n# ', "`from` of fit 1 is 1 TB, but must be at most the last value"),
+    ('library = "mpi"', 'library = "gloo"', "fit 1 has the unknown library 'gloo'; choose mpi, nccl, or omit"),
     ("from = ", "form = ", "unknown field fit 1: form; the nearest known is 'from'"),
     ('slowness = ["100 ps/B"]', 'slowness = "100 ps/B"', "fit 2: slowness is '100 ps/B'; expected a list"),
 )
@@ -302,7 +302,7 @@ def test_invalid_fit_is_rejected(old, new, output):
 def test_pieces_of_a_fit_must_ascend():
     wrong = dataclasses.replace(FITS[0], until_bytes=(67108864.0, 65536.0))
     text = toml_file.dump(dataclasses.replace(toml_file.read("v100-dgx2"), fits=(wrong,)))
-    with pytest.raises(ConfigurationError, match="fit 1: until has 65536 after 6.71089e.07; values must ascend"):
+    with pytest.raises(ConfigurationError, match="`until` of fit 1 has the value 65536 after 6.71089e.07"):
         read(text)
 
 

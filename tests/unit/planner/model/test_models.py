@@ -46,7 +46,7 @@ def test_every_model_has_a_source():
 
 
 def test_unknown_model_name_is_rejected_with_suggestions():
-    with pytest.raises(ConfigurationError, match="there is no model 'llama-4-70b'; the nearest names are llama-3-70b"):
+    with pytest.raises(ConfigurationError, match="no published model 'llama-4-70b'; the nearest names are llama-3-70b"):
         transformer.named("llama-4-70b")
     with pytest.raises(ConfigurationError, match="choose one of gpt2, "):
         transformer.named("zzzzzz")

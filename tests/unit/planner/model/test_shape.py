@@ -86,7 +86,7 @@ def test_invalid_transformer_shapes_are_rejected(changes, message):
 
 
 def test_missing_model_sizes_are_requested():
-    with pytest.raises(ConfigurationError, match="its layers are unknown, because user code creates them"):
+    with pytest.raises(ConfigurationError, match="the planner does not know the layers of this model"):
         of_config(ModelConfig(kind="import", factory="a:b"))
     with pytest.raises(ConfigurationError, match=r"data\.context"):
         of_config(ModelConfig())

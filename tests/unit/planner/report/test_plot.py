@@ -111,12 +111,12 @@ def test_other_picture_formats_are_written(suffix, draw_figure):
 
 @pytest.mark.parametrize(("name", "error"), [("plan.xls", errors.UsageError), ("plan", errors.UsageError)])
 def test_unknown_picture_suffix_is_rejected(name, error, tmp_path):
-    with pytest.raises(error, match="choose an ending from .*png"):
+    with pytest.raises(error, match="choose a file name extension from .*png"):
         plotting.check_plot(tmp_path / name)
 
 
 def test_missing_picture_directory_is_rejected(tmp_path):
-    with pytest.raises(errors.StorageError, match="is no directory"):
+    with pytest.raises(errors.StorageError, match="is not a directory"):
         plotting.check_plot(tmp_path / "nowhere" / "plan.png")
 
 

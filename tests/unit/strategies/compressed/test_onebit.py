@@ -229,5 +229,5 @@ def test_real_model_sends_28_times_fewer_bytes(ranks, monkeypatch):
 @on_threads(1)
 def test_restore_of_invalid_scalars_is_rejected(comm):
     exchange = catalogue.onebit(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
-    with pytest.raises(StorageError, match="damaged: it has 1-bit Adam errors of -1 ranks"):
+    with pytest.raises(StorageError, match="damaged: the number of ranks with 1-bit Adam errors is -1"):
         exchange.prepare_restore({"frozen": -1})

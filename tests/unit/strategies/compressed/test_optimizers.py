@@ -274,10 +274,10 @@ def test_lists_that_send_too_early_or_too_little_are_rejected():
     for change, ranks, why in (
         (moved(Kind.COMPRESS, Kind.AGREE), (0, 1), r"COMPRESS\(.*\) comes before AGREE"),
         (moved(Kind.COMPRESS, Kind.APPLY), (0, 1), r"DIRECTION\(.*\) comes before COMPRESS"),
-        (without(Kind.AGREE), (0, 1), r"sends gradients, but has no AGREE\(\) before it, in which the ranks agree"),
-        (halved, (0, 1), "has no COMPRESS before it that covers its whole range"),
-        (doubled, (0, 1), "overlaps the range of an earlier COMPRESS"),
-        (without(Kind.COMPRESS), (1,), "rank 1 has ended|is paired with|waits"),
+        (without(Kind.AGREE), (0, 1), r"sends gradients, but the list has no AGREE\(\), in which the ranks agree"),
+        (halved, (0, 1), "is not covered by COMPRESS operations"),
+        (doubled, (0, 1), "overlaps the parameter range of an earlier COMPRESS"),
+        (without(Kind.COMPRESS), (1,), "rank 1 has ended|at the same point|waits"),
     ):
         with pytest.raises(ScheduleError, match=why):
             check(change, ranks)

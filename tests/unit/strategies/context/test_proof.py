@@ -142,13 +142,13 @@ def test_head_exchange_lists_are_proven():
     for back in (False, True):
         lists = heads(24, 3, back)
         del lists[1][1]
-        assert_rejected(lists, back, f"rank 11 makes {1 + back} exchanges")
+        assert_rejected(lists, back, f"rank 11 calls {1 + back} all-to-alls")
     lists = heads(37, 3)
     lists[2].reverse()
     assert_rejected(lists, False, "tokens to rank")
     lists = heads(37, 3)
     lists[0][0] = HeadExchange(lists[0][0].sends, (1, 2, 3))
-    assert_rejected(lists, False, "rank 1[0-2] sends .* in exchange 0")
+    assert_rejected(lists, False, "rank 1[0-2] sends .* in all-to-all number 0")
     assert_rejected([*heads(37, 3)[:2], rings(3, back=False)[2]], False, "share samples")
 
 

@@ -28,8 +28,8 @@ def test_equal_replicas_pass(comm, size, algorithm):
     "odd, column, output",
     (None, 0, ""),
     (4, 0, ""),  # in the middle of the pipeline: nobody looks at it
-    (2, 0, "step 7: rank(s) 2 have other inputs than rank 0, but all of them compute replica 0"),
-    (3, 1, "step 7: rank(s) 3 have other targets than rank 1, but all of them compute replica 1"),
+    (2, 0, "step 7: rank(s) 2 have other inputs than rank 0, but these ranks all compute replica 0"),
+    (3, 1, "step 7: rank(s) 3 have other targets than rank 1, but these ranks all compute replica 1"),
 )
 def test_ranks_of_a_replica_must_have_the_same_batch(odd, column, output):
     """Two replicas have different samples: ranks 0 and 2 compute one, ranks 1 and 3 the other. Rank 4 reads no data."""
@@ -71,7 +71,7 @@ def test_difference_between_two_replicas_names_no_rank():
         return str(caught.value)
 
     for text in run_threads(2, body):
-        assert "1.weight" in text and "the right ones are unknown" in text and "rank(s)" not in text
+        assert "1.weight" in text and "the correct bits are unknown" in text and "rank(s)" not in text
 
 
 def test_differing_replicas_are_not_saved(tmp_path):

@@ -475,12 +475,12 @@ def test_lists_with_wrong_mixing_are_rejected():
         return results
 
     for lists, why in (
-        (without(Kind.MIX_WAIT), "changes parameters while MIX_START"),
-        (without(Kind.MIX_START), "waits for an operation that was not started"),
-        (without(Kind.MIX), "has no MIX of its range"),
+        (without(Kind.MIX_WAIT), "changes parameters that MIX_START.* is still sending"),
+        (without(Kind.MIX_START), "waits for an exchange that was not started"),
+        (without(Kind.MIX), "are never used; put a MIX"),
         (without(Kind.KEEP), "is never exchanged"),
         (swapped(Kind.MIX, Kind.DIRECTION), "comes before DIRECTION"),
-        ([good[0], without(Kind.MIX_START)[1]], "waits for an operation that was not started"),
+        ([good[0], without(Kind.MIX_START)[1]], "waits for an exchange that was not started"),
     ):
         with pytest.raises(ScheduleError, match=why):
             verify_lists(lists, 2)

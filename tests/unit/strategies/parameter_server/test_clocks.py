@@ -154,5 +154,5 @@ def test_workers_continue_from_their_clocks_after_a_meeting():
 
 
 def test_missing_push_raises():
-    with pytest.raises(ValueError, match="push 2 of worker 0 came after push 0"):
+    with pytest.raises(ValueError, match="worker 0 sent push 2 after push 0"):
         VersionVector([0], 1).push(0, 2)

@@ -53,7 +53,7 @@ def test_bound_and_lock_step_of_each_consistency(keys, lock_step, bound, describ
 
 @pytest.mark.parametrize(("placement", "world"), [("colocated", 2), ("dedicated", 3)])
 def test_as_many_backups_as_workers_are_rejected(placement, world):
-    with pytest.raises(ConfigurationError, match=r"backup_workers = 2, but there are 2 workers.*at most 1"):
+    with pytest.raises(ConfigurationError, match=r"backup_workers = 2, but there are only 2 workers.*at most 1"):
         Roles.of(ParameterServerConfig(placement=placement, backup_workers=2), world)
     assert len(Roles.of(ParameterServerConfig(placement=placement, backup_workers=1), world).workers) == 2
 
@@ -89,9 +89,13 @@ def test_roles_of_servers_and_workers(placement, servers, world, workers, servin
 
 
 def test_configuration_without_workers_is_rejected():
-    with pytest.raises(ConfigurationError, match=r"world 2 - parameter_server.servers 2 = 0 workers"):
+    with pytest.raises(
+        ConfigurationError, match=r"2 dedicated parameter servers in a world of 2 ranks leave no worker"
+    ):
         Roles.of(ParameterServerConfig(servers=2), 2)
-    with pytest.raises(ConfigurationError, match=r"world 1 - parameter_server.servers 1 = 0 workers.*colocated"):
+    with pytest.raises(
+        ConfigurationError, match=r"1 dedicated parameter servers in a world of 1 rank leave no worker.*colocated"
+    ):
         Roles.of(ParameterServerConfig(), 1)
-    with pytest.raises(ConfigurationError, match=r"servers = 4 colocated.*3 ranks"):
+    with pytest.raises(ConfigurationError, match=r"servers = 4 with .*'colocated'.*3 ranks"):
         Roles.of(ParameterServerConfig(placement="colocated", servers=4), 3)

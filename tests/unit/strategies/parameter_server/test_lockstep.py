@@ -327,7 +327,7 @@ def test_unsupported_transports_are_rejected():
         used = replace(ALONE, transport=transport)
         with pytest.raises(ConfigurationError, match="with run.device = 'gpu'"):
             run_threads(2, lambda comm, used=used: Run(comm, used, on="gpu"))
-    with pytest.raises(ConfigurationError, match="worker per node sends messages"):
+    with pytest.raises(ConfigurationError, match="worker per node sends the messages"):
         run_threads(2, lambda comm: Run(comm, replace(ALONE, transport="shared"), algorithm="hierarchical"))
 
 

@@ -58,23 +58,31 @@ def test_written_schedule_is_read_back(name, ranks, microbatches, chunks, commen
 
 @cases(
     "change, to, match",
-    ("W1", "W1 X0.0", r"^the file, line 4, rank 0: 'X0.0' is not a pass; write F, B, I or W"),
+    ("W1", "W1 X0.0", r"^the file, line 4, rank 0: 'X0.0' is not a pass; write a letter .F, B, I or W"),
     ("B1.0", "B1.0.0", r"^the file, line 6, rank 1: 'B1.0.0' is not a pass"),
     ("W1", "", r"^the file, line 4, rank 0: micro-batch 1 has no weight gradient \(W\) pass"),
-    ("B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 has no backward pass through chunk 0"),
-    ("F1.0 B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 has no forward pass through chunk 0"),
-    ("B1.0", "B1.0 B0.0", r"^the file, line 6, rank 1: found B0.0, expected no more passes of this micro-batch"),
-    ("B1.0", "B1.0 F2.0", r"^the file, line 6, rank 1: F2.0 is out of range; the micro-batches are 0 to 1"),
-    ("B1.0", "B1.0 F1.1", r"^the file, line 6, rank 1: F1.1 is out of range.* the chunks of the rank are 0 to 0"),
-    ("F0.0 B0.0", "B0.0 F0.0", r"^the file, line 6, rank 1: found B0.0, expected F0.0"),
-    ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: found W1.0, expected B1.0 or I1.0, after F1.0"),
-    ("F0.0 B0.0 F1.0 B1.0", "", r"^the file has passes of 1 ranks \(a line per rank\), expected 2 ranks"),
+    ("B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 has no backward pass through local chunk 0"),
+    ("F1.0 B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 has no forward pass through local chunk 0"),
+    (
+        "B1.0",
+        "B1.0 B0.0",
+        r"^the file, line 6, rank 1: found the pass B0.0, expected no more passes of this micro-batch",
+    ),
+    ("B1.0", "B1.0 F2.0", r"^the file, line 6, rank 1: the pass F2.0 is out of range; the micro-batches are 0 to 1"),
+    (
+        "B1.0",
+        "B1.0 F1.1",
+        r"^the file, line 6, rank 1: the pass F1.1 is out of range.* the chunks of this rank are 0 to 0",
+    ),
+    ("F0.0 B0.0", "B0.0 F0.0", r"^the file, line 6, rank 1: found the pass B0.0, expected F0.0"),
+    ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: found the pass W1.0, expected B1.0 or I1.0, after F1.0"),
+    ("F0.0 B0.0 F1.0 B1.0", "", r"^the file has 1 lines of passes, expected 2: one line"),
     ("looped", "circular", r"^the file: placement = circular, chunks = 1; placement must be looped or folded"),
     ("chunks = 1", "chunks = 0", r"^the file: placement = looped, chunks = 0; placement must be looped or folded"),
     ("looped", "folded", r"^the file: placement = folded with chunks = 1"),
     ("chunks = 1", "chunks = ²", r"^the file: placement = looped, chunks = ²; placement must be looped or folded"),
-    ("chunks = 1", "chunks = 99999999", r"^the file: chunks = 99999999, but the line of one rank has only 4 passes"),
-    ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2' is not allowed; before the passes, use only"),
+    ("chunks = 1", "chunks = 99999999", r"^the file: chunks = 99999999, but the shortest line has only 4 passes"),
+    ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2' is not allowed here; the only settings are"),
     ("F0 F1 I0.0 \\\n   W0 I1", "F0 I0 W0 F1 I1", None),
     ("F0.0 B0.0 F1.0 B1.0", "F0 F1 I0 W0 I1 W1\n", None),
 )
@@ -111,7 +119,7 @@ def test_recompute_of_a_schedule_file_drops_only_unused_activations(tmp_path):
     one, other = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0", "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0"
     for text in (dump(generated("zb-h1", 2, 2)), f"placement = folded\nchunks = 2\n{one}\n{other}\n"):
         with pytest.raises(
-            ConfigurationError, match="recompute = true with parallel.schedule_file .* need the stored activations"
+            ConfigurationError, match="recompute = true with parallel.schedule_file .* need stored activations"
         ):
             pipeline.read_schedule(file_config(text), solo())
     with pytest.raises(ConfigurationError, match="cannot be read"):

@@ -169,7 +169,7 @@ def test_reduction_per_microbatch_needs_joint_backward_halves():
     step = build("zb-h1", "zero2", 2, 3, 1)
     with pytest.raises(
         ScheduleError,
-        match=r"rank 2: REDUCE\(0, \[24:48\]\) exchanges gradients of unit 1 of micro-batches \[0, 1\] toget",
+        match=r"rank 2: REDUCE\(0, \[24:48\]\) exchanges the gradients of unit 1 summed over the micro-batches \[0",
     ):
         step.verify()
     build("zb-h1", "zero2", 1, 3, 1).verify()  # a rank alone puts nothing off
@@ -182,12 +182,14 @@ def test_reduction_before_its_weight_gradient_is_rejected():
         last = max(index for index, op in enumerate(steps) if op.kind is Kind.BACKWARD_WEIGHT)
         reduce = next(index for index, op in enumerate(steps) if op.kind is Kind.REDUCE)
         steps.insert(reduce, steps.pop(last))
-        with pytest.raises(ScheduleError, match=r"rank 0: REDUCE\(.*\[0:24\]\) comes before BACKWARD_WEIGHT\(2, 0\)"):
+        with pytest.raises(ScheduleError, match=r"rank 0: .* put REDUCE\(.*\[0:24\]\) after BACKWARD_WEIGHT\(2, 0\)"):
             step.verify()
 
 
 def test_units_of_another_placement_are_rejected():
     step = build("interleaved", "allreduce", 2, 2, 2)
     step.placement = SCHEDULES["zb-v"].place(step.placement.chunks, 2)
-    with pytest.raises(ScheduleError, match=r"its list computes units \[0, 2\]; its chunks have the units \[0, 3\]"):
+    with pytest.raises(
+        ScheduleError, match=r"computes the model units \[0, 2\], but the placement assigns .* \[0, 3\]"
+    ):
         step.verify()

@@ -142,12 +142,12 @@ def test_evaluation_passes_all_chunks_once():
 
 def test_impossible_sizes_are_rejected_with_the_possible_ones():
     for name, p, m, v, match in (
-        ("interleaved", 4, 3, 2, r"microbatches = 3: .* set parallel.microbatches to 4 or above"),
-        ("interleaved", 4, 8, 1, r"parallel.chunks = 1 .* needs 2 or more chunks"),
-        ("1f1b", 4, 8, 2, r"parallel.chunks = 2 .* the schedule has 1 on every rank"),
-        ("zb-v", 4, 8, 3, r"parallel.chunks = 3 .* the schedule has 2 on every rank"),
-        ("sequential", 2, 8, 1, r"parallel.pipeline = 2: all stages but one would wait"),
-        ("2f2b", 2, 8, 1, r"parallel.schedule = '2f2b'; choose one of .*zb-h1.*file"),
+        ("interleaved", 4, 3, 2, r"microbatches = 3: .* set parallel.microbatches to at least 4"),
+        ("interleaved", 4, 8, 1, r"parallel.chunks = 1 .* needs at least 2 chunks"),
+        ("1f1b", 4, 8, 2, r"parallel.chunks = 2 .* this schedule has 1 per rank"),
+        ("zb-v", 4, 8, 3, r"parallel.chunks = 3 .* this schedule has 2 per rank"),
+        ("sequential", 2, 8, 1, r"parallel.pipeline = 2: in this schedule, only one pipeline rank computes"),
+        ("2f2b", 2, 8, 1, r"parallel.schedule = '2f2b' is unknown; choose one of .*zb-h1.*file"),
     ):
         with pytest.raises(ConfigurationError, match=match):
             check_schedule(name, p, m, v)

@@ -205,14 +205,14 @@ def test_messages_that_never_arrive_are_rejected():
     placement = of.place([range(1), range(1, 2)])
     lists = [expand(row, placement, rank) for rank, row in enumerate(of.passes)]
     lists[0].remove(Operation(Kind.SEND_ACTIVATION, 1, 1))
-    with pytest.raises(ScheduleError, match=r"rank 0 waits for ever .* ranks \[0, 1\]"):
+    with pytest.raises(ScheduleError, match=r"rank 0 waits forever .* ranks \[0, 1\]"):
         timeline.simulate_lists(lists, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))
     rows = [passes.compact(row) for row in of.passes]
     missing = [rows[0][:, rows[0][0] != 0], rows[1]]  # no forward on rank 0
     with pytest.raises(ScheduleError, match="chunk 1 waits for micro-batch 0, which no rank sends"):
         timeline.simulate_passes(missing, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))
     circle = [rows[0][:, ::-1], rows[1]]
-    with pytest.raises(ScheduleError, match="waits for ever"):
+    with pytest.raises(ScheduleError, match="waits forever"):
         timeline.simulate_passes(circle, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))
 
 

@@ -170,7 +170,7 @@ def test_parameter_servers_are_proven(colocated):
     step.move(server, "PUBLISH([0:64])", "APPLY([0:64])")
     step.assert_rejected(rf"rank {server}: PUBLISH\(\[0:64\]\) comes before APPLY\(\[0:64\]\)")
     step.lists[server].pop(step.index_of(server, "PUBLISH([0:64])"))
-    step.assert_rejected(r"PULL\(\[0:64\]\) waits for a PUBLISH that no rank has")
+    step.assert_rejected(r"PULL\(\[0:64\]\) waits for a PUBLISH .* no rank has")
 
 
 def tied_step():
@@ -201,9 +201,9 @@ def test_tied_tensors_across_stages_are_proven():
 
 @cases(
     "rank, op, to, match",
-    (0, "COPY_GRADIENT(0)", "AGREE()", r"rank 0: REDUCE\(\[0:60\]\) comes before COPY_GRADIENT\(0\)"),
-    (2, "COPY_GRADIENT(0)", "BACKWARD(2, 3)", r"rank 2: COPY_GRADIENT\(0\) comes before BACKWARD\(2, 3\)"),
-    (0, "COPY_VALUE(0)", "APPLY([0:80])", r"rank 0: COPY_VALUE\(0\) comes before APPLY\(\[0:80\]\)"),
+    (0, "COPY_GRADIENT(0)", "AGREE()", r"rank 0: .* put REDUCE\(\[0:60\]\) after COPY_GRADIENT\(0\)"),
+    (2, "COPY_GRADIENT(0)", "BACKWARD(2, 3)", r"rank 2: .* put COPY_GRADIENT\(0\) after BACKWARD\(2, 3\)"),
+    (0, "COPY_VALUE(0)", "APPLY([0:80])", r"rank 0: .* put COPY_VALUE\(0\) after APPLY\(\[0:80\]\)"),
 )
 def test_copies_out_of_order_are_rejected(rank, op, to, match):
     step = tied_step()
@@ -214,7 +214,7 @@ def test_copies_out_of_order_are_rejected(rank, op, to, match):
 def test_copy_without_a_counterpart_is_rejected():
     step = tied_step()
     step.lists[2].pop(step.index_of(2, "COPY_VALUE(0)"))
-    step.assert_rejected(r"rank 0: COPY_VALUE\(0\) has no counterpart: no other rank of the pipeline \[0, 2\]")
+    step.assert_rejected(r"rank 0: COPY_VALUE\(0\) is collective, but no other rank of the pipeline \[0, 2\]")
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -253,7 +253,7 @@ def test_messages_are_matched_by_name_in_any_order():
 def test_operation_that_is_too_early_is_rejected():
     step = allreduce_step(PIPELINES["1f1b"], 2, 4, data=2)
     step.move(1, "REDUCE([0:60])", "BACKWARD(3, 0)")
-    step.assert_rejected(r"rank 1: REDUCE\(\[0:60\]\) comes before BACKWARD\(3, 0\)")
+    step.assert_rejected(r"rank 1: .* put REDUCE\(\[0:60\]\) after BACKWARD\(3, 0\)")
     step = allreduce_step(PIPELINES["1f1b"], 2, 4, data=2)
     step.move(1, "APPLY([0:80])", "DIRECTION([0:80])")
     step.assert_rejected(r"rank 1: APPLY\(\[0:80\]\) comes before DIRECTION\(\[0:80\]\)")
@@ -265,7 +265,7 @@ def test_operation_that_is_too_early_is_rejected():
 def test_collectives_in_different_orders_are_rejected():
     step = allreduce_step(PIPELINES["gpipe"], 1, 1, data=2)
     step.move(1, "REDUCE([60:80])", "AGREE()")  # still complete, but after the other reduction
-    step.assert_rejected("all members of an axis must run their collectives in the same order")
+    step.assert_rejected("must call their collectives in the same order")
     step = allreduce_step(PIPELINES["gpipe"], 2, 1, data=2)
     step.move(0, "REDUCE([0:60])", "DIRECTION([0:80])")
     step.assert_rejected(r"rank 0: REDUCE\(\[0:60\]\) comes after AGREE\(\)")
@@ -275,20 +275,20 @@ def test_layers_lost_by_the_partition_are_rejected():
     """30 layers on 4 stages once lost two layers silently (NVIDIA/Megatron-LM#1304)."""
     step = allreduce_step(PIPELINES["1f1b"], 2, 2)
     step.units[4] = Range(4 * UNIT, 5 * UNIT)
-    step.assert_rejected(r"compute the units \[\[0, 1\], \[2, 3\]\]; expected \[.*\] in total")
+    step.assert_rejected(r"compute the model units \[\[0, 1\], \[2, 3\]\]; .* every unit of \[.*\] must")
 
 
 def test_lists_for_fewer_ranks_are_rejected():
     step = allreduce_step(PIPELINES["1f1b"], 2, 2)
     step.lists.pop()
-    step.assert_rejected("1 lists for the 2 ranks")
+    step.assert_rejected("1 operation lists for the 2 ranks")
 
 
 @cases(
     "op, to, match",
     ("FREE(0, 1)", "FORWARD(0, 1)", r"FORWARD\(0, 1\) uses unit 1, which is not gathered at this point"),
-    ("GATHER(1, 0)", "FREE(0, 0)", r"GATHER\(1, 0\) gathers a unit that is already gathered"),
-    ("FREE(0, 2)", "GATHER(0, 2)", r"FREE\(0, 2\) frees a unit that is not gathered"),
+    ("GATHER(1, 0)", "FREE(0, 0)", r"GATHER\(1, 0\) gathers unit 0, which is already gathered"),
+    ("FREE(0, 2)", "GATHER(0, 2)", r"FREE\(0, 2\) frees unit 2, which is not gathered"),
 )
 def test_use_of_missing_units_is_rejected(op, to, match):
     step = zero_step(3, 2, 3, 2)
@@ -321,13 +321,13 @@ def test_units_with_old_values_are_rejected():
     step = zero_step(3, 2, 3, 1)
     last = [index for index, op in enumerate(step.lists[1]) if op.kind is Kind.FREE][-1]
     step.lists[1].append(step.lists[1].pop(last))
-    step.assert_rejected(r"rank 1: APPLY\(\[16:20\]\) updates unit 0 while old values of this unit are gathered")
+    step.assert_rejected(r"rank 1: APPLY\(\[16:20\]\) updates unit 0 while old parameters of this unit are gathered")
     step = zero_step(1, 2, 3, 1)
     step.lists[1].pop(step.index_of(1, "GATHER(2)"))
-    step.assert_rejected(r"rank 1: unit 2 keeps old values")
+    step.assert_rejected(r"rank 1: unit 2 has old parameters")
     step = zero_step(1, 2, 3, 1)
     step.move(1, "GATHER(2)", "NORMS()")
-    step.assert_rejected(r"rank 1: unit 2 keeps old values")
+    step.assert_rejected(r"rank 1: unit 2 has old parameters")
 
 
 def test_elements_without_an_update_are_rejected():
@@ -341,10 +341,10 @@ def test_missing_reduction_per_microbatch_is_rejected():
     step = zero_step(2, 2, 2, 3)
     step.verify()
     step.accumulates = True
-    step.assert_rejected(r"REDUCE\(0, \[0:20\]\) comes before BACKWARD\(1, 0\)")
+    step.assert_rejected(r"put REDUCE\(0, \[0:20\]\) after BACKWARD\(1, 0\)")
     step = zero_step(1, 2, 2, 3)
     step.accumulates = False
-    step.assert_rejected(r"the gradient of unit 0 in \[0:20\] is never exchanged")
+    step.assert_rejected(r"the gradient of unit 0 in the parameter range \[0:20\] is never exchanged")
 
 
 @st.composite

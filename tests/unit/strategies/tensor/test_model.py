@@ -217,7 +217,7 @@ def test_stages_of_other_models_are_rejected():
     whole = models.build(ModelConfig(kind="mlp"), features=3, classes=2)
 
     def body(comm):
-        with pytest.raises(ConfigurationError, match="parallel.tensor = 2: the stages of this model are not cut"):
+        with pytest.raises(ConfigurationError, match="parallel.tensor = 2, but this model is not a transformer"):
             cut_model(whole, comm)
 
     run_threads(2, body)

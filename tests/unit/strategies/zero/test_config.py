@@ -48,9 +48,13 @@ def test_default_degrees_follow_the_stage(config, stage, expected):
 
 @cases(
     "config, stage, output",
-    (ZeroConfig(optimizer=2), 3, "zero.parameters 4 | zero.gradients 4 | zero.optimizer 2 | 4 data ranks: each"),
-    (ZeroConfig(parameters=2), 1, "zero.parameters 2 does not divide zero.gradients 1"),
-    (ZeroConfig(optimizer=3), 1, "zero.optimizer 3 does not divide data ranks 4; choose among the divisors of 4"),
+    (ZeroConfig(optimizer=2), 3, "zero.parameters = 4, zero.gradients = 4, zero.optimizer = 2 on 4 data ranks: each"),
+    (ZeroConfig(parameters=2), 1, "zero.parameters = 2 does not divide zero.gradients = 1"),
+    (
+        ZeroConfig(optimizer=3),
+        1,
+        "zero.optimizer = 3 does not divide data ranks = 4; choose degrees among the divisors of 4",
+    ),
 )
 def test_degrees_that_do_not_divide_are_rejected(config, stage, output):
     with pytest.raises(ConfigurationError) as result:

@@ -94,9 +94,9 @@ def test_zero_with_explicit_degrees_has_the_bits_of_its_stage(stage):
 
 @cases(
     "kind, config, why",
-    (Kind.COMBINE, ZeroConfig(parameters=1, gradients=2, optimizer=4), "has 0 COMBINE over all replicas"),
-    (Kind.COMBINE, ZeroConfig(parameters=2, gradients=2, optimizer=2), "has 0 COMBINE over all replicas"),
-    (Kind.REFRESH, ZeroConfig(parameters=2, gradients=4, optimizer=4), "no REFRESH after its APPLY"),
+    (Kind.COMBINE, ZeroConfig(parameters=1, gradients=2, optimizer=4), "by 0 COMBINE operations"),
+    (Kind.COMBINE, ZeroConfig(parameters=2, gradients=2, optimizer=2), "by 0 COMBINE operations"),
+    (Kind.REFRESH, ZeroConfig(parameters=2, gradients=4, optimizer=4), "no REFRESH follows the update"),
 )
 @on_threads(4)
 def test_step_without_its_second_half_is_rejected(comm, kind, config, why):

@@ -220,11 +220,13 @@ def test_failed_update_leaves_no_transfer_in_flight(fails, tmp_path, rng, monkey
 
 
 def test_unusable_offload_directory_is_named(tmp_path, monkeypatch):
-    needs = f"{LAYOUT.size * 8} bytes are needed there for the optimizer state m"
+    cure = (
+        f"set zero.offload_directory to a disk of this node with {LAYOUT.size * 8} free bytes for the optimizer state"
+    )
     make = lambda folder: FileStore(LAYOUT, np.float64, directory=folder, what="optimizer state m")  # noqa: E731
     missing = tmp_path / "missing"
     with pytest.raises(
-        StorageError, match=re.escape(f"{missing} cannot be written (No such file or directory), and {needs}")
+        StorageError, match=re.escape(f"{missing} cannot be written: No such file or directory; {cure}")
     ):
         make(missing)
     stored = make(tmp_path)
@@ -234,9 +236,9 @@ def test_unusable_offload_directory_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", raise_disk_full)
-    with pytest.raises(StorageError, match=re.escape(f"{tmp_path}: No space left on device: {needs} (")) as failed:
+    with pytest.raises(StorageError, match=f"{tmp_path} cannot store {LAYOUT.size * 8} bytes: No space left") as failed:
         make(tmp_path)
-    assert "are free); give zero.offload_directory" in str(failed.value) and failed.value.exit_code == 74
+    assert f"bytes are free); {cure}" in str(failed.value) and failed.value.exit_code == 74
     assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
     monkeypatch.setattr(os, "pwrite", raise_disk_full)  # a file system that copies on write may still fill up
     with pytest.raises(StorageError, match=f"{tmp_path}: 16 bytes of the optimizer state m could not be written"):

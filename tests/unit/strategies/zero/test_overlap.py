@@ -154,14 +154,14 @@ def index_of(steps, kind):
 
 @cases(
     "damage, match",
-    (lambda steps: steps.pop(index_of(steps, Kind.WAIT)), r"START\(.*\) is never waited for"),
+    (lambda steps: steps.pop(index_of(steps, Kind.WAIT)), r"START\(.*\) is never completed"),
     (lambda steps: steps.pop(index_of(steps, Kind.START)), r"is never exchanged"),
     (
         lambda steps: steps.insert(index_of(steps, Kind.WAIT), steps[index_of(steps, Kind.WAIT)]),
-        r"has already been waited for",
+        r"another WAIT has already waited",
     ),
-    (lambda steps: steps.insert(0, steps.pop(index_of(steps, Kind.WAIT))), r"waits for an operation that was not"),
-    (lambda steps: steps.insert(0, steps.pop(index_of(steps, Kind.START))), r"START\(.*\) comes before BACKWARD"),
+    (lambda steps: steps.insert(0, steps.pop(index_of(steps, Kind.WAIT))), r"waits for an exchange that was not"),
+    (lambda steps: steps.insert(0, steps.pop(index_of(steps, Kind.START))), r"put START\(.*\) after BACKWARD"),
     (
         lambda steps: steps.insert(index_of(steps, Kind.WAIT), steps.pop(index_of(steps, Kind.AGREE))),
         r"WAIT\(.*\) comes after AGREE",
@@ -184,7 +184,7 @@ def test_different_order_on_one_rank_is_rejected(kind):
         local_data.insert(second, local_data.pop(first))
     else:
         local_data[first], local_data[second] = local_data[second], local_data[first]
-    with pytest.raises(ScheduleError, match=rf"rank \d: {kind.name}.* is paired with {kind.name}.*the same order"):
+    with pytest.raises(ScheduleError, match=rf"rank \d \w+ the collective {kind.name}.* the same order"):
         prove(steps, run)
 
 

@@ -285,7 +285,7 @@ def test_page_of_one_step_and_one_rank(tmp_path):
 
 
 def test_directory_without_a_run_is_rejected(tmp_path):
-    with pytest.raises(StorageError, match="has no run"):
+    with pytest.raises(StorageError, match="is not the directory of a run"):
         run_data.read(tmp_path)
     (tmp_path / "metrics.h5").write_bytes(b"nothing of ours" * 100)
     with pytest.raises(StorageError, match="HDF5"):

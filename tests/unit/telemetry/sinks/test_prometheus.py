@@ -296,7 +296,7 @@ def test_reader_never_sees_a_partial_file(tmp_path, rng):
 
 def test_missing_directory_is_rejected_with_the_remedy(tmp_path):
     config = TelemetryConfig(prometheus="textfile", textfile_directory=str(tmp_path / "absent"))
-    with pytest.raises(StorageError, match=r"absent.*no such directory.*--collector.textfile.directory") as caught:
+    with pytest.raises(StorageError, match=r"absent.*is not a directory.*--collector.textfile.directory") as caught:
         PrometheusSink(run_in(tmp_path), config)
     assert caught.value.exit_code == 74
 
@@ -364,7 +364,7 @@ def test_used_port_is_rejected_with_the_remedy(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigurationError, match=rf"telemetry.port = {port}: .*Address already in use.*or 0"
+            ConfigurationError, match=rf"telemetry.port = {port}: .*Address already in use.*to 0 for"
         ) as caught:
             PrometheusSink(run_in(tmp_path), TelemetryConfig(prometheus="http", port=port))
     assert caught.value.exit_code == 78

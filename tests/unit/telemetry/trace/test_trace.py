@@ -296,9 +296,9 @@ def test_ranks_and_steps_can_be_selected(tmp_path, rng):
         3,
     }
     assert len(summary.collect(tmp_path, range(20, 90)).timeline.steps) == 5
-    with pytest.raises(UsageError, match="steps 70 to 80 are not in the records"):
+    with pytest.raises(UsageError, match="steps 70 to 80 are not recorded on all ranks"):
         summary.collect(tmp_path, range(70, 81))
-    with pytest.raises(UsageError, match="there is no record of rank 9; choose from ranks 0-3 of 4"):
+    with pytest.raises(UsageError, match="there is no record of rank 9; choose from the recorded ranks 0-3"):
         summary.collect(tmp_path, None, [0, 9])
 
 
@@ -386,10 +386,10 @@ def test_trace_without_spans_shows_messages(tmp_path, rng):
 
 
 def test_directories_without_records_are_rejected(tmp_path):
-    with pytest.raises(UsageError, match="has no records"):
+    with pytest.raises(UsageError, match="has no record files"):
         summary.collect(tmp_path)
     (tmp_path / "rank-00000.rec").write_bytes(b"nothing of ours")
-    with pytest.raises(StorageError, match="none of its 1 records"):
+    with pytest.raises(StorageError, match="none of its 1 record files"):
         summary.collect(tmp_path)
 
 

@@ -75,7 +75,9 @@ def check_other_code_is_rejected(folder, recipe):
     """Check that the model file of the training is executed, and that a changed or unsealed file is not."""
     local_data, run = folder / "own.py", folder / "run"
     local_data.write_text(f"{SOURCE}\nopen({str(folder / 'executed')!r}, 'w').close()\n")
-    with pytest.raises(UsageError, match=r"own.py:.* is not the file that this user trained it with; .* --trust"):
+    with pytest.raises(
+        UsageError, match=r"own.py:.* differs from the file with which this user trained the model; .* --trust"
+    ):
         load(solo(), run, recipe)
     path = run / "checkpoints" / "step-12" / "manifest.json"
     sealed = path.read_text()

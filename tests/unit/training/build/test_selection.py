@@ -149,7 +149,7 @@ def test_table_with_nccl_requires_nccl(monkeypatch):
 )
 def test_shared_memory_across_nodes_is_rejected(tmp_path, algorithm, strategy):
     keys = {"communication__algorithm": algorithm, "parallel__strategy": strategy}
-    with pytest.raises(ConfigurationError, match=r"communication\.algorithm = node_shared.* are on 2 nodes; choose"):
+    with pytest.raises(ConfigurationError, match=r"communication\.algorithm = node_shared.* are on 2 nodes; set"):
         run(tmp_path, 4, ranks_per_node=2, **keys)
     with pytest.raises(ConfigurationError, match=r"set communication\.ranks_per_node = 0"):
         run(tmp_path, 4, ranks_per_node=2, communication__ranks_per_node=2, **keys)
@@ -170,7 +170,7 @@ def test_shared_memory_across_nodes_is_rejected(tmp_path, algorithm, strategy):
 def test_invalid_row_of_a_table_is_named(text, output):
     with pytest.raises(ConfigurationError) as caught:
         CommunicationConfig(algorithm=text)
-    assert f"communication.algorithm: {output}" in str(caught.value) and "(" not in str(caught.value)
+    assert f"communication.algorithm is invalid: {output}" in str(caught.value) and "(" not in str(caught.value)
     with pytest.raises(UsageError) as used:
         parse_algorithm(text)
     assert output in str(used.value) and ", nccl," in str(used.value)

@@ -258,8 +258,8 @@ def test_faults_of_impossible_ranks_are_rejected(text):
         run_threads(2, lambda comm: assemble_trainer(comm, {**text, "chaos.kill": "['2@1']"}))
     served = {**text, "parallel.strategy": "parameter_server"}
     for keys, message in (
-        ({"chaos.corrupt": "['1@1']"}, "rank 1 is only a server and computes nothing; use ranks 0 to 0"),
-        ({"chaos.kill": "['1@1:forward']"}, "is only a server and computes nothing"),
+        ({"chaos.corrupt": "['1@1']"}, "rank 1 is only a server, which computes nothing; use ranks 0 to 0"),
+        ({"chaos.kill": "['1@1:forward']"}, "is only a server, which computes nothing"),
         ({"chaos.stall": "['1@1:2']", "parameter_server.consistency": "asp"}, "makes no steps of its own"),
     ):
         with pytest.raises(ConfigurationError, match=message):

@@ -153,5 +153,5 @@ def test_data_without_documents_is_rejected(tmp_path):
     with pytest.raises(DataError, match=r"data.document_end = 10: .*text.txt has only one document; set"):
         open_data(path, document_end=10)
     path.write_text("one\n\n")
-    with pytest.raises(DataError, match="no document has a token to predict"):
+    with pytest.raises(DataError, match="every document has only one token"):
         open_data(path, document_end=10, validation_fraction=0.4)

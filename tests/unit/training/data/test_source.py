@@ -113,7 +113,7 @@ def test_convnet_reads_pictures(tmp_path, rng, shape, inputs):
 
 
 def test_data_without_pictures_is_rejected_for_a_convnet(tmp_path, tokens, rng):
-    with pytest.raises(DataError, match="a convnet takes pictures; give an HDF5 file"):
+    with pytest.raises(DataError, match="a convnet takes pictures; set data.path to an HDF5 file"):
         open_source(DataConfig(path=_store(tmp_path, "text", tokens)), CONVNET, solo())
     with pytest.raises(DataError, match="data.path = '': a convnet takes pictures"):
         open_source(DataConfig(), CONVNET, solo())

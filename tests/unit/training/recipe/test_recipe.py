@@ -299,18 +299,21 @@ def test_recipe_module_imports_no_heavy_modules():
 
 @cases(
     "texts, message",
-    (["parallel.pipeline=2", "parallel.schedule=sequential"], "all stages but one would wait"),
+    (["parallel.pipeline=2", "parallel.schedule=sequential"], "only one pipeline rank computes at a time"),
     (
         ["parallel.pipeline=2", "parallel.strategy=gossip"],
         "set parallel.strategy to one of allreduce, zero1, zero2, zero3",
     ),
     (["parallel.pipeline=2", "parallel.schedule=1F1B"], "choose one of auto, sequential, gpipe, 1f1b, inter"),
-    (["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.microbatches=4"], "chunks = 2 or above"),
+    (["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.microbatches=4"], "needs at least 2 chunks"),
     (
         ["parallel.pipeline=4", "parallel.schedule=interleaved", "parallel.microbatches=2", "parallel.chunks=2"],
-        "set parallel.microbatches to 4 or above",
+        "set parallel.microbatches to at least 4",
     ),
-    (["parallel.pipeline=2", "parallel.chunks=2"], "parallel.chunks = 2 with parallel.schedule = '1f1b'"),
+    (
+        ["parallel.pipeline=2", "parallel.chunks=2"],
+        "parallel.chunks = 2 cannot be used with parallel.schedule = '1f1b'",
+    ),
     (["parallel.pipeline=2", "parallel.schedule=file"], "name the schedule file"),
     (["parallel.pipeline=2", "parallel.schedule_file=a.txt"], "only the schedule 'file' reads it"),
     (
