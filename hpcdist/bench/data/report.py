@@ -16,9 +16,8 @@ from hpcdist.bench.data.request import CALM, parts_of
 from hpcdist.bench.sweep import report
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, UsageError
-from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING, text_of
 from hpcdist.reporting.units import counted
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "communication")
@@ -191,23 +190,23 @@ def _median(values: Any) -> float | None:
     return float(np.median(known)) if known else None
 
 
-def _peaks(row: ExchangeRow) -> str:
+def _peaks(row: ExchangeRow) -> str | None:
     if row.peak_bytes is None:
-        return MISSING
+        return None
     return " ".join(f"{row.peak_bytes.get(kind, 0.0) / 2**20:.1f}" for kind in CATEGORIES)
 
 
-_COLUMNS: Final[text_table.Columns[ExchangeRow]] = (
-    ("contender", lambda row: row.contender),
-    ("tokens/s", lambda row: text_of(row.tokens_per_s, ",.0f")),
-    ("x first", lambda row: text_of(row.x_first, ".2f")),
-    ("MB sent a step", lambda row: text_of(row.bytes_sent_per_step, ",.3f", 1e6)),
-    ("MiB par grad opt act comm", _peaks),
-    ("PSS MiB", lambda row: text_of(row.pss_bytes, ",.0f", 2**20)),
-    ("loss, equal steps", lambda row: text_of(row.loss_at_steps, ".4f")),
-    ("validation", lambda row: text_of(row.val_loss, ".4f")),
-    ("loss, equal time", lambda row: text_of(row.loss_at_time, ".4f")),
-    ("status", lambda row: f"{row.ok} ok" + (f", {row.failed} FAILED" if row.failed else "")),
+_FIGURES: Final[Catalogue[ExchangeRow]] = Catalogue(
+    Figure("contender", lambda row: row.contender),
+    Figure("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
+    Figure("x first", lambda row: row.x_first, ".2f"),
+    Figure("MB sent a step", lambda row: row.bytes_sent_per_step, ",.3f", 1e6),
+    Figure("MiB par grad opt act comm", _peaks),
+    Figure("PSS MiB", lambda row: row.pss_bytes, ",.0f", 2**20),
+    Figure("loss, equal steps", lambda row: row.loss_at_steps, ".4f"),
+    Figure("validation", lambda row: row.val_loss, ".4f"),
+    Figure("loss, equal time", lambda row: row.loss_at_time, ".4f"),
+    Figure("status", lambda row: f"{row.ok} ok" + (f", {row.failed} FAILED" if row.failed else "")),
 )
 
 
@@ -216,7 +215,7 @@ def text(table: Sequence[ExchangeRow], left_out: Mapping[str, str]) -> str:
     lines: list[str] = []
     for scenario in dict.fromkeys(row.scenario for row in table):
         shown = [row for row in table if row.scenario == scenario and not row.refused]
-        lines += [scenario, *text_table.aligned(text_table.rows_of(_COLUMNS, shown), (0, -1)), ""]
+        lines += [scenario, *_FIGURES.aligned(shown, (0, -1)), ""]
     lines += [f"{row.contender}, {row.scenario}: {row.reason}" for row in table if row.failed and not row.refused]
     unknown = [row.contender for row in table if row.ok and row.bytes_sent_per_step is None]
     if unknown:

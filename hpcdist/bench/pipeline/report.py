@@ -13,8 +13,8 @@ from hpcdist.bench.pipeline.run import RECEIVES
 from hpcdist.bench.pipeline.schedules import PassBar, TimelinePanel
 from hpcdist.errors import UsageError
 from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import text_of
 from hpcdist.strategies.schedule.operations import COMPUTE
 from hpcdist.strategies.schedule.simulate.program import AGAIN, CODES
 
@@ -133,20 +133,20 @@ def _shortest_receive_s(measured: MeasuredCase) -> float:
     return min(taken, default=0.0)
 
 
-_COLUMNS: Final[text_table.Columns[PipelineRow]] = (
-    ("schedule", lambda row: row.schedule),
-    ("m", lambda row: str(row.microbatches)),
-    ("ms a step", lambda row: text_of(row.step_s, ",.1f", 1e-3)),
-    ("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
-    ("x 1f1b", lambda row: text_of(row.x_1f1b, ".3f")),
-    ("bubble", lambda row: text_of(row.measured, ".1%")),
-    ("simulated", lambda row: text_of(row.simulated, ".1%")),
-    ("replayed", lambda row: text_of(row.replayed, ".1%")),
-    ("closed form", lambda row: text_of(row.closed, ".1%")),
-    ("overhead", lambda row: text_of(row.overhead, ".1%")),
-    ("us an operation", lambda row: text_of(row.operation_us, ".0f")),
-    ("x ideal", lambda row: text_of(row.x_ideal, ".3f")),
-    ("of bound", lambda row: text_of(row.of_bound, ".3f")),
+_FIGURES: Final[Catalogue[PipelineRow]] = Catalogue(
+    Figure("schedule", lambda row: row.schedule),
+    Figure("m", lambda row: row.microbatches),
+    Figure("ms a step", lambda row: row.step_s, ",.1f", 1e-3),
+    Figure("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
+    Figure("x 1f1b", lambda row: row.x_1f1b, ".3f"),
+    Figure("bubble", lambda row: row.measured, ".1%"),
+    Figure("simulated", lambda row: row.simulated, ".1%"),
+    Figure("replayed", lambda row: row.replayed, ".1%"),
+    Figure("closed form", lambda row: row.closed, ".1%"),
+    Figure("overhead", lambda row: row.overhead, ".1%"),
+    Figure("us an operation", lambda row: row.operation_us, ".0f"),
+    Figure("x ideal", lambda row: row.x_ideal, ".3f"),
+    Figure("of bound", lambda row: row.of_bound, ".3f"),
 )
 _NOTE: Final = """
 bubble: what the rank with the longest span waits in receives; simulated: with the mean times of its passes;
@@ -156,7 +156,7 @@ turns with it; of bound: that over (1 - simulated bubble)"""
 
 def text(table: Sequence[PipelineRow], left_out: Mapping[str, str]) -> str:
     """Return the table as lines for people, an empty line between numbers of micro-batches."""
-    lines = text_table.aligned(text_table.rows_of(_COLUMNS, table))
+    lines = _FIGURES.aligned(table)
     shown = text_table.spaced(lines, [row.microbatches for row in table])
     return "\n".join([*shown, _NOTE, *(f"left out: {name}: {reason}" for name, reason in left_out.items())])
 

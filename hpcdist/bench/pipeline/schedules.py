@@ -16,9 +16,8 @@ import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import text_of
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.schedule.generate import registry
 from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
@@ -200,7 +199,7 @@ def jsonable(simulated: SimulatedSchedule) -> dict[str, Any]:
 
 def text(rows: Sequence[SimulatedSchedule]) -> str:
     """Return the table for people."""
-    return "\n".join([*text_table.aligned(text_table.rows_of(_COLUMNS, rows)), _NOTE])
+    return "\n".join([*_FIGURES.aligned(rows), _NOTE])
 
 
 def _by_rank(counts: Sequence[int]) -> str:
@@ -209,16 +208,16 @@ def _by_rank(counts: Sequence[int]) -> str:
     return f"{min(counts)} .. {max(counts)}"
 
 
-_COLUMNS: Final[text_table.Columns[SimulatedSchedule]] = (
-    ("schedule", lambda of: of.name),
-    ("chunks", lambda of: str(of.written.chunks)),
-    ("bubble", lambda of: f"{of.timeline.bubble:.2%}"),
-    ("closed form", lambda of: text_of(of.closed, ".2%")),
-    ("makespan", lambda of: f"{of.timeline.makespan_s:.6g} s"),
-    ("makespan rate", lambda of: f"{of.timeline.makespan_rate:.2%}"),
-    ("live", lambda of: _by_rank([memory.live for memory in of.memory])),
-    ("held", lambda of: _by_rank([memory.held for memory in of.memory])),
-    ("path computes", lambda of: f"{jsonable(of)['critical_path']['computes_s']:.6g} s"),
+_FIGURES: Final[Catalogue[SimulatedSchedule]] = Catalogue(
+    Figure("schedule", lambda of: of.name),
+    Figure("chunks", lambda of: of.written.chunks),
+    Figure("bubble", lambda of: f"{of.timeline.bubble:.2%}"),
+    Figure("closed form", lambda of: of.closed, ".2%"),
+    Figure("makespan", lambda of: f"{of.timeline.makespan_s:.6g} s"),
+    Figure("makespan rate", lambda of: f"{of.timeline.makespan_rate:.2%}"),
+    Figure("live", lambda of: _by_rank([memory.live for memory in of.memory])),
+    Figure("held", lambda of: _by_rank([memory.held for memory in of.memory])),
+    Figure("path computes", lambda of: f"{jsonable(of)['critical_path']['computes_s']:.6g} s"),
 )
 _NOTE: Final = """
 bubble: idle share of the longest stage's own span; makespan rate: idle share of all ranks' time

@@ -189,14 +189,14 @@ def _has_effect(key: str, kind: str) -> bool:
 
 
 def _compare_runs(before: Path, after: Path, as_json: bool) -> None:
-    """Print the figures of two runs beside each other, and in which keys their recipes differ."""
+    """Print the figures of two runs next to each other, and the recipe keys that differ."""
+    from hpcdist.cli.runs.report import read_runs
     from hpcdist.reporting.rules import written
     from hpcdist.reporting.table import MISSING
-    from hpcdist.telemetry import report as reports
     from hpcdist.telemetry import side_by_side
     from hpcdist.training.recipe import recipe as recipes
 
-    runs = [reports.report(path) for path in (before, after)]
+    runs = read_runs((before, after))
     keys = [recipes.flat(recipes.load_stored(path / "recipe.toml")) for path in (before, after)]
     shown = [  # a key without effect has no value to compare
         {key: written(value) for key, value in each.items() if _has_effect(key, each["model.kind"])} for each in keys
