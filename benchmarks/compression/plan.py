@@ -174,5 +174,4 @@ def made(keys: Mapping[str, Any]) -> Recipe:
     for key, value in keys.items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
-    defaults = recipes.defaults()
-    return recipes.load(settings.table(tree, "the study", defaults, Path()), (), {}).recipe
+    return recipes.load(settings.table(tree, "the study", recipes.known_keys(), Path()), (), {}).recipe

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +16,9 @@ from hpcdist.bench.sweep.report import SweepRow
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults
 from hpcdist.bench.sweep.trial import TrialOutcome
 from hpcdist.errors import UsageError
+from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING, aligned, rows_of, text_of
+from hpcdist.reporting.table import MISSING, aligned
 from hpcdist.reporting.units import counted, format_joules
 
 GROUP: Final = "power"  # group of the figures in the summary of a trial
@@ -143,12 +144,7 @@ def _candidate(configuration: SweepConfiguration, name: str) -> Candidate | None
 
 def _notes(results: SweepResults, rows: Sequence[Row]) -> tuple[list[str], str]:
     """Return notes for the reader, and the reason why nothing can be recommended, or ""."""
-    table = []
-    for row in rows:
-        reasons = {"failed": row.sweep.reasons["failed"]} if row.sweep.failed else {}
-        reasons |= {"energy": reason} if (reason := "".join(row.values("energy_reason")[:1])) else {}
-        table.append(replace(row.sweep, reasons=reasons))
-    lines, objection = sweep_report.notes(results, table), ""
+    lines, objection = sweep_report.notes(results, [row.sweep for row in rows]), ""
     summaries = [repeat.summary for configuration in results.configurations for repeat in configuration.good]
     measured = [summary for summary in summaries if summary.get(f"{GROUP}.j_per_token") is not None]
     kinds = sorted({str(summary.get(f"{GROUP}.kinds")) for summary in measured})
@@ -191,44 +187,44 @@ def lines(summary: Summary) -> list[str]:
         return ["no trial has ended yet"]
     titles = (("started", "created_utc"), ("limits of", DEVICES), ("processor", "processor"))
     head = [f"{title:10} {text}" for title, name in titles if (text := summary.provenance.get(name))]
-    cells = rows_of(_columns(summary), summary.rows)
+    catalogue = _catalogue(summary)
+    cells = catalogue.rows(summary.rows)
     columns = [column for column in zip(*cells, strict=True) if set(column[1:]) != {MISSING}]
     table = aligned(list(zip(*columns, strict=True)), (0, -2, -1))
     choice = f"recommended: {summary.chosen.reason}" if summary.chosen.name else summary.chosen.reason
-    return [*head, "", *table, "", choice, *summary.notes]
+    return [*head, "", *table, "", choice, *catalogue.missing(summary.rows), *summary.notes]
 
 
-def _columns(summary: Summary) -> Sequence[tuple[str, Callable[[Row], str]]]:
+def _catalogue(summary: Summary) -> Catalogue[Row]:
     base = pareto.reference(summary.candidates) if summary.candidates else None
 
-    def relative(row: Row, objective: str) -> str:
-        if base is None or row.candidate is None:
-            return MISSING
-        change = pareto.ratio(row.candidate, base, objective).value - 1
-        return "=" if row.candidate is base else f"{change * 100:+.1f} %"
+    def relative(objective: str) -> Callable[[Row], str]:
+        def change(row: Row) -> str:
+            if base is None or row.candidate is None:
+                return MISSING
+            ratio = pareto.ratio(row.candidate, base, objective).value
+            return "=" if row.candidate is base else f"{(ratio - 1) * 100:+.1f} %"
 
-    def median(name: str, form: str) -> Callable[[Row], str]:
-        return lambda row: text_of(row.median(name), form)
+        return change
 
-    return (
-        ("configuration", lambda row: row.name),
-        ("W in force", lambda row: text_of(row.in_force_w, "g")),
-        ("step ms", lambda row: text_of(row.sweep.step_s["median"], ".2f", 1e-3) if row.sweep.step_s else MISSING),
-        ("tokens/s", lambda row: text_of((row.sweep.tokens_per_s or {}).get("median"), ",.0f")),
-        ("mean W", median("mean_w", ".1f")),
-        ("energy/token", lambda row: _energy(row.candidate)),
-        ("EDP J s", median("edp_js", ".4g")),
-        ("time", lambda row: relative(row, "time")),
-        ("energy", lambda row: relative(row, "energy")),
-        ("train loss", lambda row: text_of(row.sweep.train_loss, ".4f")),
-        ("front", lambda row: row.verdict),
-        ("status", lambda row: row.sweep.status),
-    )
+    return Catalogue(
+        Figure("configuration", lambda row: row.name),
+        Figure("W in force", lambda row: row.in_force_w, "g"),
+        Figure("step ms", lambda row: row.sweep.step_s and row.sweep.step_s["median"], ".2f", 1e-3),
+        Figure("tokens/s", lambda row: row.sweep.tokens_per_s and row.sweep.tokens_per_s["median"], ",.0f"),
+        Figure("mean W", lambda row: row.median("mean_w"), ".1f"),
+        Figure("energy/token", lambda row: row.candidate and _energy(row.candidate),
+               reason=lambda row: "".join(row.values("energy_reason")[:1])),
+        Figure("EDP J s", lambda row: row.median("edp_js"), ".4g"),
+        Figure("time", relative("time")),
+        Figure("energy", relative("energy")),
+        Figure("train loss", lambda row: row.sweep.train_loss, ".4f"),
+        Figure("front", lambda row: row.verdict),
+        Figure("status", lambda row: row.sweep.status),
+    )  # fmt: skip
 
 
-def _energy(candidate: Candidate | None) -> str:
-    if candidate is None:
-        return MISSING
+def _energy(candidate: Candidate) -> str:
     energy = _interval(candidate, "energy")
     percent = (energy.high - energy.low) / 2 / energy.value * 100
     return format_joules(energy.value) + ("" if math.isnan(percent) else f" +-{min(percent, 999):.3g} %")

@@ -22,8 +22,7 @@ from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.report import most_of_ranks
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5 import files
-from hpcdist.reporting import table as text_table
-from hpcdist.reporting.table import MISSING, text_of
+from hpcdist.reporting.figures import Catalogue, Figure
 
 REGRESSION: Final = "slower"
 IMPROVEMENT: Final = "faster"
@@ -224,26 +223,25 @@ _READERS: Final[Mapping[str, Callable[[Path], dict[str, CompareSide]]]] = {
     results.SCHEMA: _sweep,
 }
 
-_COLUMNS: Final[text_table.Columns[MedianChange]] = (
-    ("configuration", lambda change: change.name),
-    ("before us", lambda change: text_of(change.before_s, ",.1f", 1e-6)),
-    ("after us", lambda change: text_of(change.after_s, ",.1f", 1e-6)),
-    ("ratio", lambda change: text_of(change.ratio, ".3f")),
-    ("interval", lambda change: MISSING if change.low is None else f"{change.low:.3f} - {change.high:.3f}"),
-    ("n", lambda change: f"{change.iterations[0]}/{change.iterations[1]}"),
-    ("verdict", lambda change: change.verdict + (" (reference)" if change.reference else "")),
+_FIGURES: Final[Catalogue[MedianChange]] = Catalogue(
+    Figure("configuration", lambda change: change.name),
+    Figure("before us", lambda change: change.before_s, ",.1f", 1e-6),
+    Figure("after us", lambda change: change.after_s, ",.1f", 1e-6),
+    Figure("ratio", lambda change: change.ratio, ".3f"),
+    Figure("interval", lambda change: None if change.low is None else f"{change.low:.3f} - {change.high:.3f}"),
+    Figure("n", lambda change: f"{change.iterations[0]}/{change.iterations[1]}"),
+    Figure("verdict", lambda change: change.verdict + (" (reference)" if change.reference else "")),
 )
 
 
 def text(comparison: ResultsComparison) -> str:
     """Return the text table of ``comparison``, followed by the configurations in one file only and the notes."""
-    lines = text_table.aligned(text_table.rows_of(_COLUMNS, comparison.changes), (0, -1))
-    return "\n".join([*lines, *_footer(comparison)])
+    return "\n".join([*_FIGURES.aligned(comparison.changes, (0, -1)), *_footer(comparison)])
 
 
 def markdown(comparison: ResultsComparison) -> str:
     """Return the table of ``comparison`` as Markdown, with the same lines below it as `text`."""
-    lines = text_table.markdown(text_table.rows_of(_COLUMNS, comparison.changes))
+    lines = _FIGURES.markdown(comparison.changes)
     return "\n".join([*lines, *(f"\n{line}" for line in _footer(comparison))])
 
 

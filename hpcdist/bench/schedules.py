@@ -14,9 +14,8 @@ import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import text_of
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.generate import registry
@@ -169,23 +168,23 @@ def text(rows: Sequence[SimulatedSchedule]) -> str:
     note = """
 bubble: idle share of the slowest rank between its first and last pass; makespan rate: mean idle share of all ranks
 live, held: most micro-batches in progress, by rank; live: from F until B or I; held: from I until W"""
-    return "\n".join([*text_table.aligned(text_table.rows_of(_COLUMNS, rows)), note])
+    return "\n".join([*_FIGURES.aligned(rows), note])
 
 
 def _by_rank(counts: Sequence[int]) -> str:
     return " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} .. {max(counts)}"
 
 
-_COLUMNS: Final[text_table.Columns[SimulatedSchedule]] = (
-    ("schedule", lambda row: row.name),
-    ("chunks", lambda row: str(row.written.chunks)),
-    ("bubble", lambda row: f"{row.timeline.bubble:.2%}"),
-    ("closed form", lambda row: text_of(row.closed, ".2%")),
-    ("makespan", lambda row: f"{row.timeline.makespan_s:.6g} s"),
-    ("makespan rate", lambda row: f"{row.timeline.makespan_rate:.2%}"),
-    ("live", lambda row: _by_rank([memory.live for memory in row.memory])),
-    ("held", lambda row: _by_rank([memory.held for memory in row.memory])),
-    ("path computes", lambda row: f"{jsonable(row)['critical_path']['computes_s']:.6g} s"),
+_FIGURES: Final[Catalogue[SimulatedSchedule]] = Catalogue(
+    Figure("schedule", lambda row: row.name),
+    Figure("chunks", lambda row: row.written.chunks),
+    Figure("bubble", lambda row: row.timeline.bubble, ".2%"),
+    Figure("closed form", lambda row: row.closed, ".2%"),
+    Figure("makespan", lambda row: f"{row.timeline.makespan_s:.6g} s"),
+    Figure("makespan rate", lambda row: row.timeline.makespan_rate, ".2%"),
+    Figure("live", lambda row: _by_rank([memory.live for memory in row.memory])),
+    Figure("held", lambda row: _by_rank([memory.held for memory in row.memory])),
+    Figure("path computes", lambda row: f"{jsonable(row)['critical_path']['computes_s']:.6g} s"),
 )
 
 

@@ -7,7 +7,8 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.nearest import nearest
-from hpcdist.reporting.rules import at_least, check_section, finite, one_of, rule
+from hpcdist.reporting.rules import rule
+from hpcdist.reporting.schema import check_section, key
 
 ALGORITHMS: Final = (
     "auto",
@@ -46,7 +47,6 @@ COMPRESSIONS: Final = (
 POLLED: Final = ("ring",)  # algorithms that can be polled step by step, with bitwise equal results
 BUCKET_BYTES: Final = 4 << 20
 RULES: Final = (
-    one_of("communication.overlap", OVERLAPS),
     rule(
         "communication.overlap=poll with communication.algorithm!={polled}",
         "it cannot be polled step by step",
@@ -58,36 +58,32 @@ RULES: Final = (
         "gradients cannot be summed during the next step",
         "choose the overlap 'thread' or 'poll'",
     ),
-    one_of("communication.compression", COMPRESSIONS),
-    *at_least(1, "communication.bucket_bytes"),
-    finite("communication.deadline_s", lambda seconds: seconds > 0, "above 0"),
-    *at_least(0, "communication.ranks_per_node", expected="give a number of ranks, or 0 for the real nodes"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    """Section ``[communication]``: how ranks exchange gradients.
+    """Section ``[communication]``: how ranks exchange gradients. `hpcdist.collectives.dispatch`: algorithm tables."""
 
-    - ``algorithm``: an allreduce algorithm, a table of algorithms by buffer size (see `hpcdist.collectives.dispatch`),
-      or ``auto``, which measures the algorithms at the start.
-    - ``compression``: compressor of gradients, or ``auto``, which compresses if a measurement shows that it is faster.
-    - ``bucket_bytes``: bucket size of the strategy "allreduce".
-    - ``overlap``: send a bucket during the backward pass, in a thread ("thread") or between layers ("poll").
-    - ``delayed``: apply gradients one step late (strategy "allreduce" only).
-    - ``deadline_s``: an operation that takes longer ends the job.
-    - ``ranks_per_node``: simulate nodes of that many consecutive ranks. 0 uses the real nodes.
-    - ``checked``: all ranks fail when their collective calls differ.
-    """
-
-    algorithm: str = "auto"
-    compression: str = "none"
-    bucket_bytes: int = BUCKET_BYTES
-    overlap: str = "none"
-    delayed: bool = False
-    deadline_s: float = 300.0
-    ranks_per_node: int = 0
-    checked: bool = False
+    algorithm: str = key(
+        "auto",
+        'Allreduce algorithm, or a table by bytes as "native<=4096,ring". auto: measured at the start.',
+        choices=ALGORITHMS,
+        expected="a table",
+    )
+    compression: str = key(
+        "none",
+        "Compression of the gradients that replicas exchange. auto: measured at the start.",
+        choices=COMPRESSIONS,
+    )
+    bucket_bytes: int = key(BUCKET_BYTES, "Size in bytes of the gradient buckets that are sent.", ge=1)
+    overlap: str = key(
+        "none", "Exchange gradients during the backward pass: in a thread, or between layers (poll).", choices=OVERLAPS
+    )
+    delayed: bool = key(False, "Apply each gradient one step late, so that its sum overlaps the next step.")
+    deadline_s: float = key(300.0, "Timeout of a communication in seconds. After it the job ends.", gt=0)
+    ranks_per_node: int = key(0, "Number of consecutive ranks to treat as a node, for tests. 0: the real nodes.", ge=0)
+    checked: bool = key(False, "Check before every collective that all ranks make the same call, to find bugs.")
 
     def __post_init__(self) -> None:
         fault = fault_in_table(self.algorithm, ALGORITHMS[1:]) if self.algorithm not in ALGORITHMS else ""

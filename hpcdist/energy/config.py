@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.reporting.rules import NO_EFFECT, Rule, check_section, must, no_effect, one_of, rule
+from hpcdist.reporting.rules import NO_EFFECT, no_effect, rule
+from hpcdist.reporting.schema import check_section, key
 
 SOURCES: Final = ("auto", "nvml", "rapl", "cray", "declared", "none")
 POWERCAP: Final = "/sys/class/powercap"
@@ -18,34 +19,46 @@ class EnergyConfig:
 
     - ``sources``: "auto" (all readable counters), "nvml" (NVIDIA GPUs), "rapl" (processors and memory), "cray" (Cray
       nodes), "declared" (a model), or "none".
-    - ``cpu_tdp_w``, ``gpu_tdp_w``: model power of a node's busy processors and of a busy GPU (0: no GPUs).
-      ``idle_fraction``: fraction of these watts when idle.
-    - ``interval_s``, ``utilisation_s``: seconds between energy samples and utilisation samples (0: no utilisation).
-    - ``powercap``, ``pm_counters``: directories of the RAPL and Cray counters.
-    - ``sensor_window_s``: seconds that a GPU's sensor measures before each counter update (0: by GPU model).
     - ``shift``: True to delay some steps on rank 0, so that a sensor with pauses sees all parts of a step. Requires
       synchronous training: the other ranks wait.
-    - ``pue``: energy of the site divided by the energy of its nodes.
     - ``carbon_g_per_kwh``: required for emissions, with its origin ``carbon_source`` and its ``carbon_date``.
-    - ``price_per_kwh``: price in ``currency``.
     """
 
-    sources: str = "auto"
-    interval_s: float = 0.1
-    powercap: str = POWERCAP
-    pm_counters: str = PM_COUNTERS
-    cpu_tdp_w: float = 0.0
-    gpu_tdp_w: float = 0.0
-    idle_fraction: float = 0.3
-    sensor_window_s: float = 0.0
-    shift: bool = False
-    utilisation_s: float = 1.0
-    pue: float = 1.0
-    carbon_g_per_kwh: float = 0.0
-    carbon_source: str = ""
-    carbon_date: str = ""
-    price_per_kwh: float = 0.0
-    currency: str = ""
+    sources: str = key(
+        "auto", "Energy counters to read. declared: a model from cpu_tdp_w and gpu_tdp_w.", choices=SOURCES
+    )
+    interval_s: float = key(0.1, "Seconds between samples.", ge=0.001, le=LONGEST_INTERVAL_S, unit="s")
+    powercap: str = key(POWERCAP, "Directory of the RAPL counters of Linux.")
+    pm_counters: str = key(PM_COUNTERS, "Directory of the counters of a Cray node.")
+    cpu_tdp_w: float = key(
+        0.0, "Power in watts of all processors of a node under load. 0: left out.", ge=0, le=100_000, unit="W"
+    )
+    gpu_tdp_w: float = key(0.0, "Power in watts of one GPU under load. 0: left out.", ge=0, le=100_000, unit="W")
+    idle_fraction: float = key(0.3, "Fraction of cpu_tdp_w and gpu_tdp_w that idle devices draw.", ge=0, le=1)
+    sensor_window_s: float = key(
+        0.0,
+        "Seconds that a GPU's sensor measures before each update. 0: as known for the GPU model.",
+        ge=0,
+        le=LONGEST_INTERVAL_S,
+        unit="s",
+    )
+    shift: bool = key(False, "Delay some steps slightly, for GPU sensors that measure only part of the time.")
+    utilisation_s: float = key(
+        1.0,
+        "Seconds between samples of CPU, GPU, memory and network utilisation. 0: none.",
+        ge=0.01,
+        le=3600,
+        unit="s",
+        off=0,
+    )
+    pue: float = key(
+        1.0, "Power usage effectiveness: energy of the site divided by the energy of its nodes.", ge=1, le=MOST_PUE
+    )
+    carbon_g_per_kwh: float = key(0.0, "Grams of CO2 equivalents per kWh. 0: unknown.", ge=0, le=10_000, unit="g")
+    carbon_source: str = key("", "Source of carbon_g_per_kwh.")
+    carbon_date: str = key("", "Date of carbon_g_per_kwh.")
+    price_per_kwh: float = key(0.0, "Price per kWh. 0: unknown.", ge=0, le=1e9)
+    currency: str = key("", 'Currency of price_per_kwh, as "EUR".')
 
     def __post_init__(self) -> None:
         check_section(RULES, "energy", self)
@@ -55,38 +68,20 @@ class EnergyConfig:
         return self.sources == source or (self.sources == "auto" and source != "declared")
 
 
-def _between(name: str, least: float, most: float, unit: str = "", off: bool = False) -> Rule:
-    return must(
-        f"energy.{name}",
-        lambda value: least <= value <= most or (off and value == 0),
-        f"it must be between {least:g} and {most:g} {unit}".rstrip(),
-    )
-
-
 RULES: Final = (
-    one_of("energy.sources", SOURCES),
-    _between("interval_s", 0.001, LONGEST_INTERVAL_S, "s"),
     *(
         no_effect(f"energy.{name}", getattr(EnergyConfig, name), "energy.sources", ["declared"])
         for name in ("cpu_tdp_w", "gpu_tdp_w", "idle_fraction")
     ),
-    _between("cpu_tdp_w", 0.0, 1e5, "W"),
-    _between("gpu_tdp_w", 0.0, 1e5, "W"),
-    _between("idle_fraction", 0.0, 1.0),
     rule(
         "energy.sources=declared where energy.cpu_tdp_w=0 with energy.gpu_tdp_w=0",
         cure="set energy.cpu_tdp_w (of all processors of a node) or energy.gpu_tdp_w",
     ),
-    _between("sensor_window_s", 0.0, LONGEST_INTERVAL_S, "s"),
     rule(
         "energy.shift with energy.sources!=auto|nvml where energy.sensor_window_s=0",
         NO_EFFECT,
         "only GPU sensors measure part of the time; remove it, or choose 'nvml'",
     ),
-    _between("utilisation_s", 0.01, 3600.0, "s, or 0", off=True),
-    _between("pue", 1.0, MOST_PUE),
-    _between("carbon_g_per_kwh", 0.0, 10_000.0, "g"),
-    _between("price_per_kwh", 0.0, 1e9),
     rule("energy.carbon_source with energy.carbon_g_per_kwh=0", NO_EFFECT, "set both keys"),
     rule("energy.carbon_date with energy.carbon_g_per_kwh=0", NO_EFFECT, "set both keys"),
     rule("energy.currency with energy.price_per_kwh=0", NO_EFFECT, "set both keys"),

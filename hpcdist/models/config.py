@@ -3,19 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Final
 
-from hpcdist.reporting.rules import (
-    NO_EFFECT,
-    Condition,
-    Rule,
-    at_least,
-    at_most,
-    check_section,
-    must,
-    no_effect,
-    one_of,
-    other_than,
-    rule,
-)
+from hpcdist.reporting.rules import NO_EFFECT, Condition, Rule, no_effect, other_than, rule
+from hpcdist.reporting.schema import check_section, key
 
 TRANSFORMERS: Final = ("gpt", "encoder")
 BUILT: Final = (*TRANSFORMERS, "mlp", "convnet")
@@ -44,17 +33,11 @@ _ONLY: Final = {
     "factory": ("import",),
     "experts": TRANSFORMERS,
 }
-# Keys that only a mixture of experts uses; models without experts must have these defaults.
-EXPERT_KEYS: Final = {
-    "experts_per_token": 2,
-    "shared_experts": 0,
-    "expert_hidden": 0,
-    "router": "softmax",
-    "capacity_factor": 0.0,
-    "balance_loss": 0.01,
-    "z_loss": 0.0,
-    "balance_rate": 0.0,
-}
+# Keys that only a mixture of experts uses; models without experts must have the defaults.
+EXPERT_KEYS: Final = (
+    *("experts_per_token", "shared_experts", "expert_hidden", "router"),
+    *("capacity_factor", "balance_loss", "z_loss", "balance_rate"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,45 +53,59 @@ class ModelConfig:
             "package.module:function".
         given: The model of a script (`hpcdist.training.script`).
 
-    Transformers:
-        tied: Use the token embedding also as the output matrix.
-        positions: Position encoding: "learned", or "rotary" (Su et al., arXiv:2104.09864).
-        norm: "layer", or "rms" (Zhang, Sennrich, arXiv:1910.07467).
-        kv_heads: Number of key and value heads (Ainslie et al., arXiv:2305.13245). 0: as many as ``heads``.
-        window: Sliding window of a gpt in tokens (Jiang et al., arXiv:2310.06825). 0: no window.
-        feed_forward: Inner width of the feed-forward. 0: 4 ``hidden``, or for "swiglu" (Shazeer, arXiv:2002.05202)
-            8/3 ``hidden``, rounded up to a multiple of 32.
-
-    Mixture of experts (formulas in `hpcdist.models.experts.router`):
-        experts: Number of experts per block, each of inner width ``expert_hidden``. 0: dense feed-forward.
-        shared_experts: Inner width, as a multiple of ``expert_hidden``, of an additional feed-forward for all tokens.
+    Sources: "rotary": Su et al., arXiv:2104.09864. "rms": Zhang, Sennrich, arXiv:1910.07467. ``kv_heads``: Ainslie et
+    al., arXiv:2305.13245. ``window``: Jiang et al., arXiv:2310.06825. "swiglu": Shazeer, arXiv:2002.05202. Formulas of
+    the experts: `hpcdist.models.experts.router`.
     """
 
-    kind: str = "gpt"
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    vocabulary: int = 256
-    tied: bool = False
-    activation: str = "gelu"
-    dropout: float = 0.0
-    positions: str = "learned"
-    norm: str = "layer"
-    kv_heads: int = 0
-    window: int = 0
-    feed_forward: int = 0
-    bias: bool = True
-    mask_token: int = -1
-    factory: str = ""
-    experts: int = 0
-    experts_per_token: int = 2
-    shared_experts: int = 0
-    expert_hidden: int = 0
-    router: str = "softmax"
-    capacity_factor: float = 0.0
-    balance_loss: float = 0.01
-    z_loss: float = 0.0
-    balance_rate: float = 0.0
+    kind: str = key(
+        "gpt",
+        "Architecture. encoder predicts masked tokens; import calls factory; given is a script's model.",
+        choices=KINDS,
+    )
+    layers: int = key(4, "Number of blocks, hidden layers (mlp) or convolutions (convnet).", ge=1, le=MOST["layers"])
+    hidden: int = key(
+        128, "Width of a block or hidden layer; channels of the first convolution.", ge=1, le=MOST["hidden"]
+    )
+    heads: int = key(4, "Number of attention heads. Must divide hidden.", ge=1, le=MOST["hidden"])
+    vocabulary: int = key(256, "Number of different tokens.", ge=1, le=MOST["vocabulary"])
+    tied: bool = key(False, "Use the token embedding as the output matrix.")
+    activation: str = key("gelu", "Activation function.", choices=ACTIVATIONS)
+    dropout: float = key(0.0, "Fraction of elements to drop in training.", ge=0, lt=1)
+    positions: str = key("learned", "Position encoding.", choices=POSITIONS)
+    norm: str = key("layer", "Normalization: layer norm or RMS norm.", choices=NORMS)
+    kv_heads: int = key(0, "Number of key and value heads. Must divide heads. 0: equal to heads.", ge=0)
+    window: int = key(
+        0, "Sliding attention window of a gpt in tokens, with the current token. 0: no window.", ge=0, le=MOST_CONTEXT
+    )
+    feed_forward: int = key(
+        0,
+        "Inner width of the feed-forward. 0: 4 hidden, or for swiglu 8/3 hidden (a multiple of 32).",
+        ge=0,
+        le=16 * MOST["hidden"],
+    )
+    bias: bool = key(True, "Give the linear layers of a block a bias.")
+    mask_token: int = key(-1, "Token that replaces masked tokens. -1: the last token of the vocabulary.", ge=-1)
+    factory: str = key(
+        "", 'Function that returns the model: "file.py:function" or "package.module:function".', path=".py:"
+    )
+    experts: int = key(
+        0, "Number of experts per block; they replace the feed-forward. 0: a dense model.", ge=0, le=MOST_EXPERTS
+    )
+    experts_per_token: int = key(2, "Number of experts that process each token.", ge=1)
+    shared_experts: int = key(
+        0, "Width of an additional feed-forward for all tokens, as a number of experts. 0: none.", ge=0, le=MOST_EXPERTS
+    )
+    expert_hidden: int = key(
+        0, "Inner width of an expert. 0: the inner width of the feed-forward.", ge=0, le=16 * MOST["hidden"]
+    )
+    router: str = key("softmax", "Function that turns router logits into expert scores.", choices=ROUTERS)
+    capacity_factor: float = key(
+        0.0, "Most tokens per expert and sample, in even shares. Other tokens are dropped. 0: no limit.", ge=0
+    )
+    balance_loss: float = key(0.01, "Coefficient of the load-balancing loss. 0: off.", ge=0)
+    z_loss: float = key(0.0, "Coefficient of the loss that keeps the router logits small. 0: off.", ge=0)
+    balance_rate: float = key(0.0, "Step size of the router biases that balance the load without a loss. 0: off.", ge=0)
 
     @property
     def inner(self) -> int:
@@ -153,26 +150,6 @@ def loss_unit(kind: str, tokens_per_sample: float) -> str:
 
 _BLOCKS: Final = f"where model.kind={'|'.join(TRANSFORMERS)}"
 RULES: Final = (
-    one_of("model.kind", KINDS),
-    one_of("model.activation", ACTIVATIONS),
-    one_of("model.positions", POSITIONS),
-    one_of("model.norm", NORMS),
-    *at_least(1, "model.layers", "model.hidden", "model.heads", "model.vocabulary"),
-    *(each for name, most in MOST.items() for each in at_most(most, f"model.{name}")),
-    *at_most(MOST["hidden"], "model.heads"),
-    *at_most(16 * MOST["hidden"], "model.feed_forward", "model.expert_hidden"),
-    *at_most(MOST_EXPERTS, "model.experts", "model.shared_experts"),
-    *at_most(MOST_CONTEXT, "model.window"),
-    one_of("model.router", ROUTERS),
-    *at_least(0, *(f"model.{name}" for name in ("kv_heads", "window", "feed_forward", "experts"))),
-    *at_least(0, "model.shared_experts", "model.expert_hidden"),
-    *(
-        must(f"model.{name}", lambda value: 0.0 <= value < float("inf"), "it must be finite and at least 0")
-        for name in ("capacity_factor", "balance_loss", "z_loss", "balance_rate")
-    ),
-    *at_least(1, "model.experts_per_token"),
-    *at_least(-1, "model.mask_token"),
-    must("model.dropout", lambda share: 0.0 <= share < 1.0, "it must be at least 0 and less than 1"),
     *(
         no_effect(f"model.{item.name}", item.default, "model.kind", _ONLY.get(item.name, BUILT))
         for item in fields(ModelConfig)
@@ -181,13 +158,13 @@ RULES: Final = (
     *(
         Rule(
             {
-                f"model.{name}": other_than(default),
+                f"model.{name}": other_than(getattr(ModelConfig, name)),
                 "model.experts": Condition(lambda count: count == 0, sign="=", values=(0,)),
             },
             NO_EFFECT,
             "remove it, or set model.experts to 2 or more",
         )
-        for name, default in EXPERT_KEYS.items()
+        for name in EXPERT_KEYS
     ),
     rule("model.experts=1", "a router must choose between experts", "set it to 2 or more, or to 0 for a dense model"),
     rule(

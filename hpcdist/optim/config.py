@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Final, Literal, get_args
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.reporting.rules import check_section, finite, no_effect, one_of, rule
+from hpcdist.reporting.rules import no_effect, rule
+from hpcdist.reporting.schema import check_section, key
 
 Name = Literal["adamw", "sgd", "lars", "lamb"]
 Decay = Literal["cosine", "polynomial", "constant"]
@@ -73,42 +74,40 @@ class ParameterGroup:
 class OptimizerConfig:
     """Section ``[optimizer]``: the optimizer, its constants, and the schedule of its learning rate.
 
-    Args:
-        learning_rate: Peak learning rate. With ``scaling``, the peak for a global batch of ``base_batch`` samples.
-        scaling: "linear" multiplies the peak by k for a global batch of k * ``base_batch`` samples, "sqrt" by sqrt(k).
-        warmup_steps: Number of updates in which the rate rises linearly to the peak; or set ``warmup_samples``.
-        decay: Shape of the decay to ``final_fraction`` of the peak at the last step; ``power`` is for "polynomial".
-        momentum: For sgd and lars. ``nesterov`` is for sgd, ``momentum_correction`` and ``trust_coefficient`` for lars.
-        beta1: For adamw and lamb, like ``beta2`` and ``bias_correction``.
-        weight_decay: For matrices only.
-        trust_ratio_min: Lower bound of lamb's trust ratio. ``trust_ratio_max``: upper bound. 0: no bound.
-        groups: Name patterns ``LAYER.NAME``, a colon, and ``weight_decay=``, ``rate_factor=`` or both. The first match
-            counts.
+    Scaling "linear" multiplies the peak rate by k for a global batch of k * ``base_batch`` samples, "sqrt" by sqrt(k).
+    An entry of ``groups`` has name patterns ``LAYER.NAME``, a colon, and ``weight_decay=``, ``rate_factor=`` or both.
     """
 
-    name: Name = "adamw"
-    learning_rate: float = 3e-3
-    momentum: float = 0.9
-    nesterov: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    bias_correction: bool = True
-    weight_decay: float = 0.1
-    trust_coefficient: float = 0.001
-    trust_ratio_min: float = 0.0
-    trust_ratio_max: float = 0.0
-    momentum_correction: bool = True
-    normalize_gradient: bool = False
-    clip_norm: float = 1.0
-    base_batch: int = 0
-    scaling: Scaling = "none"
-    warmup_steps: float = 50  # integer in a recipe; fractional if derived from warmup_samples
-    warmup_samples: int = 0
-    decay: Decay = "cosine"
-    final_fraction: float = 0.1
-    power: float = 1.0
-    groups: tuple[str, ...] = ()
+    name: Name = key("adamw", "Optimizer.", choices=get_args(Name))
+    learning_rate: float = key(3e-3, "Peak learning rate, for a batch of base_batch samples if scaling is used.", gt=0)
+    momentum: float = key(0.9, "Momentum of sgd and lars.", ge=0, lt=1)
+    nesterov: bool = key(False, "Use Nesterov momentum.")
+    beta1: float = key(0.9, "Decay rate of the mean gradient in adamw and lamb.", ge=0, lt=1)
+    beta2: float = key(0.95, "Decay rate of the mean squared gradient in adamw and lamb.", ge=0, lt=1)
+    epsilon: float = key(1e-8, "Constant added to the denominator of an update in adamw, lars and lamb.", gt=0)
+    bias_correction: bool = key(True, "Correct the bias of the moments, which start at zero.")
+    weight_decay: float = key(0.1, "Weight decay of matrices. Biases and norm scales have none.", ge=0)
+    trust_coefficient: float = key(0.001, "Trust coefficient of lars.", gt=0)
+    trust_ratio_min: float = key(0.0, "Lower bound of the trust ratio. 0: no bound.", ge=0)
+    trust_ratio_max: float = key(0.0, "Upper bound of the trust ratio. 0: no bound.", ge=0)
+    momentum_correction: bool = key(True, "Rescale the velocity when the learning rate changes. false: as published.")
+    normalize_gradient: bool = key(False, "Divide the gradient by its norm before the update (NVLAMB).")
+    clip_norm: float = key(1.0, "Limit to which the gradient norm is clipped. 0: no clipping.", ge=0)
+    base_batch: int = key(0, "Samples per step for which learning_rate was tuned. 0: the rate is not scaled.", ge=0)
+    scaling: Scaling = key(
+        "none",
+        "Scaling of the rate from base_batch to run.global_batch. linear: sgd, lars; sqrt: adamw, lamb.",
+        choices=get_args(Scaling),
+    )
+    # An integer in a recipe; it is fractional if it is derived from warmup_samples.
+    warmup_steps: float = key(50, "Number of updates in which the learning rate rises linearly.", ge=0)
+    warmup_samples: int = key(0, "Length of the warm-up in samples; replaces warmup_steps. 0: not used.", ge=0)
+    decay: Decay = key("cosine", "Shape of the learning rate decay after the warm-up.", choices=get_args(Decay))
+    final_fraction: float = key(0.1, "Learning rate at the last step, as a fraction of the peak.", ge=0, le=1)
+    power: float = key(1.0, "Exponent of the polynomial decay.", gt=0)
+    groups: tuple[str, ...] = key(
+        (), 'Options for some tensors, as ["*.bias: weight_decay=0.0 rate_factor=2.0"]. The first match counts.'
+    )
 
     def __post_init__(self) -> None:
         check_section(RULES, "optimizer", self)
@@ -120,18 +119,8 @@ class OptimizerConfig:
         return tuple(map(ParameterGroup.of, self.groups))
 
 
-_PEAKS: Final = ("learning_rate", "epsilon", "trust_coefficient", "power")
-_SHARES: Final = ("momentum", "beta1", "beta2")
-_NOT_NEGATIVE: Final = ("weight_decay", "clip_norm", "warmup_steps", "warmup_samples", "base_batch", *TRUST_RATIO)
 _BOTH: Final = "set both (scaling 'linear' for sgd and lars, 'sqrt' for adamw and lamb), or 'none' and 0"
 RULES: Final = (
-    one_of("optimizer.name", get_args(Name)),
-    one_of("optimizer.decay", get_args(Decay)),
-    one_of("optimizer.scaling", get_args(Scaling)),
-    *(finite(f"optimizer.{name}", lambda value: value > 0, "above 0") for name in _PEAKS),
-    *(finite(f"optimizer.{name}", lambda value: 0 <= value < 1, "at least 0 and below 1") for name in _SHARES),
-    *(finite(f"optimizer.{name}", lambda value: value >= 0, "at least 0") for name in _NOT_NEGATIVE),
-    finite("optimizer.final_fraction", lambda value: 0 <= value <= 1, "between 0 and 1"),
     rule("optimizer.nesterov with optimizer.name!=sgd", "Nesterov momentum is defined for sgd only"),
     rule("optimizer.nesterov with optimizer.momentum=0", "Nesterov momentum needs a momentum above 0"),
     *(

@@ -1,10 +1,8 @@
 """Rules between keys of a configuration, and their check. Begin with `rule`, which parses a rule from text.
 
-`check_section` checks the rules of a configuration section. The rules between sections are in
-`hpcdist.strategies.rules`.
+`hpcdist.reporting.schema` has the rules of single keys. The rules between sections are in `hpcdist.strategies.rules`.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -197,26 +195,6 @@ def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
     return Rule({key: Condition(lambda value: not holds(value))}, cure=expected)
 
 
-def at_least(least: float, *keys: str, expected: str = "") -> Iterator[Rule]:
-    """Yield a `Rule` for each configuration key passed after ``least``: its value must not be below ``least``."""
-    for key in keys:
-        below = Condition(lambda value: not value >= least, sign="<", values=(least,))  # also true for NaN
-        yield Rule({key: below}, cure=expected or f"it must be at least {least}")
-
-
-def at_most(most: float, *keys: str) -> Iterator[Rule]:
-    """Yield a `Rule` for each configuration key passed after ``most``: its value must not be above ``most``."""
-    for key in keys:
-        yield Rule(
-            {key: Condition(lambda value: value > most, sign=">", values=(most,))}, cure=f"it must be at most {most}"
-        )
-
-
-def finite(key: str, holds: Callable[[float], object], expected: str) -> Rule:
-    """Return the rule that the value of ``key`` is finite and ``holds(value)`` is true; messages print ``expected``."""
-    return must(key, lambda value: math.isfinite(value) and holds(value), f"it must be finite and {expected}")
-
-
 def refusals(rules: Iterable[Rule], values: Values) -> Iterator[str]:
     """Yield the message of each of ``rules`` that ``values`` break. Skips a rule if ``values`` lack one of its keys."""
     yield from filter(None, (rule.refusal(values) for rule in rules if rule.is_known(values)))
@@ -231,11 +209,3 @@ def check(rules: Iterable[Rule], values: Values) -> None:
 def section_values(name: str, section: Any) -> dict[str, Any]:
     """Return the fields of the dataclass ``section`` as a dict from "<section name>.<field name>" to value."""
     return {f"{name}.{key}": value for key, value in vars(section).items()}
-
-
-def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError if the settings in the dataclass ``section`` break one of ``rules``.
-
-    ``name`` is the name of the section. Further keyword arguments: values of keys of ``rules`` outside the section.
-    """
-    check(rules, section_values(name, section) | derived)

@@ -3,22 +3,15 @@
 A table is a list of rows of texts, the head first.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Final
 
 MISSING: Final = "-"
-Record = TypeVar("Record")
-Columns = Sequence[tuple[str, Callable[[Record], str]]]  # title, and function from a record to its cell
 
 
 def text_of(value: float | None, form: str, unit: float = 1.0) -> str:
     """Return ``value`` divided by ``unit`` as text in the format ``form``. A ``value`` of None becomes "-"."""
     return MISSING if value is None else format(value / unit, form)
-
-
-def rows_of(columns: Columns[Record], records: Iterable[Record]) -> list[list[str]]:
-    """Return a row of titles, then one row per record. ``columns``: pairs (title, function from record to cell)."""
-    return [[title for title, _ in columns], *([text(record) for _, text in columns] for record in records)]
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, at_least, check_section, one_of, rule
+from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, rule
+from hpcdist.reporting.schema import check_section, key
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
 
@@ -17,14 +18,7 @@ _HOLDING: Final = [name for name, row in SCHEDULES.items() if row.splits or row.
 _CUTS: Final = ("stage_units", "stage_speeds", "stage_memory_bytes", f"partition!={DEFAULT_PARTITION}")
 
 RULES: Final = (
-    *at_least(0, "parallel.data", expected="give a number of ranks, or 0 for all remaining ranks"),
-    *at_least(
-        1, *(f"parallel.{name}" for name in ("pipeline", "tensor", "context", "expert", "microbatches", "chunks"))
-    ),
-    one_of("parallel.context_method", CONTEXT_METHODS),
     rule("parallel.context_method!=auto with parallel.context=1", NO_EFFECT, "no sample is divided; remove it"),
-    one_of("parallel.strategy", STRATEGIES),
-    one_of("parallel.schedule", ("auto", *NAMES)),
     rule("parallel.schedule_file= with parallel.schedule=file", cure="name the schedule file"),
     rule(
         "parallel.schedule_file with parallel.schedule!=file",
@@ -48,7 +42,6 @@ RULES: Final = (
         "no tensor axis divides the layers",
         "set it to false, or use several tensor ranks",
     ),
-    one_of("parallel.partition", PARTITIONS),
     *(
         rule(
             f"parallel.{cut} with parallel.pipeline=1",
@@ -56,10 +49,6 @@ RULES: Final = (
             "one rank has all units; remove it, or use several pipeline ranks",
         )
         for cut in _CUTS
-    ),
-    *(
-        rule(f"parallel.{name}", cure=f"each must be at least {least}", relation=lambda v, least=least: min(v) < least)
-        for name, least in (("stage_units", 1), ("stage_speeds", 1), ("stage_memory_bytes", 0))
     ),
     *(
         rule(f"parallel.{cut} with parallel.stage_units", NO_EFFECT, "stage_units sets the partition; remove one key")
@@ -105,36 +94,42 @@ class ParallelConfig:
     """Section ``[parallel]``: the layout of the work over the ranks.
 
     The product of the axis degrees is the number of ranks. With ``data = 0``, the data degree follows from the others.
-
-    - ``schedule``: order of the passes (``auto``: 1f1b in a pipeline, else sequential).
-    - ``chunks``: number of model parts per pipeline rank. ``microbatches``: number of micro-batches per step.
-    - ``recompute``: recompute activations in the backward pass, to store fewer activations.
-    - ``tensor``: number of ranks that compute each layer together. With ``sequence_parallel``, each rank has separate
-      tokens outside matrix products.
-    - ``context``: number of ranks that divide the tokens of each sample.
-    - ``expert``: number of consecutive replicas that divide the experts of each block.
-    - ``partition``: quantity to minimise on the slowest pipeline rank: parameters, FLOPs or measured time.
-    - ``stage_units``: number of layers, with embedding and head, in each chunk.
-    - ``stage_memory_bytes``: one memory limit for all ranks or one per rank; 0: no limit.
+    ``expert`` ranks are consecutive replicas.
     """
 
-    data: int = 0
-    pipeline: int = 1
-    tensor: int = 1
-    context: int = 1
-    context_method: str = "auto"
-    expert: int = 1
-    strategy: str = "allreduce"
-    schedule: str = "auto"
-    chunks: int = 1
-    schedule_file: str = ""
-    microbatches: int = 1
-    recompute: bool = False
-    sequence_parallel: bool = False
-    partition: str = DEFAULT_PARTITION
-    stage_units: tuple[int, ...] = ()
-    stage_speeds: tuple[int, ...] = ()
-    stage_memory_bytes: tuple[int, ...] = ()
+    data: int = key(0, "Number of data ranks (replicas of the model). 0: all ranks that the other degrees leave.", ge=0)
+    pipeline: int = key(1, "Pipeline ranks, each of which holds a part of the model.", ge=1)
+    tensor: int = key(1, "Ranks that compute each layer together. Must divide model.heads.", ge=1)
+    context: int = key(1, "Ranks that share the tokens of each sample. It need not divide data.context.", ge=1)
+    context_method: str = key(
+        "auto",
+        "Attention across context ranks: pass keys and values round a ring, or exchange heads.",
+        choices=CONTEXT_METHODS,
+    )
+    expert: int = key(1, "Ranks that share the experts. Must divide data x context and model.experts.", ge=1)
+    strategy: str = key("allreduce", "How replicas turn their gradients into new parameters.", choices=STRATEGIES)
+    schedule: str = key(
+        "auto", "Order of the micro-batches. auto: 1f1b in a pipeline, else sequential.", choices=("auto", *NAMES)
+    )
+    chunks: int = key(1, "Model parts per pipeline rank; interleaved needs at least 2.", ge=1)
+    schedule_file: str = key(
+        "", "File with the forward and backward passes, written by `hpcdist schedule --dump`.", path=True
+    )
+    microbatches: int = key(1, "Micro-batches per step. Without a pipeline: gradient accumulation.", ge=1)
+    recompute: bool = key(False, "Recompute activations in the backward pass, to save memory.")
+    sequence_parallel: bool = key(False, "Divide norms, residuals and dropout by tokens over the tensor ranks.")
+    partition: str = key(
+        DEFAULT_PARTITION,
+        "Cost by which a pipeline is balanced: the cost of its slowest stage is minimised.",
+        choices=PARTITIONS,
+    )
+    stage_units: tuple[int, ...] = key(
+        (), "Number of units in each chunk (units: layers, embedding, head), to set the partition by hand.", ge=1
+    )
+    stage_speeds: tuple[int, ...] = key((), "Relative speeds of the pipeline ranks, as [2, 1].", ge=1)
+    stage_memory_bytes: tuple[int, ...] = key(
+        (), "Memory limit of a pipeline rank in bytes: one for all, or one per rank. 0: no limit.", ge=0
+    )
 
     @property
     def recomputes_layers(self) -> bool:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.reporting.rules import check_section, finite, must, no_effect, one_of, rule
+from hpcdist.reporting.rules import no_effect, rule
+from hpcdist.reporting.schema import check_section, key
 
 PROMETHEUS: Final = ("off", "textfile", "http", "push")
 PORT: Final = 9464
@@ -13,25 +14,23 @@ PORT: Final = 9464
 class TelemetryConfig:
     """Section ``[telemetry]``: outputs of metrics in addition to ``metrics.h5``, and reports of anomalies.
 
-    ``jsonl``: write ``events.jsonl``. ``tensorboard``: write event files for TensorBoard.
-    ``prometheus``: "off", "textfile", "http" or "push".
-    ``textfile_directory``: for "textfile"; default: ``prometheus`` in the run directory.
-    ``port``: for "http", on localhost; 0: any free port. ``gateway``: Pushgateway for "push", as host:port.
-    ``nvtx``: mark operations for profilers. ``trace``: record each rank's last operations for `hpcdist trace`.
-    ``loss_spike``: report a loss above the median of earlier losses by this number of robust standard deviations.
-    ``throughput_drop``: report a speed below (1 - ``throughput_drop``) of the earlier speed. 0 disables a check.
+    The exporter listens on localhost. A speed below (1 - ``throughput_drop``) of the earlier speed is reported.
     """
 
-    jsonl: bool = False
-    tensorboard: bool = False
-    prometheus: str = "off"
-    textfile_directory: str = ""
-    port: int = PORT
-    gateway: str = ""
-    nvtx: bool = False
-    trace: bool = True
-    loss_spike: float = 5.0
-    throughput_drop: float = 0.5
+    jsonl: bool = key(False, "Write events.jsonl in the run directory.")
+    tensorboard: bool = key(False, "Write TensorBoard event files in the run directory.")
+    prometheus: str = key(
+        "off", "Export to Prometheus: as a file for node_exporter, by HTTP, or to a Pushgateway.", choices=PROMETHEUS
+    )
+    textfile_directory: str = key(
+        "", 'Directory that node_exporter reads. "": prometheus/ in the run directory.', path=True
+    )
+    port: int = key(PORT, "Port of the exporter. 0: any free port.", ge=0, le=65535)
+    gateway: str = key("", 'Pushgateway, as "host:port".')
+    nvtx: bool = key(False, "Mark operations for NVIDIA's profilers.")
+    trace: bool = key(True, "Record the last operations of each rank, for `hpcdist trace`.")
+    loss_spike: float = key(5.0, "Report a loss this many robust standard deviations above the median. 0: never.", ge=0)
+    throughput_drop: float = key(0.5, "Report a drop of the speed by this fraction. 0: never.", ge=0, lt=1)
 
     def __post_init__(self) -> None:
         check_section(RULES, "telemetry", self)
@@ -43,17 +42,13 @@ def _is_address(text: str) -> bool:
 
 
 RULES: Final = (
-    one_of("telemetry.prometheus", PROMETHEUS),
     *(
         no_effect(f"telemetry.{name}", getattr(TelemetryConfig, name), "telemetry.prometheus", [mode])
         for name, mode in (("textfile_directory", "textfile"), ("port", "http"), ("gateway", "push"))
     ),
-    must("telemetry.port", lambda port: 0 <= port <= 65535, "it must be between 0 (any free port) and 65535"),
     rule(
         "telemetry.gateway? where telemetry.prometheus=push",
         cure="it must be the host:port of a Pushgateway, such as 'login1:9091'",
         relation=lambda text: not _is_address(text),
     ),
-    finite("telemetry.loss_spike", lambda spike: spike >= 0, "at least 0 (never)"),
-    must("telemetry.throughput_drop", lambda drop: 0 <= drop < 1, "it must be at least 0 (never) and below 1"),
 )

@@ -340,11 +340,11 @@ def _recipe_of(recipe: Mapping[str, Any] | str | os.PathLike[str] | None, model:
     fixed = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
     if not isinstance(recipe, Mapping):
         return _checked(recipes.load(recipe, fixed).recipe)
-    defaults, explicit = recipes.defaults(), {key: value for key, value in recipe.items() if key != DEFAULTS}
+    declared, explicit = recipes.known_keys(), {key: value for key, value in recipe.items() if key != DEFAULTS}
     keys = settings.Settings()
     if DEFAULTS in recipe:
-        keys = settings.table(recipe[DEFAULTS](model), "the optimizer given to recipe_of", defaults, Path())
-    script_keys = settings.table(explicit, "the keys given to Training", defaults, Path())
+        keys = settings.table(recipe[DEFAULTS](model), "the optimizer given to recipe_of", declared, Path())
+    script_keys = settings.table(explicit, "the keys given to Training", declared, Path())
     keys.values |= script_keys.values
     keys.origin |= script_keys.origin
     return _checked(recipes.load(keys, fixed).recipe)

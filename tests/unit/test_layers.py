@@ -70,6 +70,8 @@ LAZY = (
     "nvtx",
     "prometheus_client",
     "tensorboardX",
+    "wandb",
+    "mlflow",
 )
 
 STARTING = "hpcdist.torch"  # to be imported is what it is for: it starts MPI and registers the backend

@@ -13,6 +13,7 @@ from typing import Any, Final
 from hpcdist.batch.job import RESOURCES, BatchJob, memory_mib, walltime_s
 from hpcdist.comm.launch.launchers import KINDS
 from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.reporting.schema import INTERNAL
 
 SCHEDULERS: Final = ("slurm", "pbs", "none")
 # MPI implementation -> launchers that start its ranks as one world.
@@ -211,8 +212,8 @@ class SiteProfile:
     on the tests of this profile. ``cluster``: cluster name or file for `hpcdist plan`.
     """
 
-    name: str = ""
-    origin: str = ""
+    name: str = field(default="", metadata={INTERNAL: True})
+    origin: str = field(default="", metadata={INTERNAL: True})
     description: str = ""
     proven: str = ""
     cluster: str = ""

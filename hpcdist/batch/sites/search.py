@@ -6,28 +6,26 @@ A profile with ``based_on`` overrides tables of another profile, key by key.
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, get_type_hints
+from typing import Any, Final
 
 import msgspec
 
 from hpcdist.batch import job
 from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
-from hpcdist.batch.sites import profile
 from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
 from hpcdist.comm.launch import mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import suggestion
+from hpcdist.reporting.schema import Field, TableFormat
 from hpcdist.reporting.units import counted
 
 VARIABLE: Final = "HPCDIST_SITE"
 SEARCH_PATH: Final = "HPCDIST_SITE_PATH"
 SYSTEM: Final = Path("/etc/hpcdist/sites")
 BASED_ON: Final = "based_on"
-INTERNAL_FIELDS: Final = ("name", "origin")  # fields of SiteProfile that are not in the file
-FREE_TABLES: Final = ("recipe", "blocks", "variables")  # tables with arbitrary keys
 IMAGE: Final = ("/usr", "/opt")  # folders of the operating system image, which all nodes have
 LAUNCHERS_WITH_SPARES: Final = ("mpirun", "srun")
 
@@ -205,12 +203,11 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
     """Read the profile ``named``, a name or a path. Raises ConfigurationError."""
     path = path_of(named, environment)
     tree = _load_tables(path, environment, ())
-    place = f"site profile {path}"
-    _check_known(tree, SiteProfile, place, "")
     try:
-        return msgspec.convert({**tree, "name": path.stem, "origin": str(path)}, SiteProfile)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{place} is invalid: {error}; correct this file") from error
+        site: SiteProfile = _TABLES.read(SiteProfile, tree)
+        return dataclasses.replace(site, name=path.stem, origin=str(path))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"site profile {path}: {error}") from error
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
@@ -278,28 +275,13 @@ def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[st
     return merged
 
 
-def _check_known(tree: Mapping[str, Any], kind: type, place: str, prefix: str) -> None:
-    hints = get_type_hints(kind)
-    field_names = [
-        item.name for item in dataclasses.fields(kind) if not (kind is SiteProfile and item.name in INTERNAL_FIELDS)
-    ]
-    for name, value in tree.items():
-        if name not in field_names:
-            cure = suggestion(name, field_names, prefix=prefix)
-            raise ConfigurationError(f"unknown field {prefix + name!r} in {place}; {cure}")
-        for inner, table, label in _nested_tables(name, value, hints[name]):
-            _check_known(table, inner, place, f"{prefix}{label}.")
+def _leaf(raw: Any, field: Field, where: str) -> Any:
+    if raw is None:
+        raise ConfigurationError(f"{where} is missing")
+    try:
+        return msgspec.convert(raw, field.type)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{where} = {raw!r} has the wrong type: {error}; correct the file") from error
 
 
-def _nested_tables(name: str, value: Any, hint: Any) -> Iterator[tuple[type, Mapping[str, Any], str]]:
-    if name in FREE_TABLES:
-        return
-    if isinstance(value, dict):
-        if dataclasses.is_dataclass(hint):
-            yield hint, value, name  # type: ignore[misc]
-        elif name in ("partitions", "qos"):
-            yield from (
-                (profile.SiteLimits, table, f"{name}.{key}") for key, table in value.items() if isinstance(table, dict)
-            )
-    elif isinstance(value, list) and name == "roots":
-        yield from ((profile.StorageRoot, table, name) for table in value if isinstance(table, dict))
+_TABLES: Final = TableFormat(_leaf)

@@ -20,6 +20,7 @@ from hpcdist.bench.collectives.results import (
 )
 from hpcdist.errors import UsageError
 from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
 from hpcdist.reporting.table import MISSING, text_of
 
@@ -102,19 +103,19 @@ def _row(configuration: CollectivesConfiguration, native_s: float | None) -> Col
     )
 
 
-_COLUMNS: Final[text_table.Columns[CollectivesRow]] = (
-    ("op", lambda row: row.op),
-    ("dtype", lambda row: row.dtype),
-    ("ranks", lambda row: str(row.ranks)),
-    ("bytes", lambda row: str(row.bytes)),
-    ("algorithm", lambda row: row.label),
-    ("median us", lambda row: _us(row.median_s)),
-    ("(quartiles)", lambda row: f"({_us(row.quartiles_s[0])} - {_us(row.quartiles_s[1])})"),
-    ("p95", lambda row: _us(row.p95_s)),
-    ("n", lambda row: str(row.iterations)),
-    ("x native", lambda row: text_of(row.x_native, ".2f")),
-    ("alg GB/s", lambda row: text_of(row.algorithm_bandwidth, ".3f", 1e9)),
-    ("bus GB/s", lambda row: text_of(row.bus_bandwidth, ".3f", 1e9)),
+_FIGURES: Final[Catalogue[CollectivesRow]] = Catalogue(
+    Figure("op", lambda row: row.op),
+    Figure("dtype", lambda row: row.dtype),
+    Figure("ranks", lambda row: row.ranks),
+    Figure("bytes", lambda row: row.bytes),
+    Figure("algorithm", lambda row: row.label),
+    Figure("median us", lambda row: _us(row.median_s)),
+    Figure("(quartiles)", lambda row: f"({_us(row.quartiles_s[0])} - {_us(row.quartiles_s[1])})"),
+    Figure("p95", lambda row: _us(row.p95_s)),
+    Figure("n", lambda row: row.iterations),
+    Figure("x native", lambda row: row.x_native, ".2f"),
+    Figure("alg GB/s", lambda row: row.algorithm_bandwidth, ".3f", 1e9),
+    Figure("bus GB/s", lambda row: row.bus_bandwidth, ".3f", 1e9),
 )
 
 
@@ -124,7 +125,7 @@ def _us(seconds: float) -> str:
 
 def text(table: Sequence[CollectivesRow]) -> str:
     """Format the rows ``table`` as an aligned text table, with an empty line between sizes."""
-    cells = text_table.rows_of(_COLUMNS, table)
+    cells = _FIGURES.rows(table)
     for row, line in zip(table, cells[1:], strict=True):
         if row.wrong:  # the times of a wrong result have no meaning
             line[5:] = ["WRONG RESULT", *[MISSING] * (len(line) - 6)]

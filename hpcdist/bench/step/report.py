@@ -11,8 +11,9 @@ from hpcdist.bench.output_file import plain
 from hpcdist.bench.step.request import COMPARED, EAGER, PHASES, SAME
 from hpcdist.bench.step.results import StepCase, StepResults
 from hpcdist.reporting import table as text_table
+from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING, text_of
+from hpcdist.reporting.table import MISSING
 from hpcdist.reporting.units import counted
 
 PASSES: Final = ("forward", "backward", "step")
@@ -86,16 +87,20 @@ def _row(results: StepResults, case: StepCase, eager: StepCase | None) -> StepTa
     )
 
 
-_COLUMNS: Final[text_table.Columns[StepTableRow]] = (
-    ("", lambda row: row.name),
-    ("ms a step", lambda row: text_of(row.step_s, ",.1f", 1e-3)),
-    ("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
-    ("tokens/s", lambda row: text_of(row.tokens_per_s, ",.0f")),
-    ("x eager", lambda row: text_of(row.x_eager, ".3f")),
-    ("(CPU time)", lambda row: "" if row.x_eager_cpu is None else f"({row.x_eager_cpu:.3f})"),
-    ("GFLOP/s", lambda row: text_of(row.flops_per_s, ".1f", 1e9)),
-    ("MFU", lambda row: text_of(row.mfu, ".1%")),
-    *((f"{name} ms", lambda row, name=name: text_of(row.phases_s[name], ".1f", 1e-3)) for name in PHASES),
+def _phase(name: str) -> Figure[StepTableRow]:
+    return Figure(f"{name} ms", lambda row: row.phases_s[name], ".1f", 1e-3)
+
+
+_FIGURES: Final[Catalogue[StepTableRow]] = Catalogue(
+    Figure("", lambda row: row.name),
+    Figure("ms a step", lambda row: row.step_s, ",.1f", 1e-3),
+    Figure("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
+    Figure("tokens/s", lambda row: row.tokens_per_s, ",.0f"),
+    Figure("x eager", lambda row: row.x_eager, ".3f"),
+    Figure("(CPU time)", lambda row: "" if row.x_eager_cpu is None else f"({row.x_eager_cpu:.3f})"),
+    Figure("GFLOP/s", lambda row: row.flops_per_s, ".1f", 1e9),
+    Figure("MFU", lambda row: row.mfu, ".1%"),
+    *(_phase(name) for name in PHASES),
 )
 
 
@@ -111,7 +116,7 @@ def text(results: StepResults) -> str:
         f"{machine}; {gflop:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
         f"numpy's BLAS: {about['blas']}",
         "",
-        *text_table.aligned(text_table.rows_of(_COLUMNS, table)),
+        *_FIGURES.aligned(table),
         "x eager: median over the turns of (time of PyTorch eager) / (time of the contender)",
         "",
         *_operations(results),

@@ -27,14 +27,15 @@ import hashlib
 import itertools
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
-from hpcdist.reporting.nearest import nearest, suggestion
+from hpcdist.reporting.nearest import nearest
+from hpcdist.reporting.schema import check_names
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import counted
@@ -112,9 +113,9 @@ class SweepTrial:
 def read(path: Path) -> Sweep:
     """Read the sweep file ``path``. Raises StorageError if reading fails, ConfigurationError for invalid content."""
     tree = regular.settings(path, "sweep")
-    _check_names(tree, ("sweep", "recipe", "axes", "trial", "exclude"), f"sweep file {path}")
+    check_names(tree, ("sweep", "recipe", "axes", "trial", "exclude"), f"sweep file {path}: ")
     head = _table(tree, "sweep", path)
-    _check_names(head, ("ranks", "repeats", "recipe"), f"[sweep] of sweep file {path}")
+    check_names(head, ("ranks", "repeats", "recipe"), f"sweep file {path}: sweep.")
     repeats = head.get("repeats", 1)
     if not _is_count(repeats):
         raise ConfigurationError(f"sweep.repeats = {repeats!r} in {path} is invalid; give a whole number, at least 1")
@@ -279,12 +280,6 @@ def _list_of_tables(tables: Any, name: str, path: Path) -> list[Mapping[str, Any
     if not isinstance(tables, list) or not all(isinstance(table, dict) and table for table in tables):
         raise ConfigurationError(f"{name} in {path} is invalid; write non-empty tables, each below a line [[{name}]]")
     return tables
-
-
-def _check_names(table: Iterable[str], names: tuple[str, ...], place: str) -> None:
-    for name in table:
-        if name not in names:
-            raise ConfigurationError(f"unknown name {name!r} in {place}; {suggestion(name, names)}")
 
 
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:

@@ -1,6 +1,7 @@
-"""Report of a sweep: one row per configuration over its repeats, as text, Markdown, JSON or a picture."""
+"""Report of a sweep: one row per configuration over its repeats, as text, Markdown, JSON or a plot."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -11,20 +12,20 @@ from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat, status_text
 from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import UsageError
-from hpcdist.reporting import table as text_table
-from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING, text_of
+from hpcdist.reporting import plotting
+from hpcdist.reporting.figures import Catalogue, Figure
+from hpcdist.reporting.units import counted
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The figures of one configuration; None is what was not measured, and ``reasons`` says why, by figure.
+    """Figures of one configuration over its repeats. An unknown figure is None, and ``reasons`` has the reason by name.
 
-    ``tokens_per_s`` is the median, minimum and maximum over the repeats. ``step_s`` is the median, 95th and 99th
-    percentile over all steps of all repeats but the first step of each, which compiles and connects; a step takes as
-    long as its slowest rank, from one row of its metrics to the next, everything included. ``bytes_sent_per_step`` is
-    the median step's maximum over the ranks. ``bytes_moved_per_step`` adds the bytes moved through shared memory and by
-    the MPI library. ``peak_bytes`` is the most bytes that one rank held. The rest are medians.
+    ``tokens_per_s``: median, minimum and maximum over the repeats. ``step_s``: median, 95th and 99th percentile over
+    the steps of all repeats, without the first step of each repeat, which compiles and connects. The time of a step is
+    the time of its slowest rank since its row before. ``bytes_sent_per_step``: median over the steps of the maximum
+    over the ranks. ``bytes_moved_per_step`` also has the bytes moved through shared memory and by the MPI library.
+    ``peak_bytes``: most bytes held by a rank. The other figures are medians over the repeats.
     """
 
     name: str
@@ -46,7 +47,7 @@ class SweepRow:
 
     @property
     def status(self) -> str:
-        """Numbers of repeats by the way they ended."""
+        """Numbers of successful and failed repeats, as text."""
         return status_text(self.ok, self.failed)
 
 
@@ -64,7 +65,7 @@ def _row(configuration: SweepConfiguration) -> SweepRow:
         "step_s": dict(zip(("median", "p95", "p99"), np.percentile(steps, (50, 95, 99)).tolist(), strict=True))
         if len(steps)
         else None,
-        # A rank that serves without steps of its own has no such column; the run's summary knows.
+        # A parameter server makes no steps and has no such column. The summary of the run has its bytes.
         "bytes_sent_per_step": _sent(good) or _median(configuration.figures("bytes_sent_per_step")),
         "peak_bytes": max(filter(None, configuration.figures("peak_bytes_total")), default=None),
         **{name: _median(configuration.figures(name)) for name in ("train_loss", "val_loss", "energy_j")},
@@ -72,16 +73,20 @@ def _row(configuration: SweepConfiguration) -> SweepRow:
     reasons = {name: _reason(name, good) for name, value in figures.items() if value is None and good}
     if bad:
         reasons["failed"] = bad[-1].reason
-    known = configuration.name, configuration.ranks, configuration.id, len(good), len(bad)
+    origin = configuration.name, configuration.ranks, configuration.id, len(good), len(bad)
     figures["bytes_moved_per_step"] = _moved(configuration)
+    if good and figures["bytes_moved_per_step"] is None:
+        reasons["bytes_moved_per_step"] = reasons.get(
+            "bytes_sent_per_step", "the summary of the run has no such figure"
+        )
     for name in ("speed_unit", "counts_activations"):
         if values := configuration.figures(name):
             figures[name] = values[0]
-    return SweepRow(*known, **figures, reasons=reasons)
+    return SweepRow(*origin, **figures, reasons=reasons)
 
 
 def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
-    """Return why a figure is missing: in the words of the run, which has a key like bytes_sent_reason."""
+    """Return the reason why the figure ``name`` is unknown. The summary of a run has keys such as bytes_sent_reason."""
     summary = good[-1].summary
     reasons = [key for key in summary if key.endswith("_reason") and name.startswith(key.removesuffix("reason"))]
     if reasons:
@@ -90,20 +95,23 @@ def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
 
 
 def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarray:
-    """Return the known samples of all repeats, each the maximum over the ranks, from iteration ``first`` on."""
+    """Return the maximum over the ranks of the sample ``name``, for the iterations of all repeats from ``first`` on."""
     slowest = [most_of_ranks(repeat.samples[name][first:]) for repeat in good]
     return np.concatenate(slowest) if slowest else np.zeros(0)
 
 
 def most_of_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum of (iterations, ranks) over the ranks that know it, without iterations where none does."""
+    """Return the maximum over the ranks of ``samples``, of shape (iterations, ranks), ignoring NaN.
+
+    Iterations in which all values are NaN are left out.
+    """
     most = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
-    known: np.ndarray = most[np.isfinite(most)]
-    return known
+    finite: np.ndarray = most[np.isfinite(most)]
+    return finite
 
 
 def _sent(good: Sequence[TrialRepeat]) -> float | None:
-    """Return the bytes of the median step; None when any rank of any step does not know: a maximum would lie.
+    """Return the bytes sent in the median step, or None if any value is unknown, since the maximum would be wrong.
 
     The first step is left out, as for times: it splits communicators.
     """
@@ -113,7 +121,7 @@ def _sent(good: Sequence[TrialRepeat]) -> float | None:
 
 
 def _moved(configuration: SweepConfiguration) -> float | None:
-    """Return the bytes that a rank moved a step in every way, the median over the repeats; None if a way is unknown."""
+    """Return the bytes that a rank moves in a step, a median over the repeats, or None if one transport is unknown."""
     ways = [configuration.figures(f"bytes_moved_per_step.{way}") for way in BytesMoved._fields]
     return sum(map(float, map(np.median, ways))) if all(ways) else None
 
@@ -122,67 +130,64 @@ def _median(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.median(values)) if len(values) else None
 
 
-def _range(rates: Mapping[str, float] | None, unit: str) -> str:
-    if rates is None:
-        return MISSING
-    return f"{rates['median']:,.0f} [{rates['min']:,.0f}-{rates['max']:,.0f}] {unit}/s"
+def _range(median: float, row: SweepRow) -> str:
+    assert row.tokens_per_s is not None
+    return f"{median:,.0f} [{row.tokens_per_s['min']:,.0f}-{row.tokens_per_s['max']:,.0f}] {row.speed_unit}/s"
 
 
-def _times(step_s: Mapping[str, float] | None) -> str:
-    return MISSING if step_s is None else " / ".join(f"{1e3 * value:.1f}" for value in step_s.values())
+def _times(median: float, row: SweepRow) -> str:
+    assert row.step_s is not None
+    return " / ".join(f"{1e3 * value:.1f}" for value in row.step_s.values())
 
 
-def _peak(row: SweepRow) -> str:
-    text = text_of(row.peak_bytes, ",.1f", 2**20)
-    return text if row.counts_activations or row.peak_bytes is None else f"{text} + activations"
+def _peak(value: float, row: SweepRow) -> str:
+    return f"{value / 2**20:,.1f}{'' if row.counts_activations else ' + activations'}"
 
 
-_COLUMNS: Final[text_table.Columns[SweepRow]] = (
-    ("configuration", lambda row: row.name),
-    ("ranks", lambda row: str(row.ranks)),
-    ("speed, median [range]", lambda row: _range(row.tokens_per_s, row.speed_unit)),
-    ("step ms median / p95 / p99", lambda row: _times(row.step_s)),
-    ("MB moved a step (max over ranks)", lambda row: text_of(row.bytes_moved_per_step, ",.3f", 1e6)),
-    ("peak MiB a rank", _peak),
-    ("train loss", lambda row: text_of(row.train_loss, ".4f")),
-    ("energy J", lambda row: text_of(row.energy_j, ",.1f")),
-    ("status", lambda row: row.status),
-)
-
-
-def text(path: Path, results: SweepResults) -> str:
-    """Return the table as lines for people, and below it why figures are missing and trials failed."""
-    table = rows(results)
-    if not table:
-        return f"{path}: no trial has ended yet"
-    head = [
-        f"results    {path}",
-        *(f"{name:10} {results.provenance[key]}" for name, key in _HEAD if key in results.provenance),
-    ]
-    lines = text_table.aligned(text_table.rows_of(_COLUMNS, table), (0, -1))
-    return "\n".join([*head, "", *lines, "", *notes(results, table)]).rstrip()
-
-
+ROWS: Final[Catalogue[SweepRow]] = Catalogue(
+    Figure("name", lambda row: row.name, title="configuration"),
+    Figure("ranks", lambda row: row.ranks),
+    Figure("tokens_per_s", lambda row: row.tokens_per_s and row.tokens_per_s["median"], _range,
+           title="speed, median [range]", reason=lambda row: row.reasons.get("tokens_per_s", "")),
+    Figure("step_s", lambda row: row.step_s and row.step_s["median"], _times,
+           title="step ms median / p95 / p99", reason=lambda row: row.reasons.get("step_s", "")),
+    Figure("bytes_moved_per_step", lambda row: row.bytes_moved_per_step, ",.3f", 1e6,
+           title="MB moved a step (max over ranks)", reason=lambda row: row.reasons.get("bytes_moved_per_step", "")),
+    Figure("peak_bytes", lambda row: row.peak_bytes, _peak, title="peak MiB a rank",
+           reason=lambda row: row.reasons.get("peak_bytes", "")),
+    Figure("train_loss", lambda row: row.train_loss, ".4f", title="train loss",
+           reason=lambda row: row.reasons.get("train_loss", "")),
+    Figure("energy_j", lambda row: row.energy_j, ",.1f", title="energy J",
+           reason=lambda row: row.reasons.get("energy_j", "")),
+    Figure("status", lambda row: row.status),
+)  # fmt: skip
 _HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processor", "processor"), ("cores", "cores"))
 
 
-def markdown(results: SweepResults) -> str:
-    """Return the table as Markdown, with the notes below it."""
+def text(path: Path, results: SweepResults) -> str:
+    """Return the table of a sweep as text, followed by the notes of `notes`."""
     table = rows(results)
-    lines = text_table.markdown(text_table.rows_of(_COLUMNS, table))
-    return "\n".join([*lines, *(f"\n{note}" for note in notes(results, table))])
+    if not table:
+        return f"{path}: no trial has ended yet"
+    head = [f"{name:10} {results.provenance[key]}" for name, key in _HEAD if key in results.provenance]
+    lines = [f"results    {path}", *head, "", *ROWS.aligned(table, (0, -1))]
+    remarks = notes(results, table)
+    return "\n".join([*lines, *([""] if not ROWS.missing(table) else []), *remarks]).rstrip()
+
+
+def markdown(results: SweepResults) -> str:
+    """Return the table of a sweep as Markdown, followed by the notes of `notes`."""
+    table = rows(results)
+    return "\n".join([*ROWS.markdown(table), *(f"\n{note}" for note in notes(results, table))])
 
 
 def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
-    """Return a line for each reason that a figure is missing or a trial failed, and for what forbids comparing."""
-    by_reason: dict[tuple[str, str], list[str]] = {}
+    """Return a line for each reason of failed trials, and for each difference that forbids a comparison."""
+    by_reason: dict[str, list[str]] = {}
     for row in table:
-        for name, reason in row.reasons.items():
-            by_reason.setdefault((name, reason), []).append(f"{row.name} ({row.ranks})")
-    lines, measured = [], sum(1 for row in table if row.ok)
-    for (name, reason), names in by_reason.items():
-        whose = "all" if len(names) == measured > 1 else ", ".join(names)
-        lines.append(f"{', '.join(names)}: {reason}" if name == "failed" else f"no {name} of {whose}: {reason}")
+        if "failed" in row.reasons:
+            by_reason.setdefault(row.reasons["failed"], []).append(f"{row.name} ({row.ranks})")
+    lines = [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     repeats = [repeat for configuration in results.configurations for repeat in configuration.repeats]
     commits, versions = ({getattr(repeat, name) for repeat in repeats} for name in ("git_commit", "hpcdist_version"))
     for made, what in ((commits, "at {} commits"), (versions - {""}, "with {} versions of hpcdist")):
@@ -192,42 +197,123 @@ def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
 
 
 def jsonable(path: Path, results: SweepResults) -> dict[str, Any]:
-    """Return the report as JSON values; what was not measured is null."""
+    """Return the report as JSON values. Unknown figures are null."""
     configurations = [asdict(row) | {"status": row.status} for row in rows(results)]
     return {"results": str(path), "provenance": dict(results.provenance), "configurations": configurations}
 
 
 def plot(results: SweepResults, file: Path) -> None:
-    """Draw the speed of each configuration, a panel for each number of ranks, with the range of the repeats.
+    """Write the drawing of `draw` to ``file``. Raises the errors of `draw` and of `plotting.drawing`."""
+    inches = plot_inches(results)
+    plotting.check_plot(file)
+    with plotting.chart_style(), plotting.drawing(file, *inches) as figure:
+        draw(figure, results)
 
-    Where configurations were measured on several numbers of ranks, curves over the ranks stand beside them: efficiency,
-    bytes and memory.
 
-    Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
+def plot_inches(results: SweepResults) -> tuple[float, float]:
+    """Return width and height of the plot of a sweep in inches."""
+    measured = _measured(results)
+    height = 1.2 + 1.2 * len({row.ranks for row in measured}) + 0.3 * len(measured)
+    if swept(results, measured) is not None:
+        return 8.0, 5.0
+    return (12.0, max(7.0, height)) if scaling(measured) else (8.0, height)
+
+
+def draw(figure: Any, results: SweepResults) -> None:
+    """Draw the results of a sweep into the matplotlib ``figure``. Raises UsageError if no trial was successful.
+
+    If exactly one recipe key with numbers was swept, draw the loss over its values. Otherwise, draw the speed of each
+    configuration as a bar, with one panel per number of ranks. For configurations that were measured on several numbers
+    of ranks, curves over the ranks follow: efficiency, bytes and memory.
     """
-    known = [row for row in rows(results) if row.tokens_per_s is not None]
-    if not known:
-        raise UsageError("no trial has ended well, so there is nothing to plot")
-    panels = {ranks: [row for row in known if row.ranks == ranks] for ranks in sorted({row.ranks for row in known})}
+    measured = _measured(results)
+    if (axis := swept(results, measured)) is not None:
+        _loss_over(figure.subplots(), axis, measured)
+        return
+    curves = scaling(measured)
+    panels = {ranks: [row for row in measured if row.ranks == ranks] for ranks in sorted({r.ranks for r in measured})}
+    bars, right = figure.subfigures(1, 2, width_ratios=(3, 2)) if curves else (figure, None)
     counts = [len(panel) for panel in panels.values()]
-    curves = scaling(known)
-    height = 1.2 * len(panels) + 0.3 * sum(counts)
-    size = (12, max(7.0, height)) if curves else (8, height)
-    with drawing(file, *size) as figure:
-        bars, beside = figure.subfigures(1, 2, width_ratios=(3, 2)) if curves else (figure, None)
-        axes = bars.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
-        if beside is not None:
-            _curves(beside, curves)
-        for axis, (ranks, panel) in zip(axes, panels.items(), strict=True):
-            _bars(axis, ranks, panel)
-        units = "/s or ".join(sorted({row.speed_unit for row in known}))
-        axes[-1].set_xlabel(f"{units}/s (median and range of the repeats)")
+    axes = bars.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
+    if right is not None:
+        _curves(right, curves)
+    for panel_axes, (ranks, panel) in zip(axes, panels.items(), strict=True):
+        _bars(panel_axes, ranks, panel)
+    units = "/s or ".join(sorted({row.speed_unit for row in measured}))
+    axes[-1].set_xlabel(f"{units}/s (median and range of the repeats)")
 
 
-def scaling(known: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return the rows of each configuration that was measured on several numbers of ranks, by name, fewest first."""
+def _measured(results: SweepResults) -> list[SweepRow]:
+    measured = [row for row in rows(results) if row.tokens_per_s is not None]
+    if not measured:
+        raise UsageError("no trial was successful, so there is nothing to plot")
+    return measured
+
+
+@dataclass(frozen=True)
+class SweptKey:
+    """The swept recipe key ``key`` with numbers: its values, and the other swept values as a label, by row id."""
+
+    key: str
+    values: Mapping[str, float]
+    labels: Mapping[str, str]
+    loss: str  # field of `SweepRow`: val_loss, or train_loss if a configuration has no validation
+
+
+def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | None:
+    """Return the recipe key with numbers that was swept, or None unless there is exactly one and losses are known."""
+    recipes = {c.id: dict(_settings(tomllib.loads(c.recipe))) for c in results.configurations}
+    recipes = {row.id: recipes[row.id] | {"ranks": f"{row.ranks} ranks"} for row in measured}
+    keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
+    varied = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes.values()}) > 1]
+    numeric = [key for key in varied if all(_is_number(recipe.get(key)) for recipe in recipes.values())]
+    loss = next((n for n in ("val_loss", "train_loss") if all(getattr(r, n) is not None for r in measured)), None)
+    if len(numeric) != 1 or loss is None:
+        return None
+    others = [key for key in varied if key != numeric[0]]
+    labels = {row_id: ", ".join(str(recipe.get(key)) for key in others) for row_id, recipe in recipes.items()}
+    values = {row_id: float(recipe[numeric[0]]) for row_id, recipe in recipes.items()}
+    return SweptKey(numeric[0], values, labels, loss)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
+    """Draw the loss over the swept values, one line per label, and mark the smallest loss."""
+    points = sorted((axis.values[row.id], getattr(row, axis.loss), axis.labels[row.id]) for row in measured)
+    for index, label in enumerate(dict.fromkeys(axis.labels[row.id] for row in measured)):
+        line = [(value, loss) for value, loss, of in points if of == label]
+        axes.plot(
+            *zip(*line, strict=True), "o-", color=plotting.CYCLE[index % len(plotting.CYCLE)], label=label or None
+        )
+    value, loss, label = min(points, key=lambda point: point[1])
+    axes.plot([value], [loss], "*", color=plotting.ORANGE, markersize=15, label="best", zorder=3)
+    axes.annotate(f"{value:g}: {loss:.4f}", (value, loss), (0, -16), textcoords="offset points", ha="center")
+    values = sorted({value for value, _, _ in points})
+    if values[0] > 0 and values[-1] > 10 * values[0]:
+        axes.set_xscale("log")
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
+    axes.margins(y=0.15)
+    axes.set_xlabel(axis.key)
+    axes.set_ylabel("validation loss" if axis.loss == "val_loss" else "training loss")
+    plotting.legend(axes)
+
+
+def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
+    """Return the rows of each configuration measured on several numbers of ranks, by name, in order of the ranks."""
     by_name: dict[str, list[SweepRow]] = {}
-    for row in sorted(known, key=lambda row: row.ranks):
+    for row in sorted(measured, key=lambda row: row.ranks):
         by_name.setdefault(row.name, []).append(row)
     return {name: rows for name, rows in by_name.items() if len({row.ranks for row in rows}) > 1}
 
@@ -241,12 +327,12 @@ def efficiency(rows: Sequence[SweepRow]) -> list[float]:
 def _curves(figure: Any, curves: Mapping[str, Sequence[SweepRow]]) -> None:
     """Draw efficiency, bytes and memory over the number of ranks, a line for each configuration."""
     above, middle, below = figure.subplots(3, 1, sharex=True)
-    for name, rows in curves.items():
-        ranks = [row.ranks for row in rows]
-        above.plot(ranks, efficiency(rows), "o-", label=name)
+    for index, (name, rows) in enumerate(curves.items()):
+        ranks, colour = [row.ranks for row in rows], plotting.CYCLE[index % len(plotting.CYCLE)]
+        above.plot(ranks, efficiency(rows), "o-", color=colour, label=name)
         for axes, key, unit in ((middle, "bytes_sent_per_step", 1e6), (below, "peak_bytes", 2**20)):
             values = [getattr(row, key) for row in rows]
-            axes.plot(ranks, [np.nan if value is None else value / unit for value in values], "o-")
+            axes.plot(ranks, [np.nan if value is None else value / unit for value in values], "o-", color=colour)
     above.axhline(1.0, color="0.6", linewidth=0.8)
     above.set_ylabel("efficiency")
     middle.set_ylabel("MB sent a step")
@@ -257,16 +343,22 @@ def _curves(figure: Any, curves: Mapping[str, Sequence[SweepRow]]) -> None:
 
 
 def _bars(axes: Any, ranks: int, panel: Sequence[SweepRow]) -> None:
-    rates = [row.tokens_per_s for row in panel if row.tokens_per_s is not None]
+    """Draw the speeds of ``panel``, the rows of one number of ranks, sorted, with the fastest row in another colour."""
+    ordered = sorted(panel, key=lambda row: -row.tokens_per_s["median"] if row.tokens_per_s is not None else 0.0)
+    rates = [row.tokens_per_s for row in ordered if row.tokens_per_s is not None]
     median = np.array([rate["median"] for rate in rates])
     spread = np.array([[rate["median"] - rate["min"], rate["max"] - rate["median"]] for rate in rates]).T  # (2, rows)
-    places = np.arange(len(panel))
-    axes.barh(places, median, xerr=spread, capsize=3, color="C0", alpha=0.8)
-    axes.set_yticks(places, [row.name for row in panel], fontsize=8)
+    positions, others = np.arange(len(ordered)), [plotting.BLUE] * (len(ordered) - 1)
+    bars = axes.barh(positions, median, xerr=spread, capsize=3, color=[plotting.ORANGE, *others], alpha=0.8)
+    if others:
+        axes.bar_label(bars, ["fastest", *("" for _ in others)], padding=5, fontsize=8)
+    axes.margins(x=0.12)
+    axes.set_yticks(positions, [row.name for row in ordered], fontsize=8)
+    axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
-    axes.set_title(f"{ranks} ranks", fontsize=10)
+    axes.set_title(counted(ranks, "rank"), fontsize=10)
 
 
 def read(path: Path) -> SweepResults:
-    """Read a results file; its sweep may be under way. Raises StorageError."""
+    """Read the results file ``path`` of a finished or running sweep. Raises StorageError."""
     return results.read(path)

@@ -81,7 +81,7 @@ class SweepRecipes:
         from hpcdist.training.recipe import settings
 
         path = self.sweep.path
-        return settings.table(tree, f"sweep {path}", recipes.defaults(), path.parent)
+        return settings.table(tree, f"sweep {path}", recipes.known_keys(), path.parent)
 
 
 def _remove_leftovers(output: Path) -> None:

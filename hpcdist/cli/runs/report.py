@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +11,7 @@ import click
 
 from hpcdist.cli.common import FILE, PATH, json_option
 from hpcdist.errors import HpcdistError, StorageError, UsageError
-from hpcdist.reporting import regular
+from hpcdist.reporting import atomic, regular
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import format_bytes
@@ -19,12 +19,13 @@ from hpcdist.reporting.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpcdist.telemetry.page.run_data import CheckpointEntry, ExternalData, RecipeSetting, TextSample
+    from hpcdist.telemetry.page.run_data import CheckpointEntry, ExternalData, RecipeSetting, RunData, TextSample
 
 SAMPLE_TOKENS: Final = 600
 SAMPLE_LIMIT_S: Final = 60.0  # a slow model's text is truncated
 MAX_MODEL_BYTES: Final = 4 << 30  # largest model that is loaded for a sample
 MAX_CHECKPOINTS: Final = 1000
+TARGETS: Final = ("csv", "wandb", "mlflow")  # formats of --to
 METRICS_FILE: Final = "metrics.h5"  # in a run directory
 
 
@@ -147,6 +148,13 @@ def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) ->
 @click.option("--sample-prompt", default="def ", help="With --html: prompt of the text sample.")
 @json_option
 @click.option("--markdown", is_flag=True, help="Print the table of a sweep as Markdown.")
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(TARGETS),
+    help="Export step metrics as CSV, or offline for W&B or MLflow.",
+)
+@click.option("--output", type=PATH, help="With --to: CSV file (default: print), or directory for wandb or mlflow.")
 def report(
     places: tuple[Path, ...],
     plot: Path | None,
@@ -155,37 +163,48 @@ def report(
     sample_prompt: str,
     as_json: bool,
     markdown: bool,
+    target: str | None,
+    output: Path | None,
 ) -> None:
     """Print loss, times and traffic of the training in RUN_DIR, or the table of the benchmark in RESULTS.h5.
 
     The run or benchmark may still be running. Several runs are compared in a table, and in one figure with --plot.
-    --html writes charts, figures, a timeline, recipe and environment into one file.
+    --html writes charts, figures, a timeline, recipe and environment into one file. --to csv prints one line per step
+    of a run, or one line per run or configuration for several runs or a sweep.
     """
     place = places[0]
     _check_options(place, html, no_sample, sample_prompt)
     if as_json and markdown:
         raise UsageError("--json and --markdown exclude each other; choose one")
+    if target is None and output is not None:
+        raise UsageError("--output needs --to csv, --to wandb or --to mlflow; add one of them")
+    if target is not None and (plot or html or as_json or markdown):
+        raise UsageError("--to excludes --plot, --html, --json and --markdown; choose one")
     for path in places:
         _check_place(path)
-    if len(places) > 1:
-        _report_runs(places, plot, as_json, html is not None or markdown)
-        return
-    if html is not None:
-        write_page(place, html, sample=not no_sample, prompt="" if no_sample else sample_prompt)
-        if not as_json:
-            click.echo(f"page       {html}, {format_bytes(html.stat().st_size)}")
-        if not (as_json or plot):
-            return
-    if place.is_file() and _is_collectives(place):
+    if target is not None:
+        _export(places, target, output)
+    elif len(places) > 1:
+        _report_runs(places, plot, html, as_json, markdown)
+    elif place.is_file() and _is_collectives(place):
+        if html is not None:
+            raise UsageError(
+                f"--html supports runs and sweeps, but {place} holds measurements of collectives; use --plot"
+            )
         _report_collectives(place, plot, as_json, markdown)
     elif place.is_file():
-        _report_sweep(place, plot, as_json, markdown)
+        _report_sweep(place, plot, html, as_json, markdown)
     elif markdown:
         raise UsageError(f"--markdown prints the table of a sweep; {place} is not a results file")
     else:
-        _report_run(place, plot, as_json)
-    if plot is not None and not (as_json or markdown):
-        click.echo(f"\nplot       {plot}")
+        if html is not None:
+            write_page(place, html, sample=not no_sample, prompt="" if no_sample else sample_prompt)
+        if html is None or as_json or plot:
+            _report_run(place, plot, as_json)
+    if not (as_json or markdown):
+        for name, file in (("page", html), ("plot", plot)):
+            if file is not None:
+                click.echo(f"{name}       {file}, {format_bytes(file.stat().st_size)}")
 
 
 def _check_place(place: Path) -> None:
@@ -204,40 +223,98 @@ def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str)
         raise UsageError("--no-sample and --sample-prompt exclude each other; choose one")
     if not prompt:
         raise UsageError("--sample-prompt is empty; give at least one character, or --no-sample")
-    if html is not None and place.is_file():
-        raise UsageError(f"--html needs a run directory, but {place} is a results file: use --plot or --markdown")
+
+
+def _read_run(run_dir: Path) -> "RunData":
+    """Read a run with the recipe and costs that its figures need."""
+    from hpcdist.telemetry import report as reports  # late: --help must not load h5py
+    from hpcdist.telemetry.page.run_data import ExternalData
+
+    settings, reason, steps = _settings(run_dir)
+    external = ExternalData(settings=settings, settings_reason=reason, planned_steps=steps, costs=_costs(run_dir))
+    with regular.damage(run_dir, regular.FIGURES):
+        return reports.report(run_dir, external)
 
 
 def _report_run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
-    from hpcdist.telemetry import report as reports  # late: --help must not load h5py
-
-    with regular.damage(run_dir, regular.FIGURES):
-        summary = reports.report(run_dir)
-        text = json.dumps(jsonable(summary.figures)) if as_json else reports.text(summary)
-    click.echo(text)
-    if plot is not None:
-        with regular.damage(run_dir, regular.FIGURES):
-            reports.plot(summary, plot)
-
-
-def _report_runs(places: "Sequence[Path]", plot: Path | None, as_json: bool, other: bool) -> None:
     from hpcdist.telemetry import report as reports
+
+    run = _read_run(run_dir)
+    with regular.damage(run_dir, regular.FIGURES):
+        click.echo(json.dumps(jsonable(run.figures)) if as_json else reports.text(run))
+        if plot is not None:
+            reports.plot(run, plot)
+
+
+def read_runs(places: "Sequence[Path]") -> "list[RunData]":
+    """Read the runs in the directories ``places``. Raises UsageError for a results file."""
+    if files := [place for place in places if place.is_file()]:
+        raise UsageError(f"{files[0]} is a results file: give only this file, or only runs; see `hpcdist compare`")
+    return [_read_run(place) for place in places]
+
+
+def _report_runs(places: "Sequence[Path]", plot: Path | None, html: Path | None, as_json: bool, markdown: bool) -> None:
     from hpcdist.telemetry import side_by_side
 
-    if other:
-        raise UsageError("--html and --markdown work for one run only; use --plot or --json for several")
-    files = [place for place in places if place.is_file()]
-    if files:
-        raise UsageError(f"{files[0]} is a results file: give only this file, or only runs; see `hpcdist compare`")
-    with ExitStack() as stack:
-        for place in places:
-            stack.enter_context(regular.damage(place, regular.FIGURES))
-        runs = [reports.report(place) for place in places]
-        click.echo(json.dumps([jsonable(run.figures) for run in runs]) if as_json else side_by_side.table(runs))
-        if plot is not None:
-            side_by_side.plot(runs, plot)
-    if plot is not None and not as_json:
-        click.echo(f"\nplot       {plot}")
+    if markdown:
+        raise UsageError("--markdown works for a sweep only; use --html, --plot or --json for several runs")
+    runs = read_runs(places)
+    click.echo(json.dumps([jsonable(run.figures) for run in runs]) if as_json else side_by_side.text(runs))
+    if plot is not None:
+        side_by_side.plot(runs, plot)
+    if html is not None:
+        draw = partial(side_by_side.draw, runs=runs)
+        _write_table_page(html, "Runs", *side_by_side.table(runs), draw, side_by_side.PLOT_INCHES)
+
+
+def _write_table_page(
+    file: Path,
+    title: str,
+    rows: "Sequence[Sequence[str]]",
+    notes: "Sequence[str]",
+    draw: "Callable[[Any], None]",
+    inches: tuple[float, float],
+) -> None:
+    from hpcdist.reporting import plotting
+    from hpcdist.telemetry.page import document
+
+    svg = plotting.figure_svg("plot", draw, inches)
+    document.write_table_page(file, title, rows, notes, svg, f"Plot of the table: {title}")
+
+
+def _export(places: "Sequence[Path]", target: str, output: Path | None) -> None:
+    """Write runs or a sweep to ``output`` in the format ``target``, an item of `TARGETS`."""
+    from hpcdist.telemetry import export, side_by_side
+
+    if len(places) == 1 and places[0].is_file():
+        _write_csv(_sweep_csv(places[0], target), output)
+        return
+    runs = read_runs(places)
+    if target == "csv":
+        _write_csv(export.csv(runs[0]) if len(runs) == 1 else side_by_side.catalogue(runs).csv(runs), output)
+        return
+    write, folder = (export.to_wandb, Path(".")) if target == "wandb" else (export.to_mlflow, Path("mlruns"))
+    for run in runs:
+        click.echo(f"{target:10} {write(run, output or folder)}")
+
+
+def _sweep_csv(path: Path, target: str) -> str:
+    from hpcdist.bench.sweep import report as reports
+
+    if target != "csv" or _is_collectives(path):
+        raise UsageError(f"{path} is a results file: --to exports runs, and the table of a sweep as CSV")
+    return reports.ROWS.csv(reports.rows(reports.read(path)))
+
+
+def _write_csv(text: str, output: Path | None) -> None:
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        atomic.write(output, text.encode())
+    except OSError as error:
+        raise StorageError(f"{output} cannot be written: {error.strerror or error}; choose another file") from error
+    click.echo(f"csv        {output}, {format_bytes(output.stat().st_size)}")
 
 
 def _is_collectives(path: Path) -> bool:
@@ -267,7 +344,7 @@ def _report_collectives(path: Path, plot: Path | None, as_json: bool, markdown: 
         reports.plot(table, plot)
 
 
-def _report_sweep(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
+def _report_sweep(path: Path, plot: Path | None, html: Path | None, as_json: bool, markdown: bool) -> None:
     from hpcdist.bench.sweep import report as reports
 
     sweep = reports.read(path)
@@ -277,3 +354,8 @@ def _report_sweep(path: Path, plot: Path | None, as_json: bool, markdown: bool) 
         click.echo(reports.markdown(sweep) if markdown else reports.text(path, sweep))
     if plot is not None:
         reports.plot(sweep, plot)
+    if html is not None:
+        rows, inches = reports.rows(sweep), reports.plot_inches(sweep)
+        notes = [*reports.ROWS.missing(rows), *reports.notes(sweep, rows)]
+        draw = partial(reports.draw, results=sweep)
+        _write_table_page(html, f"Sweep {path.name}", reports.ROWS.rows(rows), notes, draw, inches)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.reporting.rules import at_least, check_section, finite, must, one_of, rule
+from hpcdist.reporting.rules import rule
+from hpcdist.reporting.schema import check_section, key
 
 STRATEGIES: Final = ("gossip", "local_sgd")
 GRAPHS: Final = ("ring", "torus", "exponential", "one_peer", "complete", "edges")
@@ -18,13 +19,6 @@ KEYS: Final = {
 CORRECTED: Final = ("adamw", "lamb")  # optimizers with bias correction of their moments
 _EDGE: Final = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
 RULES: Final = (
-    one_of("decentralised.graph", GRAPHS),
-    one_of("decentralised.order", ORDERS),
-    one_of("decentralised.moments", MOMENTS),
-    *at_least(0, "decentralised.report_every"),
-    *at_least(1, "decentralised.period"),
-    finite("decentralised.outer_learning_rate", lambda rate: rate > 0, "above 0"),
-    must("decentralised.outer_momentum", lambda momentum: 0 <= momentum < 1, "it must be at least 0 and below 1"),
     rule("decentralised.edges= with decentralised.graph=edges", cure="give them as in '0-1, 1-2'"),
     rule("decentralised.edges with decentralised.graph!=edges", cure="set decentralised.graph = 'edges'"),
 )
@@ -34,24 +28,25 @@ RULES: Final = (
 class DecentralisedConfig:
     """Section ``[decentralised]``: options of strategies in which each replica makes its own steps.
 
-    Strategy gossip: a rank averages its parameters with its neighbours' parameters. ``graph`` names the graph of
-    neighbours. "edges" uses the pairs of ranks in ``edges``, such as "0-1, 1-2". ``order``: average before
-    ("combine_first") or after the update ("adapt_first"). ``report_every``: steps between measurements of the consensus
-    distance, or 0 to measure only for checkpoints.
-
-    Strategy local_sgd: parameters are averaged over all ranks every ``period`` steps. ``moments``: what to do with the
-    optimizer state then, "keep", "average" or "reset". The averaged change is the gradient of an outer SGD optimizer
-    with ``outer_learning_rate`` and Nesterov ``outer_momentum``.
+    Strategy gossip: a rank averages its parameters with the parameters of its neighbours in ``graph``. Strategy
+    local_sgd: parameters are averaged over all ranks every ``period`` steps. The averaged change is the gradient of an
+    outer SGD optimizer with ``outer_learning_rate`` and Nesterov ``outer_momentum``.
     """
 
-    graph: str = "ring"
-    edges: str = ""
-    order: str = "combine_first"
-    report_every: int = 100
-    period: int = 8
-    moments: str = "keep"
-    outer_learning_rate: float = 1.0
-    outer_momentum: float = 0.0
+    graph: str = key("ring", "Graph of the ranks that exchange parameters.", choices=GRAPHS)
+    edges: str = key("", 'Edges of the graph, as "0-1, 1-2".')
+    order: str = key(
+        "combine_first",
+        "combine_first: mix while the gradient is computed. adapt_first: mix after the update.",
+        choices=ORDERS,
+    )
+    report_every: int = key(100, "Steps between measurements of the distance between replicas. 0: only at saves.", ge=0)
+    period: int = key(8, "Number of local steps between averagings.", ge=1)
+    moments: str = key(
+        "keep", "Optimizer moments at an averaging: keep them local, average them, or reset them.", choices=MOMENTS
+    )
+    outer_learning_rate: float = key(1.0, "Learning rate of the outer optimizer (DiLoCo). 1: plain mean.", gt=0)
+    outer_momentum: float = key(0.0, "Nesterov momentum of the outer optimizer.", ge=0, lt=1)
 
     @property
     def has_outer_optimizer(self) -> bool:

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.reporting.rules import NO_EFFECT, at_least, check_section, one_of, rule
+from hpcdist.reporting.rules import NO_EFFECT, rule
+from hpcdist.reporting.schema import check_section, key
 
 PLACEMENTS: Final = ("dedicated", "colocated")
 CONSISTENCIES: Final = ("bsp", "ssp", "asp")
@@ -12,16 +13,6 @@ TRANSPORTS: Final = ("messages", "shared", "rma")
 TOGETHER: Final = "it supports only steps that all workers make together"
 
 RULES: Final = (
-    *at_least(
-        0,
-        "parameter_server.servers",
-        expected="give a number of ranks, or 0 for one dedicated server or all ranks when colocated",
-    ),
-    one_of("parameter_server.placement", PLACEMENTS),
-    one_of("parameter_server.consistency", CONSISTENCIES),
-    *at_least(
-        0, "parameter_server.staleness", expected="give the steps that a worker may be ahead of the slowest, at least 0"
-    ),
     rule("parameter_server.staleness with parameter_server.consistency!=ssp", NO_EFFECT),
     rule("parameter_server.staleness_aware with parameter_server.consistency!=asp|ssp", NO_EFFECT),
     rule(
@@ -29,12 +20,10 @@ RULES: Final = (
         NO_EFFECT,
         "remove it, or set consistency = 'asp', or a staleness above 0",
     ),
-    *at_least(0, "parameter_server.backup_workers", expected="give a number of workers, at least 0"),
     rule(
         "parameter_server.backup_workers with parameter_server.consistency!=bsp",
         "only in lock-step can a gradient be too late for its step",
     ),
-    one_of("parameter_server.transport", TRANSPORTS),
     rule("parameter_server.transport!=messages with own steps", TOGETHER),
     rule(
         "parameter_server.mirrored",
@@ -53,19 +42,25 @@ class ParameterServerConfig:
     - Consistency ``bsp``: all workers make every step together.
     - Consistency ``asp``: a server applies each pushed gradient when it arrives.
     - Consistency ``ssp``: like asp, but a worker more than ``staleness`` steps ahead of the slowest worker waits.
-    - ``staleness_aware``: divide the learning rate of an update by the staleness of its gradient.
-    - ``backup_workers`` (bsp only): each step ignores the gradients of this many slowest workers.
-    - ``transport``: messages, or (if all workers step together) shared memory within a node or one-sided communication.
+    - Transport: messages, or (if all workers step together) shared memory within a node or one-sided communication.
     """
 
-    servers: int = 0
-    placement: str = "dedicated"
-    consistency: str = "bsp"
-    staleness: int = 0
-    staleness_aware: bool = False
-    backup_workers: int = 0
-    transport: str = "messages"
-    mirrored: bool = False
+    servers: int = key(0, "Number of server ranks. 0: 1 if dedicated, all ranks if colocated.", ge=0)
+    placement: str = key(
+        "dedicated", "dedicated: the last ranks only serve. colocated: workers serve, too.", choices=PLACEMENTS
+    )
+    consistency: str = key(
+        "bsp",
+        "bsp: workers step together. ssp: at most staleness steps ahead. asp: no worker waits.",
+        choices=CONSISTENCIES,
+    )
+    staleness: int = key(0, "Number of steps that a worker may be ahead of the slowest worker. 0: like bsp.", ge=0)
+    staleness_aware: bool = key(False, "Divide the learning rate of an update by the staleness of its gradient.")
+    backup_workers: int = key(0, "Number of workers whose late gradients a step ignores.", ge=0)
+    transport: str = key(
+        "messages", "Messages, shared memory of a node, or one-sided MPI communication (rma).", choices=TRANSPORTS
+    )
+    mirrored: bool = key(False, "For recipes of earlier versions; must be false. `--survive` keeps copies of servers.")
 
     @property
     def lock_step(self) -> bool:

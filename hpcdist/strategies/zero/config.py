@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, at_least, check_section, one_of, rule
+from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, rule
+from hpcdist.reporting.schema import check_section, key
 from hpcdist.strategies.core.traits import ShardingDegrees
 
 STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}  # strategy -> stage
@@ -17,7 +18,6 @@ DEGREES: Final = ("zero.parameters", "zero.gradients", "zero.optimizer")
 OFFLOADED: Final = ("zero.offload_optimizer", "zero.offload_parameters")
 
 RULES: Final = (
-    *(one_of(key, PLACES) for key in OFFLOADED),
     rule(
         "zero.offload_parameters with zero.offload_optimizer=none",
         "the optimizer state is larger, and is used only once per step",
@@ -29,9 +29,6 @@ RULES: Final = (
         for key in OFFLOADED
     ),
     rule("zero.offload_directory with zero.offload_optimizer!=file where zero.offload_parameters!=file", NO_EFFECT),
-    *at_least(0, *DEGREES, expected="give a number of data ranks, or 0 for the default of the strategy"),
-    *at_least(0, "zero.prefetch", expected="give a number of layers to gather ahead, or 0 to gather at use"),
-    *at_least(0, "zero.persistent_below", expected="give a number of elements, or 0 to shard every layer"),
     *(
         rule(
             f"zero.shared_parameters with {degree}",
@@ -50,31 +47,34 @@ class ZeroConfig:
     (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree must divide the next, and the last
     must divide p. Groups are blocks of consecutive data ranks: if ``parameters`` is the number of ranks per node, zero3
     gathers only within nodes. A layer with fewer than ``persistent_below`` elements shards only the optimizer state.
-    With ``shared_parameters`` the ranks of a node keep one copy of the parameters in shared memory, and gather nothing
-    within the node (zero1 and zero2 on CPUs). ``prefetch``: number of layers to gather ahead, each into separate memory
-    (zero3; needs ``communication.overlap``).
 
     With several micro-batches per step, sharded gradients are reduced after each micro-batch, and sharded parameters
-    are gathered for each use. ``keep_gradients`` accumulates unsharded gradients and reduces them once per step;
-    ``keep_parameters`` gathers once per step. Both need memory for unsharded arrays of the whole pipeline stage.
-
-    ``offload_optimizer`` keeps the optimizer state on the "host" of a GPU or in a "file". The host updates it block by
-    block. ``offload_parameters`` also offloads the shards of parameters and gradients (zero3). Each rank has its own
-    unnamed file in ``offload_directory``, which should be on a disk of the node. A relative path counts from the
-    directory of the recipe, like ``data.path``, or else from the current directory.
+    are gathered for each use. ``keep_gradients`` and ``keep_parameters`` need memory for unsharded arrays of the whole
+    pipeline stage. The host updates offloaded optimizer state block by block. Each rank has its own unnamed file in
+    ``offload_directory``.
     """
 
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    persistent_below: int = 0
-    shared_parameters: bool = False
-    prefetch: int = 0
-    keep_gradients: bool = False
-    keep_parameters: bool = False
-    offload_optimizer: str = "none"
-    offload_parameters: str = "none"
-    offload_directory: str = ""
+    parameters: int = key(0, "Ranks that shard the parameters. Must divide gradients. 0: set by the strategy.", ge=0)
+    gradients: int = key(0, "Ranks that shard the gradients. Must divide optimizer. 0: set by the strategy.", ge=0)
+    optimizer: int = key(
+        0, "Ranks that shard the optimizer state. Must divide the data ranks. 0: all data ranks.", ge=0
+    )
+    persistent_below: int = key(
+        0, "Do not shard the parameters of layers with fewer elements than this. 0: shard all layers.", ge=0
+    )
+    shared_parameters: bool = key(False, "Keep one copy of the parameters per node, in shared memory.")
+    prefetch: int = key(0, "Number of layers to gather ahead. Each needs its own memory.", ge=0)
+    keep_gradients: bool = key(False, "Reduce gradients once per step, not after each micro-batch. Needs more memory.")
+    keep_parameters: bool = key(False, "Gather parameters once per step, not for each use. Needs more memory.")
+    offload_optimizer: str = key(
+        "none", "Where to keep the optimizer state: on the device, on the host of a GPU, or in files.", choices=PLACES
+    )
+    offload_parameters: str = key(
+        "none",
+        "Where to keep parameter and gradient shards: on the device, on the host of a GPU, or in files.",
+        choices=PLACES,
+    )
+    offload_directory: str = key("", "Directory of the offloaded files. Use a disk of the node.", path=True)
 
     def __post_init__(self) -> None:
         check_section(RULES, "zero", self)

@@ -220,8 +220,6 @@ class RunEnergy:
     by_kind: Mapping[str, float | None] = field(default_factory=dict)
     phases: Sequence[PhaseEnergy] = ()
     parts: Sequence[PhaseEnergy] = ()  # of training
-    courses: Mapping[str, EnergyCurve] = field(default_factory=dict)
-    thinned: bool = False
     label: str = ""  # shown with each figure, for example for a declared model
     renewed: bool = False  # True if the record is newer than the attributes from the last end of the run
 
@@ -231,9 +229,7 @@ class RunEnergy:
         return math.fsum(phase.seconds for phase in self.phases)
 
 
-def read_energy(
-    run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any], last_step: int = 0
-) -> RunEnergy:
+def read_energy(run_dir: Path, attributes: Mapping[str, Any], last_step: int = 0) -> RunEnergy:
     """Return the energy of the run in ``run_dir``, from its energy record `USAGE` and its metrics file.
 
     If their totals differ, the energy record is used. ``attributes``: HDF5 attributes of the metrics file.
@@ -257,10 +253,9 @@ def read_energy(
         training = next((phase.joules for phase in phases if phase.name == "training"), None)
         steps = last_step - int(finite_number(usage.get("since_step")) or 0)
         step = None if training is None or steps <= 0 else training / steps
-    courses, thinned = _stored_curves(metrics_path) if metrics_path is not None else ({}, False)
     if joules_total is None and not reason:
         reason = NOT_KEPT
-    return RunEnergy(joules_total, reason, step, by_kind, phases, parts, courses, thinned, label, renewed)
+    return RunEnergy(joules_total, reason, step, by_kind, phases, parts, label, renewed)
 
 
 def _phases(rows: Any) -> list[PhaseEnergy]:
@@ -288,10 +283,21 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _stored_curves(path: Path) -> tuple[dict[str, EnergyCurve], bool]:
+@dataclass(frozen=True)
+class EnergyCurves:
+    """Energy curves by kind of counter. ``thinned``: True if some samples were left out."""
+
+    by_kind: Mapping[str, EnergyCurve] = field(default_factory=dict)
+    thinned: bool = False
+
+
+def read_curves(path: Path | None) -> EnergyCurves:
+    """Return the energy curves in the metrics file ``path``. They are empty if the run stored no samples."""
+    if path is None:
+        return EnergyCurves()
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its energy samples are damaged"):
         read, is_whole = read_spread(file, SAMPLES, COLUMNS, MAX_SAMPLES)
-        return (energy_curves(read, datasets.read(file, SOURCES)), not is_whole) if read else ({}, False)
+        return EnergyCurves(energy_curves(read, datasets.read(file, SOURCES)), not is_whole) if read else EnergyCurves()
 
 
 def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:

@@ -1,4 +1,4 @@
-"""Data of a page: a run read from its directory, and data that the caller passes.
+"""Data of a run for reports and pages: read from its directory, or passed by the caller.
 
 Missing data is None or empty, with a reason, never zero.
 """
@@ -7,16 +7,18 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import sampling, step_metrics
 from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.page import energy_data, history
-from hpcdist.telemetry.page.energy_data import RunEnergy, StepSpans, UtilisationCurves
+from hpcdist.telemetry.page.energy_data import EnergyCurves, RunEnergy, StepSpans, UtilisationCurves
 from hpcdist.telemetry.page.history import Incident, RunState
 
 RUN_FILES: Final = (METRICS_FILE, "recipe.toml", "recorder", history.STARTS)  # any of them marks a run directory
@@ -72,25 +74,20 @@ class ExternalData:
 
 
 @dataclass(frozen=True)
-class PageData:
-    """Data of a run for its page.
+class RunData:
+    """A run, read from its directory. Large tables are read at the first access.
 
     ``run`` has the rows of the metrics file. If there are no rows, it is None and ``reason`` is the explanation.
-    ``attributes`` come from the metrics file. ``figures`` is the result of `summary_figures`.
+    ``attributes`` come from the metrics file. ``figures``: attributes, `summary_figures`, energy and noise scale.
     """
 
     run_dir: Path
-    made_ns: int
     state: RunState
     run: sampling.SampledMetrics | None
     reason: str
     attributes: Mapping[str, Any]
     figures: Mapping[str, Any]
     energy: RunEnergy
-    costs: Mapping[str, Any]
-    use: UtilisationCurves | None
-    timeline: StepSpans
-    events: Sequence[Incident]
     external: ExternalData
 
     @property
@@ -115,8 +112,63 @@ class PageData:
         steps = self.run.steps
         return [int(step) for step in steps["step"][1:][np.diff(steps["session"]) != 0]]
 
+    @property
+    def speed_unit(self) -> str:
+        """Unit of the training data that the speed counts: "tokens" or "samples"."""
+        return str(self.attributes.get("speed_unit", "tokens"))
 
-def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> PageData:
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the losses, "nats", or "" for a model without tokens."""
+        return str(self.attributes.get("loss_unit", "nats"))
+
+    @cached_property
+    def _recipe(self) -> Mapping[str, Any]:
+        try:
+            return regular.toml(self.run_dir / "recipe.toml")
+        except (OSError, ValueError):
+            return {}
+
+    def setting(self, key: str) -> str | None:
+        """Return the value of the recipe key ``key``, such as "model.kind", as text. Return None if it is unknown."""
+        section, _, name = key.partition(".")
+        values = self._recipe.get(section)
+        value = values.get(name) if isinstance(values, dict) else None
+        stated = next((row.value.strip('"') for row in self.external.settings if row.key == key), None)
+        return stated if value is None else str(value)
+
+    @cached_property
+    def costs(self) -> Mapping[str, Any]:
+        """Costs and emissions of the run's energy."""
+        return self.external.costs(math.nan if self.energy.joules is None else self.energy.joules, self.energy.seconds)
+
+    @cached_property
+    def curves(self) -> EnergyCurves:
+        """Energy and power over time."""
+        return energy_data.read_curves(self._metrics_path)
+
+    @cached_property
+    def use(self) -> UtilisationCurves | None:
+        """Utilisation of the nodes over time, or None if the run stored none."""
+        return energy_data.read_utilisation(self._metrics_path)
+
+    @cached_property
+    def timeline(self) -> StepSpans:
+        """Operations of one step, by rank."""
+        return energy_data.read(self.run_dir, self._metrics_path, self.figures.get("slowest_rank"))
+
+    @cached_property
+    def events(self) -> Sequence[Incident]:
+        """Incidents of the run, by step."""
+        return history.read_incidents(self.run, self.state)
+
+    @property
+    def _metrics_path(self) -> Path | None:
+        path = self.run_dir / METRICS_FILE
+        return path if path.exists() else None
+
+
+def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> RunData:
     """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
 
     ``external``: data that the caller has collected. ``now_ns``: current time, by default from the clock.
@@ -125,53 +177,32 @@ def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
         raise StorageError(f"{run_dir} is not the directory of a run; give the --out directory of a training")
     now_ns = time.time_ns() if now_ns is None else now_ns
-    path = run_dir / METRICS_FILE if (run_dir / METRICS_FILE).exists() else None
-    run = None if path is None else sampling.read(path)
+    path = run_dir / METRICS_FILE
+    run = sampling.read(path) if path.exists() else None
     reason = NO_FILE if run is None else ""
     attributes: dict[str, Any] = {}
-    figures: dict[str, Any] = {}
     if run is not None:
-        attributes = shown_attributes(run)
-        figures = summary_figures(run)
-        if not len(run.steps["step"]):
+        attributes = {name: value for name, value in run.sample.attributes.items() if name not in _HIDDEN}
+    steps = np.zeros(0) if run is None else run.steps["step"]
+    energy = energy_data.read_energy(run_dir, attributes, int(steps[-1]) if len(steps) else 0)
+    figures = {"run_dir": str(run_dir)} | attributes
+    if run is not None:
+        figures |= summary_figures(run)
+        if not len(steps):
             run, reason = None, NO_ROWS
+    if energy.joules is not None:
+        figures |= {"energy_j": energy.joules, "j_per_step": energy.j_per_step}
+    figures["energy_j_by_phase"] = {phase.name: phase.joules for phase in energy.phases}
     state = history.read_state(run_dir, now_ns)
-    last = 0 if run is None else last_step(run)
-    energy = energy_data.read_energy(run_dir, path, attributes, last)
-    external = ExternalData() if external is None else external
-    return PageData(
-        run_dir=run_dir,
-        made_ns=now_ns,
-        state=state,
-        run=run,
-        reason=reason,
-        attributes=attributes,
-        figures=figures,
-        energy=energy,
-        costs=external.costs(math.nan if energy.joules is None else energy.joules, energy.seconds),
-        use=energy_data.read_utilisation(path),
-        timeline=energy_data.read(run_dir, path, figures.get("slowest_rank")),
-        events=history.read_incidents(run, state),
-        external=external,
-    )
-
-
-def shown_attributes(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the attributes of the metrics file, without the attributes that describe the file format."""
-    return {name: value for name, value in run.sample.attributes.items() if name not in _HIDDEN}
-
-
-def last_step(run: sampling.SampledMetrics) -> int:
-    """Return the number of the last step with a row in the metrics file, or 0 if there are no rows."""
-    return int(run.steps["step"][-1]) if len(run.steps["step"]) else 0
+    return RunData(run_dir, state, run, reason, attributes, figures, energy, external or ExternalData())
 
 
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the figures of `step_metrics.summarise` for ``run``, and further figures for the page.
+    """Return the figures of `step_metrics.summarise` for ``run``, and further figures.
 
     ``data_fraction``: fraction of time spent waiting for data since the run last started, or None if unknown.
     ``other_fraction``: fraction of time not spent on waiting for data, computation, communication or update.
-    ``skipped_steps`` and ``anomalies``: numbers over the whole run.
+    ``skipped_steps`` and ``anomalies``: numbers over the whole run. ``noise_scale``: gradient noise scale, if measured.
     """
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}
@@ -187,4 +218,7 @@ def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
     summary["train_loss_mean"] = float(finite.mean()) if finite.size else None
     skipped = run.tables.get("loss_scale", {}).get("skipped", np.zeros(0))
     anomalies = sum(note.kind == "anomaly" for note in run.observed.notes)
+    scales = run.tables.get("noise_scale", {}).get("noise_scale", np.zeros(0))
+    if len(scales) and math.isfinite(scales[-1]):
+        summary["noise_scale"] = float(scales[-1])
     return summary | {"skipped_steps": int(skipped.sum()), "anomalies": anomalies}

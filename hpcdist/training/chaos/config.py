@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.reporting.rules import NO_EFFECT, at_least, check_section, finite, must, rule
+from hpcdist.reporting.rules import NO_EFFECT, must, rule
+from hpcdist.reporting.schema import check_section, key
 from hpcdist.reporting.units import counted
 
 STEP_PHASES: Final = ("begin", "forward", "backward", "exchange", "update", "save")
@@ -115,27 +116,23 @@ class ChaosConfig:
     ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). Forward and backward take at least
     ``step_s`` seconds in every step, and longer on replicas with more samples than average.
 
-    Each fault happens once per run directory, even if its step is repeated:
-
-    - ``kill``: the rank kills itself in one of the `STEP_PHASES` (``RANK@STEP:PHASE``, default "begin").
-    - ``stall``: the rank sleeps (``RANK@STEP:SECONDS``).
-    - ``corrupt``: one bit flips in a gradient before the exchange (``RANK@STEP``), or in a parameter after the update
-      (``RANK@STEP:parameters``).
-    - ``overflow``: the gradient of the step overflows.
-    - ``disk``: in the first save after the step, a write fails (``RANK@STEP:fail``), the disk is full at half of the
-      bytes (``:full``), or fsync fails (``:fsync``).
+    Each fault happens once per run directory, even if its step is repeated. A rank kills itself in one of the
+    `STEP_PHASES`, by default "begin". A bit flips in a gradient before the exchange, or in a parameter after the
+    update. A disk fails in the first save after the step: a write ("fail"), at half of the bytes ("full"), or "fsync".
     """
 
-    slow_ranks: tuple[int, ...] = ()
-    slow_factor: float = 3.0
-    slow_probability: float = 1.0
-    step_s: float = 0.0
-    seed: int = 0
-    kill: tuple[str, ...] = ()
-    stall: tuple[str, ...] = ()
-    corrupt: tuple[str, ...] = ()
-    overflow: tuple[int, ...] = ()
-    disk: tuple[str, ...] = ()
+    slow_ranks: tuple[int, ...] = key((), "Ranks to slow down, as [0].", ge=0)
+    slow_factor: float = key(3.0, "Factor by which a slow step takes longer to compute.", ge=1)
+    slow_probability: float = key(1.0, "Probability that a step of slow_ranks is slow.", ge=0, le=1)
+    step_s: float = key(0.0, "Least seconds that computing in a step takes; ranks sleep to reach it. 0: off.", ge=0)
+    seed: int = key(0, "Random seed for the choice of slow steps.", ge=0)
+    kill: tuple[str, ...] = key((), 'Ranks to kill, RANK@STEP or RANK@STEP:PHASE, as ["2@100", "0@200:update"].')
+    stall: tuple[str, ...] = key((), 'Ranks that sleep, as ["1@50:20"]: rank 1 in step 50, 20 s.')
+    corrupt: tuple[str, ...] = key((), 'Ranks with a flipped bit, as ["1@50"] (gradient) or ["1@50:parameters"].')
+    overflow: tuple[int, ...] = key((), "Steps whose gradient overflows, as [50].")
+    disk: tuple[str, ...] = key(
+        (), 'Saves that fail, as ["0@50:full"] (full, fail or fsync): the first save after step 50.'
+    )
 
     def __post_init__(self) -> None:
         check_section(RULES, "chaos", self)
@@ -216,15 +213,7 @@ class ChaosConfig:
 
 
 RULES: Final = (
-    must(
-        "chaos.slow_ranks",
-        lambda ranks: all(rank >= 0 for rank in ranks) and len(set(ranks)) == len(ranks),
-        "list each rank once; ranks are counted from 0",
-    ),
-    finite("chaos.slow_factor", lambda factor: factor >= 1, "at least 1"),
-    must("chaos.slow_probability", lambda share: 0 <= share <= 1, "it must be between 0 and 1"),
-    finite("chaos.step_s", lambda seconds: seconds >= 0, "at least 0"),
-    *at_least(0, "chaos.seed"),
+    must("chaos.slow_ranks", lambda ranks: len(set(ranks)) == len(ranks), "list each rank once"),
     *(
         rule(
             f"chaos.{name}!={int(getattr(ChaosConfig, name))} with chaos.slow_ranks=",

@@ -11,7 +11,8 @@ from typing import Final
 from hpcdist.errors import DataError
 from hpcdist.models.config import MOST_CONTEXT
 from hpcdist.optim.rates import BatchSchedule, staged_batches
-from hpcdist.reporting.rules import NO_EFFECT, at_least, at_most, check_section, finite, must, no_effect, one_of, rule
+from hpcdist.reporting.rules import NO_EFFECT, no_effect, rule
+from hpcdist.reporting.schema import check_section, key
 
 MODES: Final = ("float32", "float64", "bfloat16", "float16")
 HALVES: Final = ("bfloat16", "float16")
@@ -22,54 +23,19 @@ DEVICES: Final = ("cpu", "gpu")
 MOST_SAMPLES: Final = 2**31  # per step
 
 
-def _is_power_of_two(value: float, least: float, most: float) -> bool:
-    return least <= value <= most and math.frexp(value)[0] == 0.5
+def _is_loss_scale(value: float) -> bool:
+    return value == 0 or (1 <= value <= 2**24 and math.frexp(value)[0] == 0.5)
 
 
-DATA_RULES: Final = (
-    rule("data.staged with data.path=", "there is no original file", "set data.path, or leave it out"),
-    *at_least(1, "data.context"),
-    *at_most(MOST_CONTEXT, "data.context"),
-    must("data.validation_fraction", lambda share: 0 <= share <= 0.5, "it must be between 0 and 0.5"),
-    one_of("data.digest", DIGESTS),
-    one_of("data.shares", SHARES),
-    *at_least(-1, "data.document_end"),
-    no_effect("data.document_end", -1, "data.packed", [True]),
-    no_effect("data.cut_documents", False, "data.packed", [True]),
-)
-RUN_RULES: Final = (
-    *at_least(1, "run.steps", "run.global_batch"),
-    *at_most(MOST_SAMPLES, "run.global_batch"),
-    *at_least(0, "run.seed", "run.sentinel_every_steps", "run.validation_samples"),
-    one_of("run.device", DEVICES),
-    no_effect("run.cuda_graph", False, "run.device", ["gpu"]),
-    finite("run.log_every_s", lambda seconds: seconds >= 0, "at least 0"),
-    rule(
-        "run.allow_partial with run.init_from=",
-        NO_EFFECT,
-        "all parameters are random; name a checkpoint with run.init_from (--init-from), or set it to false",
-    ),
-    *at_least(0, "run.logical_shards", "run.recompute_every_steps", "run.noise_scale_every_steps"),
-    rule(
-        "run.global_batch? with run.logical_shards",
-        "all logical shards must have the same number of samples",
-        "choose a multiple of {1} samples, or a number of shards that divides {0}",
-        relation=lambda batch, shards: batch % shards,
-    ),
-    rule("run.logical_shards with run.device!=cpu", "a GPU sums the gradients of embedding rows in no fixed order"),
-    must(
-        "run.suspicious_factor",
-        lambda factor: factor == 0 or (math.isfinite(factor) and factor > 1),
-        "it must be 0 (off), or finite and above 1, such as 5",
-    ),
-)
+def _is_minimum_scale(value: float) -> bool:
+    return 2**-24 <= value <= 2**16 and math.frexp(value)[0] == 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Section ``[data]``: the training data.
 
-    ``keys.toml`` describes each key. ``path`` is a text file, a directory of text files, or a file of tokens: .npy, or
+    ``path`` is a text file, a directory of text files, or a file of tokens: .npy, or
     the dataset ``tokens`` of an HDF5 file. For an mlp or a convnet it is an HDF5 file with datasets ``x``, of shape
     (rows, ...), and ``y``. Pictures have the shape (rows, height, width), optionally with channels.
 
@@ -77,18 +43,30 @@ class DataConfig:
     identifies the data by a hash of all data, "probes" by a hash of evenly spaced elements.
     """
 
-    path: str = ""
-    staged: str = ""
-    context: int = 128
-    validation_fraction: float = 0.05
-    packed: bool = False
-    document_end: int = -1
-    cut_documents: bool = False
-    shares: str = "even"
-    digest: str = "whole"
+    path: str = key(
+        "",
+        'Text file, text directory, tokens (.npy, HDF5), or HDF5 with x and y. "": source code of Python.',
+        path=True,
+    )
+    staged: str = key("", "Copy of path on each node, which the ranks read instead of path.", path=True)
+    context: int = key(128, "Context length: number of tokens per sample.", ge=1, le=MOST_CONTEXT)
+    validation_fraction: float = key(
+        0.05, "Fraction of the data, taken from its end, to use for validation. 0: none.", ge=0, le=0.5
+    )
+    packed: bool = key(False, "Fill samples with whole documents. Attention stays within a document.")
+    document_end: int = key(
+        -1, "Token that ends a document. -1: no such token; each file of a directory is a document.", ge=-1
+    )
+    cut_documents: bool = key(False, "Cut documents that are longer than a sample. If false, they are an error.")
+    shares: str = key(
+        "even", "Division of a step's samples among replicas: evenly, or by measured speed.", choices=SHARES
+    )
+    digest: str = key(
+        "whole", "How a resume checks that the data is unchanged: by all bytes, or by 64 samples.", choices=DIGESTS
+    )
 
     def __post_init__(self) -> None:
-        check_section(DATA_RULES, "data", self)
+        check_section(RULES, "data", self)
 
     def check_exists(self) -> None:
         """Raise DataError if the training data (a file or directory) does not exist. Local."""
@@ -111,12 +89,21 @@ class PrecisionConfig:
     is skipped.
     """
 
-    mode: str = "float32"
-    activations: str = "float32"
-    loss_scale: float = 0.0
-    growth_interval: int = 2000
-    hysteresis: int = 2
-    minimum_scale: float = 1.0
+    mode: str = key(
+        "float32", "Type of parameters and gradients. 16-bit types have a float32 master copy.", choices=MODES
+    )
+    activations: str = key("float32", "Type in which stages compute. working: the type of mode.", choices=ACTIVATIONS)
+    loss_scale: float = key(
+        0.0, "Fixed loss scale. 0: dynamic.", valid=_is_loss_scale, expected="0 or a power of two from 1 to 2^24"
+    )
+    growth_interval: int = key(2000, "Number of steps without overflow after which the loss scale doubles.", ge=1)
+    hysteresis: int = key(2, "Number of consecutive overflows after which the loss scale halves.", ge=1)
+    minimum_scale: float = key(
+        1.0,
+        "Minimum loss scale. 16 consecutive overflows at this scale end the run.",
+        valid=_is_minimum_scale,
+        expected="a power of two from 2^-24 to 2^16",
+    )
 
     @property
     def computes(self) -> str:
@@ -134,65 +121,46 @@ class PrecisionConfig:
         return self.mode if self.mode in HALVES else None
 
     def __post_init__(self) -> None:
-        check_section(PRECISION_RULES, "precision", self)
-
-
-_SCALING: Final = ("loss_scale", "growth_interval", "hysteresis", "minimum_scale")
-PRECISION_RULES: Final = (
-    one_of("precision.mode", MODES),
-    one_of("precision.activations", ACTIVATIONS),
-    rule(
-        "precision.activations=working with precision.mode!={halves}",
-        "this mode has no 16-bit working copies",
-        f"choose the mode {' or '.join(HALVES)}, or leave it out",
-        halves=HALVES,
-    ),
-    must(
-        "precision.loss_scale",
-        lambda scale: scale == 0 or _is_power_of_two(scale, 1.0, 2.0**24),
-        "it must be 0 (dynamic) or a power of two from 1 to 2^24, so that scaling is exact",
-    ),
-    must(
-        "precision.minimum_scale",
-        lambda scale: _is_power_of_two(scale, 2.0**-24, 2.0**16),
-        "it must be a power of two from 2^-24 to 2^16 (the initial scale)",
-    ),
-    *at_least(1, "precision.growth_interval", "precision.hysteresis"),
-    *(
-        no_effect(f"precision.{name}", getattr(PrecisionConfig, name), f"precision.{other}", [needed])
-        for other, needed, names in (("mode", "float16", _SCALING), ("loss_scale", 0, _SCALING[1:]))
-        for name in names
-    ),
-)
+        check_section(RULES, "precision", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Section ``[run]``: length, batch size, device, and the checks and measurements during a run.
 
-    ``keys.toml`` describes each key. Replicas are compared every ``sentinel_every_steps`` steps and before each save.
+    Replicas are compared every ``sentinel_every_steps`` steps and before each save.
     With ``logical_shards``, gradients and losses have the same bits on any number of ranks. A step is computed twice if
     its loss or gradient norm exceeds ``suspicious_factor`` times the median of the last 50 steps.
     """
 
-    steps: int = 1000
-    global_batch: int = 16
-    seed: int = 0
-    device: str = "cpu"
-    cuda_graph: bool = False
-    sentinel_every_steps: int = 100
-    validation_samples: int = 1024
-    log_every_s: float = 5.0
-    batch_warmup: tuple[int, ...] = ()
-    logical_shards: int = 0
-    suspicious_factor: float = 0.0
-    recompute_every_steps: int = 0
-    noise_scale_every_steps: int = 0
-    init_from: str = ""
-    allow_partial: bool = False
+    steps: int = key(1000, "Length of the run in steps.", ge=1)
+    global_batch: int = key(16, "Samples per step, summed over all ranks.", ge=1, le=MOST_SAMPLES)
+    seed: int = key(0, "Random seed of the initial parameters and the order of samples.", ge=0)
+    device: str = key("cpu", "Device that holds the arrays and computes.", choices=DEVICES)
+    cuda_graph: bool = key(False, "On a GPU, launch the forward and backward pass of each layer as one CUDA graph.")
+    sentinel_every_steps: int = key(100, "Steps between checks that all replicas are equal. 0: no checks.", ge=0)
+    validation_samples: int = key(1024, "Number of samples of the validation loss. 0: all.", ge=0)
+    log_every_s: float = key(5.0, "Seconds between log lines.", ge=0)
+    batch_warmup: tuple[int, ...] = key(
+        (), "Smaller batches at first: [6400, 16, 32000, 64] means 16 to sample 6400, 64 to 32000."
+    )
+    logical_shards: int = key(
+        0, "Parts of a step with a fixed order of sums. 1 to this many ranks give equal bits. 0: off.", ge=0
+    )
+    suspicious_factor: float = key(
+        0.0, "Recompute a step if its norm or loss exceeds this many times the median. 0: never.", gt=1, off=0
+    )
+    recompute_every_steps: int = key(0, "Steps between recomputed steps, which find silent faults. 0: never.", ge=0)
+    noise_scale_every_steps: int = key(0, "Steps between measurements of the gradient noise scale. 0: never.", ge=0)
+    init_from: str = key(
+        "", 'Checkpoint or run with the initial parameters (--init-from). "": random parameters.', path=True
+    )
+    allow_partial: bool = key(
+        False, "Initialise tensors randomly if init_from does not have them, or not in this shape."
+    )
 
     def __post_init__(self) -> None:
-        check_section(RUN_RULES, "run", self)
+        check_section(RULES, "run", self)
         assert self.batches.final  # the property raises for an invalid warm-up
 
     @property
@@ -214,15 +182,43 @@ class SurvivalConfig:
     there are no copies. If fewer than ``least_ranks`` ranks remain, the job ends.
     """
 
-    every_steps: int = 1
-    check_every_steps: int = 0
-    least_ranks: int = 1
+    every_steps: int = key(
+        1, "Steps between copies of the state. A rank failure repeats at most this many steps.", ge=1
+    )
+    check_every_steps: int = key(0, "Steps between checks of the copies. 0: check them only before use.", ge=0)
+    least_ranks: int = key(1, "Least number of ranks; the job ends if fewer are left.", ge=1)
 
     def __post_init__(self) -> None:
-        check_section(SURVIVAL_RULES, "survival", self)
+        check_section((), "survival", self)
 
 
-SURVIVAL_RULES: Final = (
-    *at_least(1, "survival.every_steps", "survival.least_ranks"),
-    *at_least(0, "survival.check_every_steps"),
+_SCALING: Final = ("loss_scale", "growth_interval", "hysteresis", "minimum_scale")
+RULES: Final = (
+    rule("data.staged with data.path=", "there is no original file", "set data.path, or leave it out"),
+    no_effect("data.document_end", -1, "data.packed", [True]),
+    no_effect("data.cut_documents", False, "data.packed", [True]),
+    rule(
+        "precision.activations=working with precision.mode!={halves}",
+        "this mode has no 16-bit working copies",
+        f"choose the mode {' or '.join(HALVES)}, or leave it out",
+        halves=HALVES,
+    ),
+    *(
+        no_effect(f"precision.{name}", getattr(PrecisionConfig, name), f"precision.{other}", [needed])
+        for other, needed, names in (("mode", "float16", _SCALING), ("loss_scale", 0, _SCALING[1:]))
+        for name in names
+    ),
+    no_effect("run.cuda_graph", False, "run.device", ["gpu"]),
+    rule(
+        "run.allow_partial with run.init_from=",
+        NO_EFFECT,
+        "all parameters are random; name a checkpoint with run.init_from (--init-from), or set it to false",
+    ),
+    rule(
+        "run.global_batch? with run.logical_shards",
+        "all logical shards must have the same number of samples",
+        "choose a multiple of {1} samples, or a number of shards that divides {0}",
+        relation=lambda batch, shards: batch % shards,
+    ),
+    rule("run.logical_shards with run.device!=cpu", "a GPU sums the gradients of embedding rows in no fixed order"),
 )

@@ -19,6 +19,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.reporting.rules import section_values, written
+from hpcdist.reporting.schema import Field, fields_of
 from hpcdist.reporting.toml_text import toml_lines
 from hpcdist.strategies import rules
 from hpcdist.strategies.compressed.config import CompressionConfig
@@ -67,12 +68,21 @@ class Recipe:
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
 
+SECTIONS: Final[Mapping[str, Any]] = {item.name: item.default_factory for item in fields(Recipe)}
+
+
 @dataclass(frozen=True)
 class ResolvedRecipe:
     """A recipe, and for each key the origin of its value: the file, variable or option that set it."""
 
     recipe: Recipe
     origin: Mapping[str, str]
+
+
+@cache
+def known_keys() -> Mapping[str, Field]:
+    """Return the declarations of all recipe keys, keyed by ``section.name``."""
+    return {f"{section}.{name}": key for section, kind in SECTIONS.items() for name, key in fields_of(kind).items()}
 
 
 @cache
@@ -83,11 +93,7 @@ def defaults() -> Mapping[str, Any]:
 
 def flat(recipe: Recipe) -> dict[str, Any]:
     """Return all values of ``recipe``, keyed by ``section.name``."""
-    return {
-        key: value
-        for item in fields(recipe)
-        for key, value in section_values(item.name, getattr(recipe, item.name)).items()
-    }
+    return {key: value for name in SECTIONS for key, value in section_values(name, getattr(recipe, name)).items()}
 
 
 def load(
@@ -101,7 +107,7 @@ def load(
     Raises ConfigurationError for an invalid file, key or value, and UsageError for an override without a value.
     """
     environment = os.environ if environment is None else environment
-    keys = defaults()
+    keys = known_keys()
     sources = [
         settings.site(environment, keys),
         settings.user(environment, keys),
@@ -114,7 +120,7 @@ def load(
 
 def load_stored(path: str | os.PathLike[str]) -> Recipe:
     """Return the recipe in the file ``path``, ignoring environment and site settings. Raises ConfigurationError."""
-    return _resolve([settings.file(Path(path), "recipe", defaults())]).recipe
+    return _resolve([settings.file(Path(path), "recipe", known_keys())]).recipe
 
 
 def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
@@ -125,12 +131,11 @@ def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
             values.update(source.values)
             origin.update(source.origin)
     try:
-        keys: dict[str, dict[str, Any]] = {item.name: {} for item in fields(Recipe)}
+        by_section: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for key, value in values.items():
             section, _, name = key.partition(".")
-            keys[section][name] = value
-        sections: dict[str, Any] = {item.name: item.default_factory for item in fields(Recipe)}
-        recipe = Recipe(**{name: kind(**keys[name]) for name, kind in sections.items()})
+            by_section[section][name] = value
+        recipe = Recipe(**{name: kind(**by_section[name]) for name, kind in SECTIONS.items()})
     except ConfigurationError as error:
         # A value from another file or the environment is easily forgotten: the message names its origin.
         named = [f"{key} is from {place}" for key, place in origin.items() if key in str(error) and place != DEFAULT]

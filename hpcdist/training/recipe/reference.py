@@ -1,44 +1,30 @@
 """Reference of the recipe keys: values, default, meaning, and requirements.
 
-Meanings come from ``keys.toml``, the start of the page from ``head.md``. `python -m hpcdist.training.recipe.reference`
-prints ``hpcdist/docs/recipe.md``. Light.
+Meanings and values come from the declarations of the keys (`hpcdist.reporting.schema`), the start of the page from
+``head.md``. `python -m hpcdist.training.recipe.reference` prints ``hpcdist/docs/recipe.md``. Light.
 """
 
 import inspect
+import itertools
 import re
-import tomllib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Final
 
-from hpcdist.checkpoint import config as checkpoint
 from hpcdist.comm import config as communication
-from hpcdist.energy import config as energy
 from hpcdist.errors import UsageError
-from hpcdist.models import config as model
-from hpcdist.optim import config as optimizer
 from hpcdist.reporting.rules import NO_EFFECT, OFF, Condition, Rule
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.toml_text import toml_value
-from hpcdist.strategies import config as parallel
 from hpcdist.strategies import rules
 from hpcdist.strategies.compressed import config as compression
-from hpcdist.strategies.decentralised import config as decentralised
-from hpcdist.strategies.parameter_server import config as parameter_server
-from hpcdist.strategies.zero import config as zero
-from hpcdist.telemetry import config as telemetry
-from hpcdist.training.chaos import config as chaos
-from hpcdist.training.recipe import config as own
 from hpcdist.training.recipe import recipe, settings
 
-_TABLES: Final = (
-    *(model.RULES, optimizer.RULES, parallel.RULES, parameter_server.RULES, zero.RULES, decentralised.RULES),
-    *(communication.RULES, compression.RULES, checkpoint.RULES, energy.RULES, telemetry.RULES, chaos.RULES),
-    *(own.DATA_RULES, own.PRECISION_RULES, own.RUN_RULES, own.SURVIVAL_RULES, rules.RULES),
-)
-RULES: Final[tuple[Rule, ...]] = tuple(each for table in _TABLES for each in table)
+_MODULES: Final = dict.fromkeys([*(kind.__module__ for kind in recipe.SECTIONS.values()), rules.__name__])
+RULES: Final[tuple[Rule, ...]] = tuple(each for name in _MODULES for each in sys.modules[name].RULES)
 _OPTIONS: Final = {"--survive": "", "--spares": 0, "data rank": 1}  # names in rules that are not keys: defaults
 # Texts for conditions on derived values: `_INSTEAD` describes values that fail the condition, `_MET` that satisfy it.
 _INSTEAD: Final = {
@@ -53,14 +39,6 @@ _MET: Final = {
     "--survive": "hpcdist run --survive",
 }
 _ANY: Final = "compressors"  # the compressor, or the candidates of auto
-_PHRASES: Final = (
-    (r"finite and ", ""),
-    (r"(, such as|, so that|, with which).*", ""),
-    (r"between (\S+) and ", r"from \1 to "),
-    (r"\bat least ", ">= "),
-    (r"\b(above|and above) ", "> "),
-    (r"\b(below|less than) ", "< "),
-)
 
 
 @dataclass(frozen=True)
@@ -107,45 +85,32 @@ class KeyEntry:
         return "\n".join(lines) + "\n"
 
 
-@cache
-def _meanings() -> Mapping[str, Mapping[str, str]]:
-    table: dict[str, dict[str, str]] = tomllib.loads(_text_of("keys.toml"))
-    return table
-
-
-def _text_of(name: str) -> str:
-    return (resources.files(__package__) / name).read_text("utf-8")
-
-
 def entry(key: str) -> KeyEntry:
     """Return the documentation of the recipe key ``key``, which must exist."""
-    section, _, name = key.partition(".")
+    field = recipe.known_keys()[key]
     needs = tuple(dict.fromkeys(need for each in RULES for need in _needs(each, key)))
-    return KeyEntry(key, _values(key), toml_value(recipe.defaults()[key]), _meanings()[section][name], needs)
+    return KeyEntry(key, field.values, toml_value(field.default), field.key.meaning, needs)
 
 
 def lookup(word: str) -> str:
     """Return the documentation of the key or section ``word``, e.g. "parallel.pipeline". Raises UsageError."""
-    defaults = recipe.defaults()
-    if word in defaults:
+    if word in recipe.known_keys():
         return entry(word).block
-    sections = {item.name: item.default_factory for item in fields(recipe.Recipe)}
-    if word not in sections:
-        suggestion = settings.known_instead(word, defaults)
-        raise UsageError(f"a recipe has no key or section {word!r}; {suggestion}")
+    if word not in recipe.SECTIONS:
+        raise UsageError(f"a recipe has no key or section {word!r}; {settings.suggestion(word, recipe.known_keys())}")
     entries = _entries(word)
     rows = [(f"  {each.key}", each.default, each.meaning) for each in entries]
     common = "".join(f"  {need}\n" for need in _common(entries))
-    return f"[{word}] {_headline(sections[word])}\n{common}" + "\n".join(aligned(rows, (0, 1, 2))) + "\n"
+    return f"[{word}] {_headline(recipe.SECTIONS[word])}\n{common}" + "\n".join(aligned(rows, (0, 1, 2))) + "\n"
 
 
 def key_of(name: str) -> str:
     """Return ``name`` if it is a recipe key, else the first recipe key with ``name`` as a possible value."""
-    return next(key for key in recipe.defaults() if key == name or name in _choices(key))
+    return next(key for key in recipe.known_keys() if key == name or name in _choices(key))
 
 
 def _entries(section: str) -> list[KeyEntry]:
-    return [entry(key) for key in recipe.defaults() if key.startswith(section + ".")]
+    return [entry(key) for key in recipe.known_keys() if key.startswith(section + ".")]
 
 
 def _common(entries: Iterable[KeyEntry]) -> list[Need]:
@@ -159,53 +124,10 @@ def _headline(section: Any) -> str:
     return f"{subject[:1].upper()}{subject[1:]}."
 
 
-@cache
 def _choices(key: str) -> tuple[Any, ...]:
     if key == _ANY:
         return communication.COMPRESSIONS
-    if key == "communication.algorithm":
-        return communication.ALGORITHMS
-    if isinstance(recipe.defaults().get(key), bool):
-        return (False, True)
-    single = (each.conditions[key] for each in RULES if each.conditions.keys() == {key} and not each.given)
-    return next((condition.values for condition in single if condition.sign == "!="), ())
-
-
-def _values(key: str) -> str:
-    default = recipe.defaults()[key]
-    if choices := _choices(key):
-        more = " or a table" if key == "communication.algorithm" else ""
-        return ", ".join(toml_value(choice).strip('"') for choice in choices) + more
-    kind = settings.TYPES[type(default)].removeprefix("a ").replace("whole number", "integer")
-    if key in settings.TEXTS:
-        kind = "list of texts"
-    elif key in settings.PATHS and key != "model.factory":
-        kind = "path"
-    elif key in settings.TEXTS_FOR_NUMBERS:
-        kind += f" or {settings.TEXTS_FOR_NUMBERS[key]}"
-    for each in RULES:
-        if each.conditions.keys() == {key} and not each.given and each.relation is None:
-            sign, values = each.conditions[key].sign, each.conditions[key].values
-            if sign == "<":
-                return f"{kind} >= {values[0]}"
-            if sign is None and isinstance(each.cure, str):
-                kind = _bounded(kind, each.cure)
-    return kind
-
-
-def _bounded(kind: str, cure: str) -> str:
-    """Return the type name ``kind`` with the bounds that the error text ``cure`` states.
-
-    For example, "float" and "it must be between 0 and 1" give "float from 0 to 1".
-    """
-    if not (match := re.match(r"(it must be|choose among|choose) ", cure)):
-        return kind
-    text = re.sub(r" \([^)]*\)|'", "", cure[match.end() :])
-    if match[1] != "it must be":
-        return text if match[1] == "choose" else f"{kind}: {text}"
-    for pattern, instead in _PHRASES:
-        text = re.sub(pattern, instead, text)
-    return f"{kind}{' ' if text.startswith(('<', '>', 'from')) else ', '}{text}"
+    return recipe.known_keys()[key].choices if key in recipe.known_keys() else ()
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
@@ -288,8 +210,8 @@ def _denied(key: str, condition: Condition) -> str:
 
 
 def _other(key: str, value: Any) -> str:
-    least = (each.conditions.get(key) for each in RULES if len(each.conditions) == 1)
-    return f"{key} {'>' if any(of and (of.sign, of.values) == ('<', (value,)) for of in least) else '!='} {value}"
+    field = recipe.known_keys().get(key)
+    return f"{key} {'>' if field and field.key.ge == value else '!='} {value}"
 
 
 def _of_compressors(names: tuple[str, ...]) -> str:
@@ -312,8 +234,8 @@ def _one_of(values: Iterable[Any]) -> str:
 
 def page() -> str:
     """Return the documentation of all recipe keys as a Markdown page."""
-    sections = (_section(item.name, item.default_factory) for item in fields(recipe.Recipe))
-    return "\n".join([_text_of("head.md"), *sections])
+    sections = itertools.starmap(_section, recipe.SECTIONS.items())
+    return "\n".join([(resources.files(__package__) / "head.md").read_text("utf-8"), *sections])
 
 
 def _section(name: str, kind: Any) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from harness import jobs
 from harness.trainings import recipe_keys
 from hpcdist.checkpoint.format import manifest
+from hpcdist.reporting.units import format_joules
 
 WATTS = {"GPU-00": 100.0, "GPU-01": 50.0, "GPU-02": 7.0}  # each steps every 10 ms
 SMALL = recipe_keys(
@@ -58,7 +60,8 @@ def test_joules_are_in_the_summary_and_in_the_file(text, tmp_path, driver):
     assert windows["energy_j"].sum() == pytest.approx(result["energy_j"]), "each joule belongs to one window"
     assert windows["energy_j"].sum() == pytest.approx(watts / 2 * windows["own_s"].sum(), rel=0.25)
     figures = jobs.hpcdist("report", str(out), check=True)
-    assert f"energy     {result['energy_j']:,.1f} J, training " in figures.stdout
+    joules = re.escape(format_joules(result["energy_j"]))
+    assert re.search(rf"^energy +{joules}  \(gpu ", figures.stdout, re.MULTILINE)
     assert energy["about"]["ranks"].tolist() == [2, 2] and energy["about"]["model"].tolist() == [b"H200"] * 2
     assert energy["sampler"]["busy_s"][-1] < energy["sampler"]["lasted_s"][-1]
     for source in range(2):

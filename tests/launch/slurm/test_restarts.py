@@ -109,7 +109,7 @@ def test_job_resumes_after_a_middle_and_the_last_node_crash(jobs, mpi, launcher)
 
 def losses(jobs, out):
     """Return the losses of all saved steps, in order."""
-    result = report.report(jobs.folder / out).metrics.steps["loss"]
+    result = report.report(jobs.folder / out).run.steps["loss"]
     assert len(result) >= newest_step(jobs, out)
     return result
 

@@ -6,23 +6,21 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.comm.record.spans import Span
-from hpcdist.reporting import plotting
-from hpcdist.reporting.plotting import GanttBar, GanttStyle
+from hpcdist.reporting import plotting as draw
+from hpcdist.reporting.plotting import Chart, GanttBar, GanttStyle
 from hpcdist.reporting.units import counted
 from hpcdist.telemetry.metrics.quantities import PHASES, mean_over_ranks, most_over_ranks
+from hpcdist.telemetry.metrics.run_figures import ENTROPIES
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
 from hpcdist.telemetry.page.charts import series
-from hpcdist.telemetry.page.charts import style as draw
-from hpcdist.telemetry.page.charts.style import Chart
 from hpcdist.telemetry.page.energy_data import RankLane, StepSpans, finite_number
-from hpcdist.telemetry.page.run_data import PageData
+from hpcdist.telemetry.page.run_data import RunData
 
-ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
 MIN_SMOOTHED_STEPS: Final = 60  # fewer validation points get a marker each
 MAX_RANK_ROWS: Final = 128  # rows in a chart of ranks; a row then shows the slowest of several ranks
 
 
-def charts(data: PageData) -> dict[str, list[Chart]]:
+def charts(data: RunData) -> dict[str, list[Chart]]:
     """Return the charts by HTML page section: "learning", "speed" and "step"."""
     return {
         "learning": [_loss(data), _rate(data), *_end(data), *_routers(data)],
@@ -31,11 +29,11 @@ def charts(data: PageData) -> dict[str, list[Chart]]:
     }
 
 
-def _unit(data: PageData) -> str:
-    return f" {data.attributes.get('loss_unit', 'nats')}".rstrip()
+def _unit(data: RunData) -> str:
+    return f" {data.loss_unit}".rstrip()
 
 
-def _loss(data: PageData) -> Chart:
+def _loss(data: RunData) -> Chart:
     run, title = data.run, "Loss"
     if run is None:
         return Chart("loss", title, reason=data.reason, wide=True)
@@ -51,7 +49,7 @@ def _loss(data: PageData) -> Chart:
     return Chart("loss", title, drawing, caption, alt, wide=True)
 
 
-def _end(data: PageData) -> list[Chart]:
+def _end(data: RunData) -> list[Chart]:
     if data.run is None or len(data.run.steps["step"]) < 40:
         return []
     loss = data.run.steps["loss"]
@@ -61,7 +59,7 @@ def _end(data: PageData) -> list[Chart]:
     return [Chart("end", "Loss, second half", drawing, alt=alt)]
 
 
-def draw_loss(axes: Any, data: PageData, first: int = 0) -> None:
+def draw_loss(axes: Any, data: RunData, first: int = 0) -> None:
     """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss.
 
     If ``first`` is 0, horizontal lines show the n-gram entropies of the training text.
@@ -113,7 +111,7 @@ def _limits_of_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, marks: 
     axes.set_ylim(min(low, finite.min()) - room, (top if top < high + 1.5 * (high - low) else high + room) + room)
 
 
-def _rate(data: PageData) -> Chart:
+def _rate(data: RunData) -> Chart:
     if data.run is None:
         return Chart("rate", "Learning rate", reason=data.reason)
     steps, rate = data.run.steps["step"], data.run.steps["learning_rate"]
@@ -128,7 +126,7 @@ def _rate(data: PageData) -> Chart:
     return Chart("rate", "Learning rate", draw.draw_svg("rate", picture), alt=alt)
 
 
-def _routers(data: PageData) -> list[Chart]:
+def _routers(data: RunData) -> list[Chart]:
     rows = {} if data.run is None else data.run.tables.get("experts", {})
     if not len(rows.get("step", ())):
         return []
@@ -161,7 +159,7 @@ def _routers(data: PageData) -> list[Chart]:
     ]
 
 
-def _throughput(data: PageData) -> Chart:
+def _throughput(data: RunData) -> Chart:
     run, title = data.run, "Throughput"
     if run is None:
         return Chart("speed", title, reason=data.reason)
@@ -175,7 +173,7 @@ def _throughput(data: PageData) -> Chart:
     mean = series.means(np.where(np.isfinite(slowest), rows["tokens"], np.nan), edges) / series.means(slowest, edges)
     at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
 
-    counted_unit = str(data.attributes.get("speed_unit", "tokens"))
+    counted_unit = data.speed_unit
 
     def picture(axes: Any) -> None:
         if len(rate) > series.BINS:
@@ -192,7 +190,7 @@ def _throughput(data: PageData) -> Chart:
     return Chart("speed", title, draw.draw_svg("speed", picture), series.rows_note(run), alt)
 
 
-def _phases(data: PageData) -> Chart:
+def _phases(data: RunData) -> Chart:
     run, title = data.run, "Time of a step by phase"
     if run is None:
         return Chart("phases", title, reason=data.reason)
@@ -219,7 +217,7 @@ def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]
     return rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)], parts
 
 
-def draw_phases(axes: Any, data: PageData) -> None:
+def draw_phases(axes: Any, data: RunData) -> None:
     """Draw the stacked times of the phases of a step."""
     assert data.run is not None
     at, parts = phase_times(data.run)
@@ -230,7 +228,7 @@ def draw_phases(axes: Any, data: PageData) -> None:
     draw.legend(axes)
 
 
-def _ranks(data: PageData) -> Chart:
+def _ranks(data: RunData) -> Chart:
     run, title = data.run, "Compute time of each rank"
     if run is None:
         return Chart("ranks", title, reason=data.reason, wide=True)
@@ -289,7 +287,7 @@ JOINED_SHARE: Final = 0.004  # largest gap, as a fraction of the step, between s
 BACKWARD: Final = "BACKWARD"  # prefix of backward operations, drawn paler than forward
 
 
-def _step(data: PageData) -> Chart:
+def _step(data: RunData) -> Chart:
     step, title = data.timeline, "Timeline of a step"
     if not step.lanes:
         return Chart("timeline", title, reason=step.reason, wide=True)
@@ -300,12 +298,12 @@ def _step(data: PageData) -> Chart:
         bars = [bar for row, lane in enumerate(step.lanes) for bar in _bars(row, lane, step.seconds)]
         font = {"va": "center_baseline", "fontsize": 6.5, "color": draw.PAPER}
         character = NAMED_SHARE * step.seconds * 1e3
-        plotting.draw_gantt(axes, bars, LANE_STYLES, edge=draw.PAPER, character=character, font=font)
-        plotting.label_rows(axes, [f"rank {lane.rank}" for lane in step.lanes], most=16)
+        draw.draw_gantt(axes, bars, LANE_STYLES, edge=draw.PAPER, character=character, font=font)
+        draw.label_rows(axes, [f"rank {lane.rank}" for lane in step.lanes], most=16)
         axes.set_xlim(0, step.seconds * 1e3)
         axes.set_xlabel("ms since the first rank began the step")
         axes.grid(axis="y", visible=False)
-        handles = plotting.kind_handles((p for p in draw.PHASE_COLOURS if p in step.totals()), LANE_STYLES, {})
+        handles = draw.kind_handles((p for p in draw.PHASE_COLOURS if p in step.totals()), LANE_STYLES, {})
         axes.legend(handles=handles, ncols=len(handles), loc="lower left", bbox_to_anchor=(0.0, 1.0))
 
     size = (draw.WIDE[0], float(np.clip(1.1 + 0.3 * len(step.lanes), 1.7, 6.0)))

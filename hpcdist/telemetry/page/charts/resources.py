@@ -5,13 +5,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.reporting import plotting as draw
+from hpcdist.reporting.plotting import Chart
 from hpcdist.telemetry.metrics.observations import ObservedSeries
 from hpcdist.telemetry.metrics.quantities import most_over_ranks
 from hpcdist.telemetry.page.charts import series
-from hpcdist.telemetry.page.charts import style as draw
-from hpcdist.telemetry.page.charts.style import Chart
 from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES
-from hpcdist.telemetry.page.run_data import PageData
+from hpcdist.telemetry.page.run_data import RunData
 
 MIB: Final = 2.0**20
 NO_MEMORY: Final = "the run stored no memory by category: an earlier version, or it ended too early"
@@ -23,7 +23,7 @@ NO_USE: Final = "the run stored no utilisation: an earlier version, or energy.ut
 KIND_COLOURS: Final = {"gpu": draw.BLUE, "cpu": draw.RED, "dram": draw.GREEN, "node": draw.PINK}
 
 
-def charts(data: PageData) -> dict[str, list[Chart]]:
+def charts(data: RunData) -> dict[str, list[Chart]]:
     """Return the charts of the page's sections "resources" and "energy"."""
     return {
         "resources": [_memory(data), _sent(data)],
@@ -31,7 +31,7 @@ def charts(data: PageData) -> dict[str, list[Chart]]:
     }
 
 
-def _memory(data: PageData) -> Chart:
+def _memory(data: RunData) -> Chart:
     parts = series.observed_by_label(data, "memory_bytes")
     title = "Memory by category"
     if not parts:
@@ -52,7 +52,7 @@ def _memory(data: PageData) -> Chart:
     return Chart("memory", title, draw.draw_svg("memory", picture), caption, alt)
 
 
-def _sent(data: PageData) -> Chart:
+def _sent(data: RunData) -> Chart:
     run, title = data.run, "Bytes sent a step"
     if run is None:
         return Chart("sent", title, reason=data.reason)
@@ -72,17 +72,17 @@ def _sent(data: PageData) -> Chart:
     return Chart("sent", title, draw.draw_svg("sent", picture), series.rows_note(run), alt)
 
 
-def _power(data: PageData) -> Chart:
-    curves = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.watts).any()}
+def _power(data: RunData) -> Chart:
+    curves = {kind: course for kind, course in data.curves.by_kind.items() if np.isfinite(course.watts).any()}
     means = ", ".join(f"{kind} {np.nanmean(course.watts):.1f} W" for kind, course in curves.items())
     caption = f"{_label(data)}Differences of the counters."
-    caption += " From blocks of samples, spread evenly." if data.energy.thinned else ""
+    caption += " From blocks of samples, spread evenly." if data.curves.thinned else ""
     lines = {kind: (course.hours, course.watts) for kind, course in curves.items()}
     return _over_hours(data, "power", "Power", lines, "W, all nodes", caption, f"Power by source, in the mean {means}")
 
 
-def _joules(data: PageData) -> Chart:
-    curves = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.joules).any()}
+def _joules(data: RunData) -> Chart:
+    curves = {kind: course for kind, course in data.curves.by_kind.items() if np.isfinite(course.joules).any()}
     most = max((float(np.nanmax(course.joules)) for course in curves.values()), default=0.0)
     unit, name = (3.6e6, "kWh") if most > 3.6e6 else (1e3, "kJ") if most > 1e4 else (1.0, "J")
     ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in curves.items())
@@ -92,7 +92,7 @@ def _joules(data: PageData) -> Chart:
 
 
 def _over_hours(
-    data: PageData, key: str, title: str, lines: Mapping[str, tuple[np.ndarray, np.ndarray]], what: str, caption: str,
+    data: RunData, key: str, title: str, lines: Mapping[str, tuple[np.ndarray, np.ndarray]], what: str, caption: str,
     alt: str,
 ) -> Chart:  # fmt: skip
     if not lines:
@@ -111,7 +111,7 @@ def _over_hours(
     return Chart(key, title, draw.draw_svg(key, picture), caption, alt)
 
 
-def _by_phase(data: PageData) -> list[Chart]:
+def _by_phase(data: RunData) -> list[Chart]:
     rows = list(data.energy.phases)
     if any(part.joules for part in data.energy.parts):  # show the parts of training instead of their sum
         rows = [*data.energy.parts, *(phase for phase in rows if phase.name != "training")]
@@ -138,7 +138,7 @@ def _by_phase(data: PageData) -> list[Chart]:
     ]
 
 
-def _use(data: PageData) -> Chart:
+def _use(data: RunData) -> Chart:
     title, use = "Utilisation", data.use
     if use is None or not use.shares:
         return Chart("use", title, reason=NO_USE)
@@ -157,7 +157,7 @@ def _use(data: PageData) -> Chart:
     return Chart("use", title, draw.draw_svg("use", picture), alt=f"Utilisation over time, in the mean {means}")
 
 
-def _label(data: PageData) -> str:
+def _label(data: RunData) -> str:
     return f"{data.energy.label[:1].upper()}{data.energy.label[1:]}. " if data.energy.label else ""
 
 

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.reporting import plotting as draw
 from hpcdist.telemetry.metrics.observations import ObservedSeries
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
-from hpcdist.telemetry.page.charts import style as draw
-from hpcdist.telemetry.page.run_data import PageData
+from hpcdist.telemetry.page.run_data import RunData
 
 POINTS: Final = 2000  # largest number of points of a line
 BINS: Final = 400  # largest number of bins of an area
@@ -80,7 +80,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 MAX_RESUMES: Final = 40  # with more resumes, none is marked
 
 
-def observed_by_label(data: PageData, name: str) -> dict[str, ObservedSeries]:
+def observed_by_label(data: RunData, name: str) -> dict[str, ObservedSeries]:
     """Return a dict: label (such as the number of a GPU) -> recorded values of the quantity ``name`` over time."""
     observed: Mapping[str, ObservedSeries] = {} if data.run is None else data.run.observed.series
     labelled = {
@@ -114,7 +114,7 @@ def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colo
         )
 
 
-def mark_resumes(axes: Any, data: PageData, from_step: int = 0) -> None:
+def mark_resumes(axes: Any, data: RunData, from_step: int = 0) -> None:
     """Mark the first step of each restart from ``from_step`` on, unless there are more than `MAX_RESUMES` restarts."""
     marked = [step for step in data.sessions if step >= from_step]
     for step in marked if len(marked) <= MAX_RESUMES else ():

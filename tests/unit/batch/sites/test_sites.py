@@ -72,7 +72,7 @@ def test_no_profile_combines_options_that_slurm_excludes(name):
 def test_readme_describes_every_profile_field():
     readme = (batch_job.folder(batch_job.TEMPLATES).parent / "README.md").read_text()
     for item in dataclasses.fields(SiteProfile):
-        if item.name not in search.INTERNAL_FIELDS:
+        if item.name not in ("name", "origin"):
             assert f"`{item.name}`" in readme or f"`[{item.name}]`" in readme, item.name
         inner = item.default_factory() if item.default_factory is not dataclasses.MISSING else None
         if dataclasses.is_dataclass(inner):
@@ -121,8 +121,8 @@ def test_user_profile_overrides_and_extends_shipped_profile(user_profile):
 
 @cases(
     "text, words",
-    ("[launchr]", "unknown field 'launchr'.*nearest known is 'launcher'"),
-    ("[launcher]\nkidn = 'srun'", "unknown field 'launcher.kidn'.*'launcher.kind'"),
+    ("[launchr]", "unknown field launchr; the nearest known is 'launcher'"),
+    ("[launcher]\nkidn = 'srun'", "unknown field launcher.kidn; the nearest known is 'kind'"),
     ("[launcher]\nkind = 'srum'", "launcher.kind = 'srum'; choose one of"),
     ("[launcher]\nkind = 'mpirun'\nmpi = 'cray-mpich'", "does not start ranks of launcher.mpi = 'cray-mpich'"),
     ("[launcher]\nkind = 'ibrun'\nmpi = 'openmpi'", "choose one of mpirun, srun, flux"),
@@ -138,12 +138,12 @@ def test_user_profile_overrides_and_extends_shipped_profile(user_profile):
     ("[scheduler]\nkind = 'none'\nconstraint = 'gpu'", "scheduler.constraint = 'gpu'"),
     ("[scheduler]\nkind = 'pbs'\n[storage]\nsbcast = true", "storage.sbcast"),
     ("[limits]\nmem_per_node = 'all'", "mem_per_node 'all'"),
-    ("[qos.a]\nmax_wall = '1'", "unknown field 'qos.a.max_wall'.*'qos.a.max_walltime'"),
-    ("[partitions.a]\nmax_wall = '1'", "unknown field 'partitions.a.max_wall'.*'partitions.a.max_walltime'"),
+    ("[qos.a]\nmax_wall = '1'", "unknown field qos.a.max_wall; .*'max_walltime'"),
+    ("[partitions.a]\nmax_wall = '1'", "unknown field partitions.a.max_wall; .*'max_walltime'"),
     ("[partitions.a]\nmax_walltime = '10:00'", "expected D-HH:MM:SS"),
     ("[limits]\ngpus_per_node = -7", "gpus_per_node = -7"),
     ("[limits]\nmax_nodes = -1", "max_nodes = -1"),
-    ("[[storage.roots]]\npaht = '/a'", "unknown field 'storage.roots.paht'"),
+    ("[[storage.roots]]\npaht = '/a'", "unknown field storage.roots 1: paht; the nearest known is 'path'"),
     ("[[storage.roots]]\npath = 'a'", "not absolute"),
     ("[storage]\nnode_local = '$TMPDIR'", "not an absolute path"),
     ("[environment]\nmodules = ['-f']", "not a valid module"),
@@ -238,7 +238,7 @@ def test_unusable_profile_does_not_hide_other_profiles(tmp_path, monkeypatch, ca
     code, out, _ = call_command(capsys, "site", "list")
     assert code == 0 and re.search(rf"^ours +our cluster \[{tmp_path}/of the site\]$", out, re.MULTILINE), out
     assert re.search(r"^cray +HPE .* node$", out, re.MULTILINE), out
-    assert re.search(r"^mine +cannot be used: unknown field 'nodes'", out, re.MULTILINE)
+    assert re.search(r"^mine +cannot be used: .*unknown field nodes", out, re.MULTILINE)
     assert all(name in out for name in SHIPPED)
 
 

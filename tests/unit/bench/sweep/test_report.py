@@ -103,7 +103,7 @@ def test_table(sweep_file):
     assert [line.split()[0] for line in rows] == ["ring", "native", "zero", "lost"]
     assert "1,500 [1,000-3,000]" in rows[0] and rows[0].endswith("3 ok")
     assert rows[3].split() == ["lost", "4", "-", "-", "-", "-", "-", "-", "1", "failed"]
-    assert "no bytes_sent_per_step of native (2): the library does not tell" in lines
+    assert "no MB moved a step (max over ranks) of native: the library does not tell" in lines
     assert "zero | 1 (4): exit code 1: boom" in lines
     assert any(line.startswith("measured at 2 commits") for line in lines)
     assert "MB moved a step (max over ranks)" in lines[at] and " 3.005 " in rows[0]
@@ -131,7 +131,7 @@ def test_report_warns_about_two_hpcdist_versions(sweep_file, monkeypatch):
 def test_markdown(sweep_file):
     output = CliRunner().invoke(command, [str(sweep_file[0]), "--markdown"], catch_exceptions=False).output
     lines = output.splitlines()
-    assert {line.replace("\\|", "").count("|") for line in lines[:6]} == {len(report._COLUMNS) + 1}
+    assert {line.replace("\\|", "").count("|") for line in lines[:6]} == {len(report.ROWS.figures) + 1}
     assert lines[2].startswith("| ring | 2 | 1,500 [1,000-3,000] tokens/s |") and "zero \\| 1" in lines[4]
 
 
@@ -155,7 +155,7 @@ def test_plot(sweep_file, ending):
     assert picture.stat().st_size > 5000
     if ending == "svg":
         text = picture.read_text()
-        assert "<!-- ring -->" in text and "<!-- 4 ranks -->" in text and "<!-- lost -->" not in text
+        assert all(f">{name}<" in text for name in ("ring", "4 ranks", "fastest")) and ">lost<" not in text
 
 
 def test_configurations_on_several_rank_counts_become_curves(tmp_path, rng):
@@ -172,7 +172,7 @@ def test_configurations_on_several_rank_counts_become_curves(tmp_path, rng):
     pytest.importorskip("matplotlib")
     report.plot(report.read(path), tmp_path / "curves.svg")
     drawn = (tmp_path / "curves.svg").read_text()
-    assert "<!-- efficiency -->" in drawn and "<!-- peak MiB a rank -->" in drawn
+    assert ">efficiency<" in drawn and ">peak MiB a rank<" in drawn
 
 
 def test_plot_errors_are_clear(sweep_file, tmp_path, monkeypatch):
@@ -202,3 +202,49 @@ def test_wrong_path_error_names_the_expected_path(tmp_path):
     missing, part = (CliRunner().invoke(command, [str(tmp_path / name)]).exception for name in ("none", "metrics.h5"))
     assert isinstance(missing, StorageError) and "does not exist; give the directory" in str(missing)
     assert isinstance(part, UsageError) and f"hpcdist report {tmp_path}" in str(part)
+
+
+@pytest.fixture
+def rates_file(tmp_path, rng):
+    """A results file of two strategies with four learning rates each. The smallest loss is at rate 3e-3 of ring."""
+    path = tmp_path / "rates.h5"
+    results.prepare(path, {})
+    for position, (name, rate) in enumerate((name, rate) for name in ("ring", "tree") for rate in (3e-2, 3e-3, 1e-3)):
+        outcome = make_outcome(rng, 2, rate=1000.0)[0]
+        outcome.summary["val_loss"] = 2.0 + abs(np.log10(rate / 4e-3)) + (name == "tree")
+        recipe = f'[parallel]\nstrategy = "{name}"\n\n[optimizer]\nlearning_rate = {rate}\n\n[run]\nsteps = 5\n'
+        results.append(path, SweepTrial(f"{name}{rate}", name, 2, {}, recipe), position, 0, outcome, "c1")
+    return path
+
+
+def test_plot_of_one_numeric_axis_shows_the_loss_over_it(rates_file):
+    pytest.importorskip("matplotlib")
+    read = report.read(rates_file)
+    axis = report.swept(read, report.rows(read))
+    assert (axis.key, axis.loss) == ("optimizer.learning_rate", "val_loss")
+    assert axis.values["ring0.003"] == 3e-3 and axis.labels["tree0.003"] == "tree"
+    report.plot(read, rates_file.with_suffix(".svg"))
+    drawn = rates_file.with_suffix(".svg").read_text()
+    for text in ("optimizer.learning_rate", "validation loss", "ring", "tree", "best", "0.003: 2.1249"):
+        assert f">{text}<" in drawn, text
+
+
+def test_sweep_without_a_single_numeric_axis_has_none(sweep_file, rates_file, rng):
+    assert report.swept(report.read(sweep_file[0]), report.rows(report.read(sweep_file[0]))[:3]) is None
+    recipe = "[optimizer]\nlearning_rate = 0.1\n\n[run]\nsteps = 7\n"
+    trial = SweepTrial("both", "both", 2, {}, recipe)
+    results.append(rates_file, trial, 9, 0, make_outcome(rng, 2, rate=1.0)[0], "c1")
+    assert report.swept(report.read(rates_file), report.rows(report.read(rates_file))) is None
+
+
+def test_sweep_becomes_a_page_and_csv(sweep_file, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, file = sweep_file[0], tmp_path / "sweep.html"
+    output = CliRunner().invoke(command, [str(path), "--html", str(file)], catch_exceptions=False).output
+    page = file.read_text()
+    assert str(file) in output and page.count("<svg") == 1 and "zero | 1 (4): exit code 1: boom" in page
+    assert "<script" not in page and "A CPU" not in page
+    lines = CliRunner().invoke(command, [str(path), "--to", "csv"], catch_exceptions=False).output.splitlines()
+    assert lines[0].startswith("name,ranks,tokens_per_s,step_s,") and lines[1].startswith("ring,2,1500.0,")
+    wrong = CliRunner().invoke(command, [str(path), "--to", "wandb"]).exception
+    assert isinstance(wrong, UsageError) and "--to exports runs" in str(wrong)

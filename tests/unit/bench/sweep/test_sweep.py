@@ -183,9 +183,9 @@ def test_excluded_combination_need_not_be_valid(expand):
 
 @cases(
     "text, words",
-    ("ranks = [2]", ["'ranks'", "sweep.toml"]),
-    ("[swep]\nranks = 2", ["'swep'", "'sweep'"]),
-    ("[sweep]\nrank = 2", ["'rank'", "'ranks'"]),
+    ("ranks = [2]", [": ranks;", "sweep.toml"]),
+    ("[swep]\nranks = 2", [": swep;", "'sweep'"]),
+    ("[sweep]\nrank = 2", ["sweep.rank;", "'ranks'"]),
     ("[sweep]", ["ranks", "None", "[2, 4]"]),
     ("[sweep]\nranks = [0]", ["[0]"]),
     ("[sweep]\nranks = [true]", ["[True]"]),

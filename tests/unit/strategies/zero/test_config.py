@@ -17,8 +17,8 @@ def rejection(*overrides):
 
 @cases(
     "overrides, output",
-    (("zero.gradients=-1",), "give a number of data ranks, or 0"),
-    (("zero.persistent_below=-1",), "give a number of elements, or 0"),
+    (("zero.gradients=-1",), "it must be at least 0. Meaning: Ranks that shard the gradients"),
+    (("zero.persistent_below=-1",), "0: shard all layers"),
     (("zero.parameters=2",), "no effect with parallel.strategy = 'allreduce'; remove it, or choose the strategy"),
     (("zero.shared_parameters=true", "parallel.strategy=zero1", "parallel.pipeline=2"), "parallel.pipeline = 1"),
     (("zero.persistent_below=5", "parallel.strategy=zero2"), "parameters are not sharded; remove it, or choose"),

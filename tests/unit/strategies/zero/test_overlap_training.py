@@ -272,7 +272,7 @@ def test_intermediate_degrees_with_overlap_are_rejected():
 @cases(
     "settings, match",
     (["parallel.strategy=zero3", "zero.prefetch=1"], r"zero.prefetch = 1 with communication.overlap = 'none'"),
-    (["parallel.strategy=zero3", "zero.prefetch=-1"], r"zero.prefetch = -1; give a number of layers"),
+    (["parallel.strategy=zero3", "zero.prefetch=-1"], r"zero.prefetch = -1; it must be at least 0. Meaning: Number"),
     (
         ["parallel.strategy=zero2", "zero.prefetch=1", "communication.overlap=thread"],
         r"zero.prefetch = 1 with parallel.strategy = 'zero2': parameters are not sharded",

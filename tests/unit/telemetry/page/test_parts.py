@@ -65,27 +65,27 @@ def test_node_counter_includes_the_other_sources():
 @pytest.mark.parametrize("kept", (b"", b"[]", b'{"joules": 5}', b'{"joules": {"by_kind": {"gpu": null}}}', b"\xff{"))
 def test_energy_record_without_values_is_none(tmp_path, kept):
     (tmp_path / "usage.json").write_bytes(kept)
-    result = energy_data.read_energy(tmp_path, None, {"energy_j": float("nan"), "energy_reason": "no driver"})
+    result = energy_data.read_energy(tmp_path, {"energy_j": float("nan"), "energy_reason": "no driver"})
     assert result.joules is None and result.reason == "no driver"
     (tmp_path / "usage.json").unlink()
-    assert energy_data.read_energy(tmp_path, None, {}).reason == energy_data.NOT_KEPT
+    assert energy_data.read_energy(tmp_path, {}).reason == energy_data.NOT_KEPT
 
 
 def test_running_job_has_the_joules_of_its_record(tmp_path):
     kept = {"by_kind": {"gpu": 5.0, "cpu": 2.0}, "phases": {}, "reason": None}
     (tmp_path / "usage.json").write_text(json.dumps({"joules": kept}))
-    assert energy_data.read_energy(tmp_path, None, {}).joules == 7.0
+    assert energy_data.read_energy(tmp_path, {}).joules == 7.0
 
 
 def test_resumed_run_does_not_repeat_joules_of_the_earlier_start(tmp_path):
     ended = {"energy_j": 100.0, "j_per_step": 9.0}
     kept = {"by_kind": {"cpu": 400.0}, "phases": {"training": {"joules": 360.0, "seconds": 9.0}}, "reason": None}
     (tmp_path / "usage.json").write_text(json.dumps({"since_step": 2, "joules": kept}))
-    result = energy_data.read_energy(tmp_path, None, ended, 32)
+    result = energy_data.read_energy(tmp_path, ended, 32)
     assert (result.joules, result.j_per_step, result.renewed) == (400.0, 12.0, True)
-    assert energy_data.read_energy(tmp_path, None, {}, 32).j_per_step == 12.0, "the first start is under way"
-    assert energy_data.read_energy(tmp_path, None, {}, 2).j_per_step is None
-    output = energy_data.read_energy(tmp_path, None, {"energy_j": 400.0, "j_per_step": 9.0}, 32)
+    assert energy_data.read_energy(tmp_path, {}, 32).j_per_step == 12.0, "the first start is under way"
+    assert energy_data.read_energy(tmp_path, {}, 2).j_per_step is None
+    output = energy_data.read_energy(tmp_path, {"energy_j": 400.0, "j_per_step": 9.0}, 32)
     assert (output.joules, output.j_per_step, output.renewed) == (400.0, 9.0, False), "as the run said when it ended"
 
 
@@ -110,14 +110,14 @@ def test_damaged_tables_are_reported(tmp_path):
     path = tmp_path / "metrics.h5"
     with MetricsWriter(path, 1):
         pass
-    assert energy_data.read_utilisation(path) is None and energy_data.read_energy(tmp_path, path, {}).courses == {}
+    assert energy_data.read_utilisation(path) is None and energy_data.read_curves(path).by_kind == {}
     with files.edit(path, SCHEMA, VERSION) as file:
         datasets.create(file, "energy/utilisation", [datasets.Column("t_mono_ns", "i8", "ns", "x")])
         datasets.create(file, "energy/samples", [datasets.Column("energy_mj", "i8", "mJ", "x")])
         for name in ("utilisation/t_mono_ns", "samples/energy_mj"):
             file[f"energy/{name}"].resize((3,))
         file["energy/utilisation/session"] = 5
-    for look in (lambda: energy_data.read_utilisation(path), lambda: energy_data.read_energy(tmp_path, path, {})):
+    for look in (lambda: energy_data.read_utilisation(path), lambda: energy_data.read_curves(path)):
         with pytest.raises(StorageError, match="damaged"):
             look()
 

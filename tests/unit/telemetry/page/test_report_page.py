@@ -14,10 +14,10 @@ from hpcdist.cli.runs.report import report as command
 from hpcdist.comm.record.spans import Spans
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.hdf5 import files
-from hpcdist.telemetry.metrics import observations, step_metrics
+from hpcdist.reporting import plotting as style
+from hpcdist.telemetry.metrics import observations, run_figures, step_metrics
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
-from hpcdist.telemetry.page import document, history, key_figures, run_data
-from hpcdist.telemetry.page.charts import style
+from hpcdist.telemetry.page import document, history, run_data
 from hpcdist.telemetry.page.run_data import CheckpointEntry, ExternalData, RecipeSetting, TextSample
 
 S = 10**9
@@ -179,7 +179,11 @@ def test_complete_page_has_all_sections(run_dir):
     assert {value for tag, key, value in result.attributes if (tag, key) == ("svg", "role")} == {"img"}
     headings = [tag for tag in result.elements if re.fullmatch("h[1-6]", tag)]
     assert headings[0] == "h1" and headings.count("h1") == 1 and headings.count("h2") == len(SECTIONS)
-    assert [f"#{name}" for name in SECTIONS] == [v for t, k, v in result.attributes if (t, k) == ("a", "href")]
+    links = [value for tag, key, value in result.attributes if (tag, key) == ("a", "href")]
+    assert links[: len(SECTIONS)] == [f"#{name}" for name in SECTIONS] and set(links[len(SECTIONS) :]) == {"#missing"}
+    head = result.visible_text.partition("Summary")[0]
+    assert "trained model reached a validation loss of 1.5000 nats after 60 steps on 2 ranks at " in head
+    assert "None: skipped steps, unexpected ends, requeues, survived deaths." in result.visible_text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -202,7 +206,7 @@ def test_missing_measurements_are_reported_with_the_reason(run_dir):
     report = output.partition("Not measured, and why")[2]
     for name in ("Energy", "Power", "Utilisation", "Peak memory"):
         assert name in report or name == "Peak memory"
-    assert "no source can be read: rapl: permission" in report
+    assert output.count("no source can be read: rapl: permission") == 1 and "rapl: permission" in report
     assert "0 J" not in output and "nan" not in output.lower().replace("nanosec", "")
 
 
@@ -317,8 +321,9 @@ def test_page_reports_the_state_of_the_run(run_dir, ends, kind):
     assert ("unexpectedly" in texts[0]) == (len(ends) > 1)
     later = run_data.read(run_dir, now_ns=time.time_ns() + 3600 * S)
     assert later.state.kind == (history.KILLED if kind == "under way" else kind)
-    output = next(one for one in key_figures.figures(later) if one.name == "Starts")
-    assert output.note.startswith(f"{ends.count('')} ended unexpectedly")
+    figures = run_figures.RUN.jsonable([later])[0]
+    assert (figures["starts"], figures["unexpected_ends"]) == (len(ends), ends.count(""))
+    assert figures["survived_deaths"] == len(ends)
 
 
 def test_resumes_are_marked_in_old_files_without_step_times(tmp_path):

@@ -87,7 +87,7 @@ def test_zero3_warns_if_one_stage_has_all_parameters(kind, layers, warned):
         stages = models.build(ModelConfig(kind="mlp", layers=layers, hidden=9), features=5, classes=3).stages
         given = Model(stages[:1] if layers == 1 else stages, "float32", tokens_per_sample=1)
         keys = {"model": {"kind": kind, "factory": "a:b" if kind == "import" else ""}, "parallel.strategy": "zero3"}
-        recipe = recipes.load(settings.table(keys, "here", recipes.defaults(), Path()), environment={}).recipe
+        recipe = recipes.load(settings.table(keys, "here", recipes.known_keys(), Path()), environment={}).recipe
         return figures.warn_of_whole_gathers(assemble(session_of(comm), recipe, script_model=given))
 
     lines = run_threads(2, body)

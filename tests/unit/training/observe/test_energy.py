@@ -124,9 +124,9 @@ def test_energy_of_a_killed_start_after_its_checkpoint_counts(tmp_path, record, 
 
 @cases(
     "attributes, line",
-    ({"energy_j": 1234.5, "j_per_step": 2.0, "energy_reason": ""}, "energy     1,234.5 J, training 2 J a step"),
-    ({"energy_j": 9.0, "j_per_step": math.nan, "energy_reason": ""}, "energy     9.0 J, training unknown"),
-    ({"energy_j": math.nan, "j_per_step": math.nan, "energy_reason": "no"}, "energy     unknown (no)"),
+    ({"energy_j": 1234.5, "j_per_step": 2.0, "energy_reason": ""}, "energy          1.234 kJ  (all starts together)"),
+    ({"energy_j": 9.0, "j_per_step": math.nan, "energy_reason": ""}, "energy         9 J  (all starts together)"),
+    ({"energy_j": math.nan, "j_per_step": math.nan, "energy_reason": "no"}, "no energy: no"),
 )
 def test_report_of_a_run_includes_the_energy(tmp_path, attributes, line):
     row = dict.fromkeys(PER_RANK, np.ones(1))

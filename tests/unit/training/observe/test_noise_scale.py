@@ -229,7 +229,7 @@ def test_noise_scale_is_in_table_summary_and_report(tmp_path):
         rows = [(step, 4.0, 16, 3.0, 2.0, 0.5, 20.0 * step, 40.0 * step) for step in (1, 2, 3)]
         writer.put(NOISE_SCALE, **dict(zip(columns, zip(*rows, strict=True), strict=True)))
         writer.put(NOISE_SCALE, **dict(zip(columns, zip(*rows[1:2], strict=True), strict=True)))
-    assert "noise      scale 80.0 samples, the critical batch" in text(report(tmp_path))
+    assert "80.0 samples  (gradient noise scale, the critical batch)" in text(report(tmp_path))
     output = noise_scale.describe_noise({"noise_scale": 48.0, "global_batch": 16})
     assert "48.0 samples" in output[0] and "4.00 times the fewest steps, and 1.33 times the fewest samples" in output[0]
     assert (
