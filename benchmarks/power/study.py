@@ -149,7 +149,7 @@ def axes_of(chosen: argparse.Namespace) -> Axes:
 def override(text: str, option: str) -> dict[str, Any]:
     """Return the recipe key and the value in ``text``, which was given by ``option``. Raises ConfigurationError."""
     try:
-        return settings.overrides([text], recipes.defaults()).values
+        return settings.overrides([text], recipes.known_keys()).values
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("--set", option)) from error
 

@@ -207,7 +207,7 @@ def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure matrix products of all `shapes` with elements ``dtype`` in about ``seconds`` seconds. Collective."""
+    """Measure products of all `shapes` of ``dtype`` on device ``on`` (cpu, gpu) for ``seconds`` seconds. Collective."""
     draw, item = np.random.default_rng(0), dtype_of(dtype)
     calls = []
     for m, k, n in shapes(on):
@@ -229,7 +229,7 @@ def _synchronised(operation: Call, result: Any) -> Call:
 
 
 def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
-    """Measure copies and sums of arrays of `MOVED` bytes in about ``seconds`` seconds. Collective over ``comm``."""
+    """Measure copies and sums of `MOVED` bytes on device ``on`` (cpu, gpu) for ``seconds`` seconds. Collective."""
     nbytes, most = MOVED[on]
     calls: list[tuple[str, int, Call]] = []
     while nbytes <= most:
@@ -280,7 +280,7 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Measure steps of ``config`` with ``samples`` samples of ``context`` tokens, on each rank alone. Collective."""
+    """Measure steps of a model with ``samples`` x ``context`` tokens on device ``on`` (cpu, gpu). Collective."""
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
     run = TimedRun(solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, on)
     rows: list[dict[tuple[str, str], float]] = []

@@ -166,7 +166,8 @@ def _passes(layout: ParallelLayout) -> Iterator[LayoutProblem]:
     schedule, pipeline, chunks = SCHEDULES[layout.schedule], layout.pipeline, layout.chunks
     if pipeline > 1 and not schedule.pipelines:
         yield LayoutProblem(
-            "schedule", f"the schedule {layout.schedule!r} with pipeline = {pipeline}: all stages but one would wait"
+            "schedule",
+            f"the schedule {layout.schedule!r} with pipeline = {pipeline}: only one pipeline rank computes at a time",
         )
     if pipeline == 1 and chunks > 1:
         yield LayoutProblem("schedule", f"chunks = {chunks} with pipeline = 1: there are no stages to interleave")

@@ -188,7 +188,7 @@ def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Clus
 
 
 def _fit(memory: MemoryEstimate, format_bytes: Callable[[float], str], noun: str) -> str:
-    """Return the verdict on ``memory``, the free or missing bytes, and the highest use of a device, as a text."""
+    """Return a text on ``memory``: free bytes (followed by ``noun``) or missing bytes, and the use of a device."""
     spare = memory.limit_bytes - memory.bytes
     verdict = f"fits, {format_bytes(spare)} {noun}" if memory.fits else f"DOES NOT FIT, {format_bytes(-spare)} too much"
     return f"{verdict}: at most {format_bytes(memory.bytes)} of {format_bytes(memory.limit_bytes)} a device"

@@ -10,7 +10,7 @@ from hpcdist.training.recipe.requirements import degrees_equation
 
 @cases(
     "overrides, words",
-    (["parallel.strategy=zero3", "zero.parameters=3"], "zero.parameters 3 does not divide"),
+    (["parallel.strategy=zero3", "zero.parameters=3"], "zero.parameters = 3 does not divide"),
     (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-4"], "1-4 names rank 4"),
     (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 2-3"], "not connected"),
     (["chaos.slow_ranks=[4]"], "there is no rank 4"),

@@ -306,7 +306,7 @@ def test_no_recommendation_without_energy(tmp_path):
     result = report.summarize(sweep_results(*rows), "time")
     text = "\n".join(report.lines(result))
     assert result.chosen.name is None and "no recommendation: energy was not measured" in text
-    assert "no energy of all: no driver answers" in text and "front" not in text
+    assert "no energy/token: no driver answers" in text and "front" not in text
     with pytest.raises(UsageError, match="no configuration has both"):
         report.plot(result, tmp_path / "plot.png")
 
