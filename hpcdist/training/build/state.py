@@ -103,7 +103,7 @@ def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
     origin.fill(trainer.comm, trainer.exchange.wanted(), optional)
     lacking = [name for name, kind in REQUIRED_SCALARS.items() if not isinstance(resumed.get(name), kind)]
     if not lacking and "count" not in resumed["optimizer"]:
-        lacking = ["number of optimizer updates"]
+        lacking = ["the number of optimizer updates"]
     if lacking:
         raise StorageError(
             f"{origin} lacks {', '.join(lacking)}, so {origin} is not a checkpoint of hpcdist; use another checkpoint"

@@ -131,7 +131,7 @@ def test_build_rejects_missing_inputs_and_unsupported_dtypes():
         models.build(ModelConfig())
     with pytest.raises(ConfigurationError, match="0 features and 3 classes"):
         models.build(ModelConfig(kind="mlp"), classes=3)
-    with pytest.raises(ConfigurationError, match="pictures of 3 x 0 pixels with 1 channels, and 2 classes"):
+    with pytest.raises(ConfigurationError, match="3 x 0 pixels, 1 channels and 2 classes"):
         models.build(ModelConfig(kind="convnet"), height=3, channels=1, classes=2)
     with pytest.raises(ConfigurationError, match="data.context is 0; encoder models"):
         models.build(ModelConfig(kind="encoder"))

@@ -182,7 +182,7 @@ def test_logits_accept_shorter_contexts_and_are_causal(rng):
     for context in range(1, 5):
         part = run.model.logits(run.parameters, tokens[:, :context], run.arena)
         np.testing.assert_allclose(part, whole[:, :context], rtol=1e-10)
-    with pytest.raises(UsageError, match="got a context of 6 tokens, but the model has 5"):
+    with pytest.raises(UsageError, match="samples have 6 tokens, but the model has positions for only 5"):
         run.model.logits(run.parameters, np.zeros((1, 6), np.uint8), run.arena)
 
 

@@ -85,7 +85,7 @@ def test_one_non_finite_element_is_detected(dtype, bad, rng):
 
 
 def test_16_bit_values_are_rejected():
-    with pytest.raises(UsageError, match="float16; convert it"):
+    with pytest.raises(UsageError, match="float16; convert the array"):
         exact.add_squares(np.ones(3, np.float16), exact.zeros())
 
 

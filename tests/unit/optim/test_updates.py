@@ -235,7 +235,7 @@ def test_optimizers_match_the_plain_formula_over_100_steps(rng, name, path):
     ("*: weight_decay=-1", "write patterns"),
     ("*: weight_decay=nan", "write patterns"),
     ("*: weight_decay=1 weight_decay=2", "write patterns"),
-    ("9.*: weight_decay=0", "but it matches no tensor"),
+    ("9.*: weight_decay=0", "in optimizer.groups matches no tensor"),
 )
 def test_invalid_parameter_groups_are_rejected(text, output):
     with pytest.raises(ConfigurationError, match=output):

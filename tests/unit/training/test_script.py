@@ -125,7 +125,7 @@ def test_wrong_script_calls_are_rejected(tmp_path, rng):
 @cases(
     "more, keys, output",
     ({"dtype": "float64"}, {}, "the model computes in float64, but precision.mode = 'float32'"),
-    ({"on": "gpu"}, {}, "the model is on the gpu, but run.device = 'cpu'"),
+    ({"on": "gpu"}, {}, "the model is on device 'gpu', but run.device = 'cpu'"),
     ({}, {"run.stepz": 3}, "run.stepz"),
     ({}, {"data.path": "/nowhere"}, "data.path = '/nowhere' has no effect, because the script provides the batches"),
     ({}, {"data.context": 64}, "data.context = 64 has no effect"),

@@ -174,7 +174,7 @@ def test_parameter_server_version_with_backup_workers_is_restored(keys, tmp_path
     path = run_threads(4, save_state)[0]
     assert run_threads(4, restored_state) == [([4] * 3, 4, None)] * 3 + [([4] * 3, 4, 4)]
     rewrite(path, removal_of("optimizer/count"))
-    with pytest.raises(StorageError, match="has no number of optimizer updates"):
+    with pytest.raises(StorageError, match="lacks the number of optimizer updates"):
         run_threads(4, restored_state)
 
 

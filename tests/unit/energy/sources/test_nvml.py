@@ -91,7 +91,7 @@ def test_gpu_of_a_rank_is_found_by_pci_address(program):
         "    print_json([nvml.gpus_in_use(one, '0000:1b:00.0', {}), error_text(lambda: one.at('0000:ff:00.0'))])"
     )
     result, reason = program(TWELVE, source, CUDA_VISIBLE_DEVICES="3")
-    assert result == ["GPU-11"] and "NVML does not find the GPU at 0000:ff:00.0" in reason
+    assert result == ["GPU-11"] and "NVML finds no GPU at PCI 0000:ff:00.0" in reason
 
 
 def test_index_of_unlike_gpus_needs_bus_order(program):

@@ -166,5 +166,5 @@ def test_fast_rank_gets_more_units():
 
 
 def test_fewer_units_than_stages_are_rejected():
-    with pytest.raises(ConfigurationError, match=r"parallel.pipeline = 5, but the model has only 4 units"):
+    with pytest.raises(ConfigurationError, match=r"parallel.pipeline = 5 needs at least 5 model units"):
         check_units(4, 5, 1)

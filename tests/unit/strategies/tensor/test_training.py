@@ -149,7 +149,7 @@ def test_replica_check_names_a_diverging_tensor(comm, shared_text):
         check_tensor_axis(tensor, store, 4)
         return
     with pytest.raises(
-        DivergenceError, match=r"step 4.*1\.norm2\.scale \(24,\): no majority of the 2 ranks has equal bits"
+        DivergenceError, match=r"step 4.*1\.norm2\.scale of shape \(24,\): no majority of the 2 ranks has equal bits"
     ):
         check_tensor_axis(tensor, store, 4)
 

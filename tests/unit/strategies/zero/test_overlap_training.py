@@ -265,7 +265,7 @@ def test_different_branch_on_one_rank_is_named(comm, rng):
 
 
 def test_intermediate_degrees_with_overlap_are_rejected():
-    with pytest.raises(ConfigurationError, match=r"'thread' is not built .* over all 4 data ranks"):
+    with pytest.raises(ConfigurationError, match=r"'thread' is not supported .* over all 4 data ranks"):
         run_threads(4, lambda comm: Run(comm, 1, "thread", optimizer=2))
 
 

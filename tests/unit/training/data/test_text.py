@@ -105,7 +105,7 @@ def test_standard_library_text_is_reproducible():
 
 def test_directories_without_text_are_rejected(tmp_path):
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="holds no files"):
+    with pytest.raises(DataError, match="no files in the directory"):
         data_files.text_of_directory(tmp_path / "none")
     (tmp_path / "none" / "binary").write_bytes(b"\0\1")
     with pytest.raises(DataError, match="hold no text"):
