@@ -46,22 +46,23 @@ RULES: Final = (
 class ZeroConfig:
     """Section ``[zero]``: sharding degrees, prefetch and offload.
 
-    ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees. On p data ranks their defaults (0) are
-    (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree must divide the next, and the last
-    must divide p. Groups are blocks of consecutive data ranks: if ``parameters`` is the number of ranks per node, zero3
-    gathers only within nodes. A layer with fewer than ``persistent_below`` elements shards only the optimizer state.
-    With ``shared_parameters`` the ranks of a node keep one copy of the parameters in shared memory, and gather nothing
-    within the node (zero1 and zero2 on CPUs). ``prefetch``: number of layers to gather ahead, each into separate memory
-    (zero3; needs ``communication.overlap``).
-
-    With several micro-batches per step, sharded gradients are reduced after each micro-batch, and sharded parameters
-    are gathered for each use. ``keep_gradients`` accumulates unsharded gradients and reduces them once per step;
-    ``keep_parameters`` gathers once per step. Both need memory for unsharded arrays of the whole pipeline stage.
-
-    ``offload_optimizer`` keeps the optimizer state on the "host" of a GPU or in a "file". The host updates it block by
-    block. ``offload_parameters`` also offloads the shards of parameters and gradients (zero3). Each rank has its own
-    unnamed file in ``offload_directory``, which should be on a disk of the node. A relative path counts from the
-    directory of the recipe, like ``data.path``, or else from the current directory.
+    - ``parameters``, ``gradients``, ``optimizer``: sharding degrees. On p data ranks, the defaults (0) are (1, 1, p)
+      for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree must divide the next, and the last must divide
+      p. Groups are consecutive data ranks: if ``parameters`` is the number of ranks per node, zero3 gathers only within
+      nodes.
+    - ``persistent_below``: layers with fewer elements shard only the optimizer state.
+    - ``shared_parameters``: the ranks of a node keep one copy of the parameters in shared memory, and gather nothing
+      within the node (zero1 and zero2 on CPUs).
+    - ``prefetch``: number of layers to gather ahead, each into separate memory (zero3; needs
+      ``communication.overlap``).
+    - ``keep_gradients``: accumulate unsharded gradients, and reduce once per step, not after each micro-batch.
+    - ``keep_parameters``: gather once per step, not for each use. Both keys need memory for unsharded arrays of the
+      whole pipeline stage.
+    - ``offload_optimizer``: keep the optimizer state on the "host" of a GPU or in a "file". The host updates it block
+      by block.
+    - ``offload_parameters``: also offload the shards of parameters and gradients (zero3).
+    - ``offload_directory``: place of each rank's unnamed file, on a disk of the node. A relative path counts from the
+      directory of the recipe, like ``data.path``, or else from the current directory.
     """
 
     parameters: int = 0

@@ -73,19 +73,15 @@ class ExternalData:
 
 @dataclass(frozen=True)
 class PageData:
-    """Data of a run for its page.
-
-    ``run`` has the rows of the metrics file. If there are no rows, it is None and ``reason`` is the explanation.
-    ``attributes`` come from the metrics file. ``figures`` is the result of `summary_figures`.
-    """
+    """Data of a run for its web page."""
 
     run_dir: Path
     made_ns: int
     state: RunState
-    run: sampling.SampledMetrics | None
+    run: sampling.SampledMetrics | None  # None without rows: ``reason`` is the explanation
     reason: str
-    attributes: Mapping[str, Any]
-    figures: Mapping[str, Any]
+    attributes: Mapping[str, Any]  # from the metrics file
+    figures: Mapping[str, Any]  # of `summary_figures`
     energy: RunEnergy
     costs: Mapping[str, Any]
     use: UtilisationCurves | None
@@ -117,9 +113,9 @@ class PageData:
 
 
 def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> PageData:
-    """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
+    """Return the web page's data of the run in ``run_dir``. Raises StorageError if missing or invalid.
 
-    ``external``: data that the caller has collected. ``now_ns``: current time, by default from the clock.
+    ``external``: data that the caller has collected. ``now_ns``: current time.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
@@ -167,12 +163,9 @@ def last_step(run: sampling.SampledMetrics) -> int:
 
 
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the figures of `step_metrics.summarise` for ``run``, and further figures for the page.
-
-    ``data_fraction``: fraction of time spent waiting for data since the run last started, or None if unknown.
-    ``other_fraction``: fraction of time not spent on waiting for data, computation, communication or update.
-    ``skipped_steps`` and ``anomalies``: numbers over the whole run.
-    """
+    """Return the figures of `step_metrics.summarise` for ``run``, and further figures for the web page."""
+    # data_fraction: time spent waiting for data since the run last started. other_fraction: time not spent on data,
+    # computation, communication or update. skipped_steps and anomalies: numbers over the whole run.
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}
     if summary["compute_fraction"] is not None:

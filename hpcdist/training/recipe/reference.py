@@ -65,17 +65,12 @@ _PHRASES: Final = (
 
 @dataclass(frozen=True)
 class Need:
-    """Requirement of a recipe key, as texts for the documentation.
+    """Requirement of a recipe key, as texts for the documentation."""
 
-    The key needs the setting ``what``, e.g. "parallel.pipeline > 1". If ``excludes`` is True, the key must not be used
-    with this setting. ``of``: values of the key that have this requirement ("": all values). ``where``: setting under
-    which the requirement holds ("": always).
-    """
-
-    what: str
-    of: str = ""
-    where: str = ""
-    excludes: bool = False
+    what: str  # setting that the key needs, such as "parallel.pipeline > 1"
+    of: str = ""  # values of the key that have this requirement ("": all values)
+    where: str = ""  # setting under which the requirement holds ("": always)
+    excludes: bool = False  # the key must not be used with the setting ``what``
 
     def __str__(self) -> str:
         where = f", where {self.where}" if self.where else ""
@@ -194,10 +189,7 @@ def _values(key: str) -> str:
 
 
 def _bounded(kind: str, cure: str) -> str:
-    """Return the type name ``kind`` with the bounds that the error text ``cure`` states.
-
-    For example, "float" and "it must be between 0 and 1" give "float from 0 to 1".
-    """
+    # "float" and "it must be between 0 and 1" give "float from 0 to 1".
     if not (match := re.match(r"(it must be|choose among|choose) ", cure)):
         return kind
     text = re.sub(r" \([^)]*\)|'", "", cure[match.end() :])
@@ -209,7 +201,7 @@ def _bounded(kind: str, cure: str) -> str:
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
-    """Yield the requirement of the recipe key ``key`` that follows from ``each``, a rule that forbids some settings."""
+    # ``each`` forbids a combination of settings.
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}
     if key not in conditions or not other or each.relation is not None or conditions[key].matches(_default(key)):
