@@ -19,9 +19,9 @@ Scalar: TypeAlias = float | Array  # a Python number, or a 0-d array that a GPU 
 
 @dataclass(frozen=True)
 class ArrayGroup:
-    """A batch of several arrays, such as tokens and their mask. Axis 0 of each array counts the samples.
+    """Batch of several arrays, such as tokens and their mask, with one sample per row.
 
-    ``names`` are the dict keys of the arrays, or None if the batch was passed as a tuple.
+    ``names``: dict keys of the arrays, or None if the batch was a tuple.
     """
 
     arrays: tuple[Any, ...]
@@ -94,8 +94,8 @@ def place(array: Any, on: str) -> Array:
 def as_array(values: Any) -> Array:
     """Return a numpy or cupy array that shares the memory of ``values``, an array or tensor of any library.
 
-    A tuple or dict of arrays becomes an `ArrayGroup`. Raises UsageError for unequal numbers of samples, masked arrays
-    and tensors that require gradients.
+    A tuple or dict becomes an `ArrayGroup`. Raises UsageError for unequal numbers of samples, masked arrays, and
+    tensors that require gradients.
     """
     if type(values) is np.ndarray:
         return values

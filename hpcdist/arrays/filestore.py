@@ -31,10 +31,9 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FileStore(FlatStore):
-    """A `FlatStore` (1-D array of model tensors) whose elements, initially zeros, are in a file in ``directory``.
+    """1-D array of model tensors in an unnamed file in ``directory``, initially zeros.
 
-    The file has no name and disappears with the process. There are no array views: use `read`, `write`, `add`, `blocks`
-    and `contents`. Keyword-only ``what`` names the data in error messages. Raises StorageError if the disk is full.
+    The file disappears with the process. Array views are not supported. Raises StorageError if the disk is full.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class FileStore(FlatStore):
         parts: Range | Sequence[Range] | None = None,
         *,
         directory: str | os.PathLike[str],
-        what: str = "state",
+        what: str = "state",  # name of the data in error messages
         on: str = "cpu",
         category: str = "optimizer",
         ledger: Ledger | None = None,

@@ -14,27 +14,18 @@ ALIGN_ELEMENTS = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape and properties of one parameter tensor of a model.
+    """Name, shape and properties of one parameter tensor, or of this rank's shard of the tensor."""
 
-    - ``layer``: number of the layer in the model.
-    - ``adapted``: True if weight decay and layer-wise learning rates apply.
-    - ``cut``: the dim that tensor parallelism splits, or None.
-    - ``whole``: full shape of a split tensor. This rank holds its region ``box``, (start, stop) per dim.
-    - ``room``: number of elements that every rank reserves for a split tensor: the size of the largest shard.
-    - ``stacked``: number of equal tensors stacked along dim 0, such as query, key and value.
-    - ``expert``: True if dim 0 counts experts. Such tensors follow all other tensors of their layer.
-    """
-
-    layer: int
+    layer: int  # number of the layer
     name: str
     shape: tuple[int, ...]
-    adapted: bool = True
-    cut: int | None = None
-    whole: tuple[int, ...] = ()
-    box: tuple[tuple[int, int], ...] = ()
-    room: int = 0
-    stacked: int = 1
-    expert: bool = False
+    adapted: bool = True  # weight decay and layer-wise learning rates apply
+    cut: int | None = None  # dim that tensor parallelism splits
+    whole: tuple[int, ...] = ()  # full shape of a split tensor
+    box: tuple[tuple[int, int], ...] = ()  # this rank's region of a split tensor: (start, stop) per dim
+    room: int = 0  # elements that every rank reserves for a split tensor: the largest shard
+    stacked: int = 1  # number of equal tensors along dim 0, such as 3 for query, key and value
+    expert: bool = False  # dim 0 counts experts; such tensors follow all other tensors of their layer
 
     @property
     def is_matrix(self) -> bool:
@@ -139,9 +130,9 @@ class Layout:
         return units
 
     def part_of(self, layer: int, portion: str) -> Range:
-        """Return the range of ``layer``, or of a portion of its tensors, in the flat array, padding included.
+        """Return the range of ``layer`` in the flat parameter array, padding included.
 
-        ``portion`` is "" for all tensors of the layer, "expert" for its expert tensors, or "dense" for the others.
+        ``portion``: "expert" for the layer's expert tensors, "dense" for its other tensors, "" for all.
         """
         unit = self.units[layer]
         if not portion:

@@ -46,11 +46,11 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the speed of matrix products in flop/s: the fastest of at least 3 products. Local.
+    """Return the speed of ``side`` x ``side`` matrix products in flop/s, measured for ``seconds`` seconds. Local.
 
-    Products of matrices with ``side`` x ``side`` elements run for ``seconds`` seconds. Each counts as 2 n^3 operations,
-    with n = ``side``. If ranks share cores, all ranks should measure at the same time.
+    If ranks share cores, all ranks should measure at the same time.
     """
+    # The fastest of at least 3 products. A product counts as 2 n^3 operations, n = ``side``.
     product = MatrixProduct(dtype, on, side)
     product.run()  # touch the pages, start the threads
     begin_s, best_s, count = time.perf_counter(), float("inf"), 0

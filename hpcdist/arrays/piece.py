@@ -17,31 +17,22 @@ Box = tuple[tuple[int, int], ...]  # per dim, half-open
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of consecutive elements of a tensor, in ascending order, as three int64 arrays.
+    """Runs of consecutive tensor elements that an array holds, in ascending order, as three int64 arrays."""
 
-    Run i has ``size[i]`` elements. It starts at offset ``start[i]`` of the whole tensor, and at offset ``local[i]`` of
-    this rank's array.
-    """
-
-    start: np.ndarray
-    local: np.ndarray
-    size: np.ndarray
+    start: np.ndarray  # offset of each run in the flattened tensor
+    local: np.ndarray  # offset of each run in this rank's array
+    size: np.ndarray  # number of elements of each run
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a tensor that this rank holds in the 1-D ``array``.
+    """Elements of a tensor that this rank holds in a 1-D array."""
 
-    - ``kind``: name of the state that has the tensor: "parameters", "optimizer.m", ...
-    - ``box``: region of the tensor, (start, stop) per dim.
-    - ``flat``: range of the held elements among the region's elements, in row-major order.
-    """
-
-    kind: str
+    kind: str  # state that has the tensor: "parameters", "optimizer.m", ...
     tensor: str
     global_shape: tuple[int, ...]
-    box: Box
-    flat: Range
+    box: Box  # region of the tensor: (start, stop) per dim
+    flat: Range  # range of the held elements in the flattened region, row-major
     array: Array  # or a `hpcdist.arrays.filestore.FileSlice`
 
     def __post_init__(self) -> None:
@@ -55,11 +46,12 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return the `Piece` for ``array``, which holds consecutive elements of one tensor.
+        """Return a `Piece`: the tensor elements in ``array``, with their position in the tensor.
 
-        ``kind``: name of the state ("optimizer.m"). ``segment``: the tensor, and its range in the flat array of a
-        layout. ``touched``: the range of this flat array that ``array`` holds.
+        ``kind``: name of the state, such as "optimizer.m". ``touched``: range of the flat parameter array that
+        ``array`` holds.
         """
+        # ``segment``: the tensor, and its range in the flat array.
         spec = segment.spec
         shape = spec.whole or spec.shape
         return cls(kind, spec.key, shape, spec.box or whole_box(shape), touched.shift(-segment.range.start), array)
@@ -115,10 +107,9 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the common elements of two arrays. ``left`` and ``right`` are the tensor elements that each array holds.
+    """Return the runs of tensor elements that two arrays have in common, as three arrays.
 
-    The result has three arrays, with one value per run of common elements: offset in the left array, offset in the
-    right array, and size.
+    The arrays are the offset of each run in the left array, its offset in the right array, and its size.
     """
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")

@@ -26,10 +26,9 @@ def stream(seed: int, *keys: int) -> np.random.Generator:
 def philox(
     words: Any, count: Any, first: Any, counter1: Any, counter2: Any, counter3: Any, key0: Any, key1: Any
 ) -> None:
-    """Write random words of Philox4x32-10 (Salmon et al., SC'11) to ``words``: uint32, of shape (4 * count,).
+    """Write random words of Philox4x32-10 to ``words``: uint32, of shape (4 * count,).
 
-    Each of ``count`` counters gives four words. The i-th counter, from 0, is (``first`` + i, ``counter1``,
-    ``counter2``, ``counter3``). The key is (``key0``, ``key1``).
+    Counter i, from 0, is (``first`` + i, ``counter1``, ``counter2``, ``counter3``). The key is (``key0``, ``key1``).
     """
     # The rounds are inlined: LLVM vectorises this loop, but not a loop over calls.
     for i in range(count):
@@ -49,7 +48,7 @@ def philox(
 def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
     """Return the four Philox random words of one counter as integers, or of many counters as uint64 arrays.
 
-    ``counter`` has four words, each an integer or an array with one element per counter. ``key`` has two words.
+    ``counter``: four words, integers or arrays with one element per counter. ``key``: two words.
     """
     a, b, c, d = counter
     k, m = key

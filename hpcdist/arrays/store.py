@@ -18,10 +18,9 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 
 class FlatStore:
-    """1-D array for all or some elements of a model's tensors, in the order of ``layout``.
+    """1-D array of all or some elements of a model's tensors, in the order of ``layout``. Padding is zero.
 
-    ``parts``: the range of elements to hold, or several ascending, disjoint ranges; None means all elements. Padding is
-    zero. ``allocate(elements, dtype)`` can provide special memory (shared, pinned, pooled).
+    ``parts``: ascending, disjoint ranges of elements to hold; None means all elements.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class FlatStore:
         parts: Range | Sequence[Range] | None = None,
         *,
         on: str = "cpu",
-        allocate: Allocate | None = None,
+        allocate: Allocate | None = None,  # (elements, dtype) -> special memory: shared, pinned, pooled
         category: str = "parameters",
         ledger: Ledger | None = None,
     ) -> None:

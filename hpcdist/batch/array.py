@@ -47,18 +47,14 @@ class ArrayJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepJob(ArrayJob):
-    """Parameter sweep as a job array: task K runs trial K on at most ``nodes`` x ``ranks_per_node`` ranks.
-
-    ``trial_ranks``: number of ranks of each trial. ``run_dir``: existing directory for results and logs.
-    ``retry_failed``: repeat failed trials.
-    """
+    """Parameter sweep as a job array: task K runs trial K."""
 
     template: ClassVar[str] = "sweep.sbatch.j2"
     option: ClassVar[str] = "--array"
 
     recipe: str = ""
-    trial_ranks: tuple[int, ...]
-    retry_failed: bool = False
+    trial_ranks: tuple[int, ...]  # number of ranks of each trial, at most ``nodes`` x ``ranks_per_node``
+    retry_failed: bool = False  # repeat failed trials
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -73,7 +73,7 @@ class CarbonForecast:
 
     @cached_property
     def _sums(self) -> list[Fraction]:
-        """Carbon intensity integrated from the first row to the start of each row, in gCO2/kWh x microseconds."""
+        # Integral of the carbon intensity up to the start of each row, in gCO2/kWh x microseconds.
         lengths = [(later - sooner) // _US for sooner, later in itertools.pairwise(self.times)]
         rows = (Fraction(value) * length for value, length in zip(self.g_per_kwh, lengths, strict=False))
         return list(itertools.accumulate(rows, initial=Fraction(0)))
@@ -163,17 +163,13 @@ def _intensity(where: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class CarbonWindow:
-    """Best start time of a job: its UTC interval, and its mean carbon intensity.
-
-    ``now_g_per_kwh`` is the mean intensity if the job starts now. It is None if the forecast does not cover a job that
-    starts now; ``why_not_now`` is then the reason.
-    """
+    """Best start time of a job: its UTC interval, and its mean carbon intensity in gCO2/kWh."""
 
     begin: datetime
     end: datetime
     mean_g_per_kwh: float
-    now_g_per_kwh: float | None
-    why_not_now: str = ""
+    now_g_per_kwh: float | None  # if the job starts now; None: the forecast does not cover such a job
+    why_not_now: str = ""  # reason for None
 
     @property
     def saving_percent(self) -> float | None:
@@ -194,10 +190,10 @@ class CarbonWindow:
 
 
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
-    """Return the time window for a job with the least mean carbon intensity, between ``now`` and ``deadline``.
+    """Return the time window with the least mean carbon intensity for a job, or the earliest of several.
 
-    If several windows have this mean, the earliest is returned. ``now`` and ``deadline`` have a time zone. Raises
-    UsageError if the deadline is too soon, and ConfigurationError if the forecast does not cover the job.
+    ``now``, ``deadline``: times with time zone. Raises UsageError if the deadline is too soon, and ConfigurationError
+    if the forecast does not cover the job.
     """
     duration = timedelta(seconds=duration_s)
     if duration <= timedelta(0):
@@ -229,10 +225,9 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
 def plan_begin(
     path: Path, deadline_text: str | None, walltime_s: int | None, now: datetime, power_w: float | None = None
 ) -> tuple[datetime, list[str]]:
-    """Return the best start time of a job according to the forecast file ``path``, and lines of text to explain it.
+    """Return the best start time of a job by the carbon forecast in ``path``, and lines that explain the choice.
 
-    ``deadline_text``: duration from ``now``, or ISO time. ``power_w``: power of the job, to report the saved CO2.
-    Raises UsageError, ConfigurationError or StorageError.
+    ``power_w``: power of the job. Raises UsageError, ConfigurationError or StorageError.
     """
     if walltime_s is None:
         raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")
@@ -252,11 +247,12 @@ def _comparison_text(window: CarbonWindow, power_w: float | None) -> str:
 
 
 def deadline_of(text: str, now: datetime) -> datetime:
-    """Return the time of the deadline ``text``: a duration from ``now``, or an ISO time. Raises UsageError.
+    """Return the time of a deadline: a duration from ``now`` (24h, D-HH:MM:SS), or an ISO time.
 
-    Durations: 2d, 24h, 90m, D-HH:MM:SS, HH:MM:SS or whole minutes. An ISO time without a zone is local. Of two equal
-    local times (clock change), the first is used.
+    An ISO time without a zone is local. Raises UsageError for invalid text.
     """
+    # Durations: 2d, 24h, 90m, D-HH:MM:SS, HH:MM:SS or whole minutes. Of two equal local times (clock change), use the
+    # first.
     short = _DURATION.fullmatch(text)
     if short is not None:
         return now + timedelta(seconds=int(short[1]) * _UNIT_S[short[2]])
@@ -275,11 +271,11 @@ def deadline_of(text: str, now: datetime) -> datetime:
 
 
 def begin_text(begin: datetime, scheduler: str = "slurm") -> str:
-    """Format the time ``begin`` in whole seconds for sbatch --begin ("slurm") or qsub -a ("pbs").
+    """Return ``begin`` as a local time in whole seconds, for sbatch --begin ("slurm") or qsub -a ("pbs").
 
-    The text is a local time (TZ). Raises ConfigurationError if this time occurs twice (clock change) and the command
-    would use the wrong occurrence.
+    Raises ConfigurationError if the local time is ambiguous because of a clock change.
     """
+    # An ambiguous time is an error only if the command would use the wrong occurrence.
     moment = begin.replace(microsecond=0)
     local = moment.astimezone()
     text = local.strftime(_BEGIN[scheduler])

@@ -87,61 +87,44 @@ _OWNED_WITH_BEGIN: Final = {"--begin": "--carbon sets the start time"}
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """Batch job that trains on ``nodes`` x ``ranks_per_node`` ranks.
-
-    - ``recipe``: text of a complete recipe (training settings). Every start trains it in ``run_dir``.
-    - ``sweep``: text of a file with a parameter sweep, instead of a recipe.
-    - ``program``: command line, instead of a recipe. ``program_keys``: its environment variables, as (name, value)
-      pairs.
-    - ``walltime``: time limit in Slurm's format (None: the partition's default).
-    - ``mem``: memory per node in Slurm's format ("0": all).
-    - ``signal_s``: the job saves and stops this number of seconds before its end.
-    - ``restarts``: maximum number of restarts within the job. ``spare_nodes``: nodes that replace lost nodes.
-    - ``survive``: the option --survive of `hpcdist run`, or "none".
-    - ``link``, ``links``: number of this job in a chain of jobs, and length of the chain.
-    - ``most_fruitless``: maximum number of consecutive starts without a new checkpoint (0: no limit).
-    - ``python``: interpreter that runs hpcdist. ``python_of_ranks``: interpreter on the ranks, if different.
-    - ``local``: directory that the job creates on each node and removes at its end, or None.
-    - ``environment``: archive of a Python environment, which the job unpacks into ``local``.
-    - ``data``: file or directory, which the job copies to ``local``.
-    """
+    """Batch job that trains a recipe, a sweep or a program on ``nodes`` x ``ranks_per_node`` ranks."""
 
     template: ClassVar[str | None] = None  # None: the scheduler's template of a training
 
     nodes: int
-    python: str
-    recipe: str
+    python: str  # interpreter that runs hpcdist
+    recipe: str  # text of the complete recipe; every start trains it in ``run_dir``
     ranks_per_node: int = 1
     cpus_per_task: int = 1
     name: str = "hpcdist"
-    walltime: str | None = None
-    signal_s: int = 120
+    walltime: str | None = None  # time limit in Slurm's format (None: the partition's default)
+    signal_s: int = 120  # seconds before the end of the job when it saves and stops
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
-    mem: str | None = None
+    mem: str | None = None  # memory per node in Slurm's format ("0": all)
     run_dir: Path = Path("run")
     sbatch_args: tuple[str, ...] = ()
     mpi_args: str = ""
     gpus_per_node: int = 0
     python_path: str | None = None
-    restarts: int = 0
-    spare_nodes: int = 0
-    survive: str = "none"
-    link: int = 1
+    restarts: int = 0  # maximum number of restarts within the job
+    spare_nodes: int = 0  # nodes that replace lost nodes
+    survive: str = "none"  # option --survive of `hpcdist run`, or "none"
+    link: int = 1  # number of this job in a chain of ``links`` jobs
     links: int = 1
-    most_fruitless: int = 3
-    python_of_ranks: tuple[str, ...] = ()
-    environment: Path | None = None
-    data: Path | None = None
-    local: Path | None = None
+    most_fruitless: int = 3  # maximum number of consecutive starts without a new checkpoint (0: no limit)
+    python_of_ranks: tuple[str, ...] = ()  # interpreter on the ranks, if different
+    environment: Path | None = None  # archive of a Python environment, unpacked into ``local``
+    data: Path | None = None  # file or directory to copy to ``local``
+    local: Path | None = None  # directory that the job creates on each node and removes at its end
     warmup: bool = False
     check: bool = True
     begin: datetime | None = None
-    sweep: str = ""
-    program: tuple[str, ...] = ()
-    program_keys: tuple[tuple[str, str], ...] = ()
+    sweep: str = ""  # text of a file with a parameter sweep, instead of a recipe
+    program: tuple[str, ...] = ()  # command line, instead of a recipe
+    program_keys: tuple[tuple[str, str], ...] = ()  # environment variables of the program: (name, value)
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "cpus_per_task"):

@@ -51,8 +51,8 @@ def decide(
 ) -> RequeueVerdict:
     """Decide whether to requeue ``job``, which ended with exit code ``code``. Local.
 
-    ``entries`` are the recorded events of the run's jobs. ``restart`` is the job's restart count. ``saved`` is the
-    newest checkpoint. Keyword-only ``lost_nodes`` is a function that returns the nodes that do not answer.
+    ``entries``: recorded events of the run's jobs. ``saved``: newest checkpoint. Keyword-only ``lost_nodes``: function
+    that returns the unreachable nodes.
     """
     ledger_job = ledger.jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -83,11 +83,11 @@ def decide(
 def fruitless_starts(
     entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
 ) -> list[ledger.LedgerEntry]:
-    """Return the latest consecutive starts of a run that all resumed from its newest checkpoint, ``saved``.
+    """Return the latest consecutive starts of a run that all resumed from the newest checkpoint ``saved``.
 
-    ``entries`` are the recorded events of the run's jobs. ``digest`` is the hash of the recipe; a start with another
-    recipe ends the list. Starts of cancelled jobs do not count.
+    ``entries``: recorded events of the run's jobs. ``digest``: hash of the recipe.
     """
+    # A start with another recipe ends the list. Starts of cancelled jobs do not count.
     starts: list[ledger.LedgerEntry] = []
     entries = list(entries)
     cancelled = {entry.job for entry in entries if entry.event == ledger.CANCELLED}

@@ -135,7 +135,7 @@ def _one_line(value: object, destination: str) -> str:
 
 
 def _memory(text: str) -> str:
-    """Convert a memory size from Slurm's format to PBS's, such as 200G to 200gb. A plain number is in MiB."""
+    # From Slurm's format to PBS's: 200G becomes 200gb. A plain number is in MiB.
     number = text.rstrip("KMGTkmgt")
     return number + (text[len(number) :].lower() or "m") + "b"
 
@@ -185,11 +185,11 @@ def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
-    """Submit the (job, script) pairs ``links`` at ``site``. Each job starts after the previous job has ended.
+    """Submit the (job, script) pairs ``links``, each to start after the previous job has ended. Yield each job.
 
-    Logs go into ``folder``. Each job is recorded in its run directory and yielded before the next job is submitted.
-    Raises HpcdistError if a job cannot be submitted or recorded.
+    Logs go into ``folder``. Raises HpcdistError if a job cannot be submitted or recorded.
     """
+    # Each job is recorded in its run directory before the next job is submitted.
     if site.scheduler.kind == "slurm":
         from hpcdist.batch.schedulers.slurm import submit
 

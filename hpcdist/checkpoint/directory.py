@@ -24,17 +24,11 @@ _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule for the checkpoints to keep, by their steps and validation losses.
+    """Rule for the checkpoints to keep, by their steps and validation losses."""
 
-    Args:
-        last: Number of newest checkpoints to keep.
-        every_steps: Also keep the first checkpoint at or after each multiple of this number of steps (0: none).
-        best: Also keep this number of checkpoints with the lowest validation loss (0: none).
-    """
-
-    last: int = 2
-    every_steps: int = 0
-    best: int = 0
+    last: int = 2  # number of newest checkpoints to keep
+    every_steps: int = 0  # also keep the first checkpoint at or after each multiple of this number of steps (0: none)
+    best: int = 0  # also keep this number of checkpoints with the lowest validation loss
 
     def __post_init__(self) -> None:
         assert self.last >= 1, f"Retention.last must be at least 1, got {self.last}"

@@ -43,15 +43,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Directory of a complete, damaged or unfinished checkpoint. ``reason`` explains why it is unusable, or is "".
-
-    A complete checkpoint has files of the sizes in its manifest. The digests of its data were not checked.
-    """
+    """Directory of a complete, damaged or unfinished checkpoint. Data digests are not verified."""
 
     path: Path
     step: int
     state: str
-    reason: str
+    reason: str  # why the checkpoint is unusable, or ""
+    # In a complete checkpoint, the files have the sizes of the manifest.
     manifest: Manifest | None
 
     @property

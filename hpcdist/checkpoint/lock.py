@@ -61,9 +61,9 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        If the other process may be dead, wait for its heartbeat, unless the keyword-only ``waits`` is False. The
-        keyword-only ``otherwise`` is advice for the error message.
+        If the other process may be dead, waits for its heartbeat. Keyword-only ``waits`` False: do not wait.
         """
+        # ``otherwise``: advice for the error message.
         path = directory / LOCK_FILE
         if path.is_dir():
             raise StorageError(f"{path} is a directory; expected a lock file or nothing; move the directory away")
@@ -167,7 +167,7 @@ class RunLock:
 
 
 def _link_new(new: Path, path: Path) -> None:
-    """Create ``path`` atomically, also on NFS, as a link to ``new``. Raises FileExistsError if ``path`` exists."""
+    # Atomic, also on NFS.
     try:
         os.link(new, path)
     except OSError as error:
@@ -190,7 +190,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in the lock file ``path``: {} if invalid, None if the file is a copy of another lock."""
+    # {}: invalid. None: a copy of another lock.
     entry = regular.json_value(path, MAX_BYTES)
     if not isinstance(entry, dict):
         return {}
@@ -213,7 +213,7 @@ def _description(directory: Path, holder: Mapping[str, Any], age_s: float) -> st
 
 
 def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
-    """Return (content, age in seconds) of a lock file. Content: {} if unreadable, None if missing or a copy."""
+    # Content {}: unreadable. None: missing, or a copy of another lock.
     now, age_s = atomic.temporary_path(path), 0.0
     try:
         os.close(atomic.create(now))

@@ -31,12 +31,8 @@ FOLDER: Final = "checkpoints"
 class Sharded:
     """This rank's part of an array that is distributed over the ranks.
 
-    Args:
-        array: The part, a numpy or cupy array.
-        start: Index of the first element of the part in the whole array. Default: parts are rows in rank order.
-        shape: Shape of the whole array, required with ``start``. The parts must cover it.
-
-    Raises UsageError for an invalid ``start`` or ``shape``.
+    ``start``: index of the first element of the part in the whole array. ``shape``: shape of the whole array, required
+    with ``start``. By default, parts are rows in rank order. Raises UsageError if ``start`` or ``shape`` is invalid.
     """
 
     array: Array
@@ -75,13 +71,13 @@ State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
 
 
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: AnyComm = None) -> Path:
-    """Save ``state`` in ``directory`` and return ``directory/checkpoints/step-N``. Collective over the communicator.
+    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over keyword-only ``comm``.
 
-    ``state`` must have the same names on all ranks. A value is an array that is equal on all ranks, a `Sharded` array,
-    or a JSON value (used from rank 0). Keyword-only: ``step`` is N, by default the newest step + 1; ``keep`` is
-    the number of newest checkpoints to keep. The save is atomic. Until this program ends, no other job can save in
-    ``directory``. Raises StorageError on all ranks if one cannot write, and UsageError for an invalid argument.
+    ``state``: dict with the same names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a
+    JSON value from rank 0. Keyword-only ``step``: by default newest + 1. Raises UsageError for invalid arguments, and
+    StorageError on all ranks if a rank cannot write.
     """
+    # Until this program ends, no other job can save in ``directory``.
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
     if keep < 1:
         raise UsageError(f"keep = {keep}; expected at least 1 checkpoint to keep")
@@ -103,11 +99,10 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
-    """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over the communicator.
+    """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over keyword-only ``comm``.
 
-    ``state``: the arrays to fill, whole or `Sharded`, with any sharding. Without it, every rank gets all arrays as new
-    numpy arrays. A damaged checkpoint is reported and skipped. Raises StorageError if an array is missing, or has
-    another shape or dtype.
+    ``state``: the arrays to fill, whole or `Sharded`. None: every rank gets all arrays, as new numpy arrays. Damaged
+    checkpoints are reported and skipped. Raises StorageError if an array is missing or differs in shape or dtype.
     """
     where = communicator_of(comm)
 

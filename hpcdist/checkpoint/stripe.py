@@ -108,8 +108,7 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
 def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
     """Return a plan to stripe ``directory`` for ``writers`` ranks that write ``nbytes`` bytes in total.
 
-    ``options`` is the recipe key ``checkpoint.stripe``: "auto", "none", or options for the striping command.
-    ``mounts`` is the path of the mount table.
+    ``options``: "auto", "none", or options of the striping command. ``mounts``: path of the mount table.
     """
     system = file_system(directory, mounts)
     if options == "none":

@@ -128,11 +128,11 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
 
 
 def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return the checkpoints of ``run_dir`` to keep and to remove by the retention ``rule``.
+    """Return the checkpoints of ``run_dir`` to keep and to remove, by a retention rule.
 
-    ``damaged``: also remove damaged checkpoints. Checkpoints are read in full, newest first, until one is intact.
-    Raises StorageError if no checkpoint is intact.
+    ``damaged``: also remove damaged checkpoints. Raises StorageError if no checkpoint is intact.
     """
+    # Checkpoints are read in full, newest first, until one is intact.
     checkpoints = [listed for listed in listing.list_checkpoints(run_dir) if listed.path.suffix == ""]
     complete = [listed for listed in checkpoints if listed.state == COMPLETE]
     while complete and verify(complete[0].path).damage:

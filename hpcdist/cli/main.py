@@ -97,7 +97,7 @@ def _print_error(text: str) -> None:
 
 
 def _colour() -> bool | None:
-    """Return click's colour setting: False for no colours, None for colours on a terminal only."""
+    # False: no colours. None: colours on a terminal only.
     launched = environment.launch_environment()
     is_unknown_launcher = launched is not None and launched.size > 1 and exit_file.LAUNCH_DIR not in os.environ
     return False if is_unknown_launcher or os.environ.get("NO_COLOR") else None

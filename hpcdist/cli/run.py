@@ -110,7 +110,7 @@ def command(
 
     --restarts starts a failed training again with `--resume auto` on the remaining nodes, but not after exit codes 0,
     2, 69, 75, 78 and 130, a stop signal, or two consecutive starts without a new checkpoint. --survive continues after
-    the death of ranks, but not of a node. Both can be combined.
+    the death of ranks, but not of a node. --restarts and --survive can be combined.
 
     A script with a `hpcdist.training.pytorch.Training` supports all options but --survive; --restarts needs --out to
     find its checkpoints. `python` means the Python of hpcdist, or --python. Any other program receives the signals, and
@@ -145,20 +145,14 @@ def command(
 
 @dataclass(frozen=True)
 class _Launch:
-    """Settings of one `hpcdist run`, for the first start of the job and for every restart.
-
-    ``script``: the job runs a user's script, not an hpcdist command. ``program``: words that start hpcdist,
-    or empty for a script. ``typed``: command line of `hpcdist run`.
-    """
-
     starter: launchers.Starter
-    program: Sequence[str]
+    program: Sequence[str]  # words that start hpcdist; empty for a script
     options: Sequence[str]
     settings: Mapping[str, str]
     grace_s: float
     surviving: bool
-    script: bool
-    typed: Sequence[str]
+    script: bool  # the job runs a user's script, not an hpcdist command
+    typed: Sequence[str]  # command line of `hpcdist run`
 
     def line(self, command: Sequence[str]) -> str:
         words = self._words(command, self.settings)
@@ -199,11 +193,11 @@ class _Launch:
         *,
         repeated: bool = False,
     ) -> supervisor.LaunchOutcome:
-        """Start ``command``, wait for its end, and return the outcome. Print the first failure of a rank.
+        """Start ``command`` on the ranks, wait for its end, and return the outcome. Print a rank's first failure.
 
-        ``mask``: signal mask of the launcher. ``where``: launcher options that select nodes for a restart, or None. The
-        keyword-only ``repeated`` is True if the caller restarts failed jobs.
+        ``mask``: signal mask of the launcher. ``where``: launcher options that select nodes for a restart.
         """
+        # ``repeated``: the caller restarts failed jobs.
         began_ns = time.time_ns()
         with _launch_dir() as folder:
             settings = {**self.settings, FAILURE_DIR: folder, exit_file.LAUNCH_DIR: folder, **_terminal_environment()}
@@ -287,10 +281,7 @@ def _check_starter(starter: launchers.Starter, options: Sequence[str], *, trains
 
 
 def _check(command: tuple[str, ...], energy: bool) -> bool:
-    """Return True if ``command`` is a script or other program, False if it is an hpcdist command.
-
-    Raises UsageError for an unknown command, for --energy without a script, and if a launcher started this process.
-    """
+    # Returns True for a script or other program.
     rank_commands = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # `bench` of a sweep starts ranks itself; the other benchmarks run on ranks.
     measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint", "step")]
@@ -346,11 +337,11 @@ def _train_options(command: Sequence[str]) -> dict[str, Any]:
 def check_training(
     command: Sequence[str], ranks: int | None, survive: str | None, spares: int, *, elsewhere: bool
 ) -> None:
-    """Raise the errors of `hpcdist train` that can be found before its ranks start.
+    """Raise the errors of `hpcdist train` that can be found before its ranks start. Local.
 
-    ``ranks``: number of training ranks, or None if unknown. The keyword-only ``elsewhere`` is True if the ranks run in
-    a container or on other hosts, so they may see other files.
+    ``ranks``: number of training ranks, or None. Keyword-only ``elsewhere``: True if the ranks may see other files.
     """
+    # ``elsewhere``: in a container or on other hosts.
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements
 

@@ -49,8 +49,8 @@ KERNEL_PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategie
 def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
     """Measure the algorithms of communication.algorithm = "auto" on the ranks that the launcher started.
 
-    `train` does this at its start if no result is stored for its ranks, machines and sizes. A new measurement replaces
-    the old one. Prints predicted and measured microseconds by size, and the choice as a value for
+    `hpcdist train` measures at its start if no result is stored for its ranks, machines and sizes. A new measurement
+    replaces the stored result. Prints predicted and measured microseconds by size, and the chosen value of
     communication.algorithm.
     """
     if show and clear:

@@ -46,13 +46,11 @@ def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return the result. Collective over keyword-only ``comm``.
 
-    - ``array``: numpy or cupy array, PyTorch tensor, or number, of the same shape on all ranks.
-    - dtypes: integers, and floats of 16 to 64 bits. 16-bit floats are summed in float32 and rounded once.
-    - A number cannot change: use the return value. Python integers must fit in 64 bits; their sum is exact.
-    - ``op``: "sum", "mean" (not for integer arrays), "max" or "min".
-
-    All ranks get the same bits. Raises UsageError for an invalid op, and BufferHandoverError for an unsupported array.
+    ``array``: numpy or cupy array, PyTorch tensor, or number, of equal shape on all ranks. ``op``: "sum", "mean" (not
+    for integers), "max" or "min". All ranks get the same bits. Raises UsageError for an invalid op, and
+    BufferHandoverError for an unsupported array.
     """
+    # 16-bit floats are summed in float32 and rounded once. Python integers must fit in 64 bits; their sum is exact.
     where = communicator_of(comm)
     if isinstance(array, int | float):
         return _reduced_number(where, array, op)
@@ -89,9 +87,9 @@ def _reduced_number(comm: Communicator, number: int | float, op: str) -> int | f
 def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array:
     """Return this rank's rows of the reduction of ``array`` over all ranks. Collective over keyword-only ``comm``.
 
-    ``array``, of shape (n, ...), has the same shape on all ranks and is not changed. Its n rows are split as by
-    `numpy.array_split`. ``op``: "sum", "mean" (not for integers), "max" or "min". Raises UsageError for a 0-d array or
-    an invalid op, and BufferHandoverError for an unsupported dtype.
+    ``array``: shape (n, ...), equal on all ranks; not changed. The n rows are split as by `numpy.array_split`. ``op``:
+    "sum", "mean" (not for integers), "max" or "min". Raises UsageError for invalid arguments, and BufferHandoverError
+    for an unsupported dtype.
     """
     where = communicator_of(comm)
     array = _accept(where, array, "reduce_scatter", op)
@@ -108,8 +106,8 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     """Return the rows of all ranks' arrays, concatenated in rank order. Collective over keyword-only ``comm``.
 
-    ``array`` is of shape (n, ...). The number of rows n may differ between ranks; the other dims and the dtype must be
-    equal. Raises UsageError for a 0-d array or unequal dims, and BufferHandoverError for an unsupported dtype.
+    ``array``: shape (n, ...). Only n may differ between ranks. Raises UsageError for a 0-d array or unequal dims, and
+    BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
     array = _accept(where, array, "all_gather")
@@ -143,8 +141,8 @@ def broadcast(array: Array, root: int = 0, *, comm: AnyComm = None) -> Array:
 def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
     """Send ``parts[q]`` to each rank q. Return the arrays received, by rank. Collective over keyword-only ``comm``.
 
-    ``parts`` holds one array per rank. All have the same dtype and shape, except for the number of rows. Raises
-    UsageError for a wrong number of parts, and BufferHandoverError for an unsupported dtype.
+    ``parts``: one array per rank; only the number of rows may differ. Raises UsageError for a wrong number of parts,
+    and BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
     if not hasattr(parts, "__len__") or getattr(parts, "ndim", 1) == 0 or len(parts) != where.size:
@@ -174,7 +172,6 @@ def all_to_all(parts: Sequence[Array], *, comm: AnyComm = None) -> list[Array]:
 
 
 def _accept(comm: Communicator, array: Any, name: str, op: str = "sum", *, in_place: bool = False) -> Array:
-    """Return ``array`` as a numpy or cupy array, after a check that the collective ``name`` supports it and ``op``."""
     try:
         if op not in OPS:
             raise UsageError(f"op = {op!r} is unknown; choose {', '.join(OPS)}")

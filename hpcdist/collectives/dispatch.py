@@ -130,10 +130,11 @@ def allreduce(
 ) -> None:
     """Reduce ``buffer`` in place by ``algorithm``, with equal bits on all ranks. Collective over ``comm``.
 
-    ``buffer`` is 1-D, contiguous, of equal size and dtype on every rank. ``op`` is "sum", "max" or "min". The
-    keyword-only ``scale`` multiplies the result; it must be 1 for integers. 16-bit floats are summed in float32 and
-    rounded once. Raises UsageError for bad arguments, and BufferHandoverError for an unsupported buffer.
+    ``buffer``: 1-D, contiguous, of equal size and dtype on every rank. ``op``: "sum", "max" or "min". Keyword-only
+    ``scale``: factor of the result, 1 for integers. Raises UsageError for invalid arguments, and BufferHandoverError
+    for an unsupported buffer.
     """
+    # 16-bit floats are summed in float32 and rounded once.
     if algorithm not in _BY_NAME:
         algorithm = _row(comm, buffer, algorithm, op)
     settled: _Prepared | None = comm.settled.get((algorithm, op, buffer.dtype))

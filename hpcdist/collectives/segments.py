@@ -36,7 +36,7 @@ _here = _Workspace()
 def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
     """Return a scratch buffer of ``size`` uninitialised elements, on the device of the array ``like``. Local.
 
-    Calls with the same ``name`` in one thread return the same memory, so buffers in use together need different names.
+    Calls with equal ``name`` in one thread return the same memory.
     """
     return scratch_in(_here.arrays, name, size, dtype, like)
 

@@ -43,10 +43,10 @@ class ReduceScatterFunction(Protocol):
     def __call__(
         self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
     ) -> None:
-        """Reduce ``buffer`` by ``op`` in place, or into ``result``. Either all ranks or no rank must pass ``result``.
+        """Reduce ``buffer`` in place, or into ``result``. Each rank gets its range ``shares[rank]``. Collective.
 
-        Each rank gets only its share: in ``buffer[shares[rank]]``, or in ``result``, an array of this size. With
-        ``result``, ``buffer`` is not changed, unless ``result`` is a view of it.
+        All ranks or no rank must pass ``result``, an array for the range. ``buffer`` is then not changed, unless
+        ``result`` is a view of it.
         """
 
 
@@ -144,7 +144,7 @@ def _columns(comm: Communicator) -> list[list[int]]:
 
 
 def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
-    """Return the buffer ranges of the two reductions: the first in each node, the second between the nodes."""
+    # Ranges of the first reduction, in each node, and of the second, between the nodes.
     columns = _columns(comm) if len(shares) == comm.size else []
     parts = [[shares[rank] for rank in column] for column in columns]
     joined = [a.stop == b.start for column in parts for a, b in zip(column, column[1:], strict=False)]
@@ -167,8 +167,7 @@ def _check_result(buffer: Array, share: Range, result: Array) -> None:
 
 
 class _Recorded:
-    """Context manager that records the end of a collective. After a failure, the end is missing in the records."""
-
+    # After a failure, the records lack the end of the collective.
     __slots__ = ("_comm", "_token")
 
     def __init__(self, comm: Communicator, token: int) -> None:

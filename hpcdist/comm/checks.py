@@ -104,9 +104,9 @@ class CollectiveCall:
 def describe_call(
     operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> CollectiveCall:
-    """Return the description of a collective call, to compare it between ranks. ``buffer`` may be any object. Local.
+    """Return the description of a rank's collective call, which `compare_calls` compares between ranks. Local.
 
-    ``reduction``: "" if the operation does not reduce. ``extra``: further arguments that must be equal on all ranks.
+    ``buffer``: any object. ``extra``: further arguments that must be equal on all ranks.
     """
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)
@@ -125,11 +125,11 @@ def compare_native(
 
 
 def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, move: Move | None = None) -> None:
-    """Raise CommunicationError on every rank unless all ranks of ``comm`` pass an equal ``call``. Collective.
+    """Raise CommunicationError on all ranks unless all ranks of ``comm`` pass an equal ``call``. Collective.
 
-    ``call`` describes the next collective. ``move(request)`` is called repeatedly until the comparison message
-    ``request`` is complete. It must progress this rank's operations in flight, because other ranks may wait for them.
+    ``move(request)`` is called repeatedly until the comparison message ``request`` is complete.
     """
+    # `move` must progress this rank's operations in flight, because other ranks may wait for them.
     everybody = _exchange_calls(comm, call, move)
     if any(other != everybody[0][0] for other, _ in everybody):
         raise CommunicationError(_difference(comm.name, everybody))
@@ -138,10 +138,9 @@ def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, move: Move
 def announce_refusal(
     comm: ComparableCommunicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None
 ) -> None:
-    """Inform all other ranks of ``comm`` that this rank raises ``error`` instead of making ``call``.
+    """Make the ranks that wait in `compare_calls` fail, because this rank raises ``error`` instead of making ``call``.
 
-    The other ranks must be in `compare_calls`, which then raises CommunicationError. This function does nothing if
-    ``comm.checked`` is False. ``move(request)`` is called repeatedly until the message ``request`` is complete.
+    ``move(request)`` is called repeatedly until the message ``request`` is complete.
     """
     if comm.checked and comm.size > 1:
         _exchange_calls(

@@ -41,8 +41,7 @@ class EventSink:
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
 
-        ``comm`` is the communicator's name. ``sent_bytes`` is the number of bytes that this rank sends, or
-        `UNKNOWN_BYTES`. ``peer`` is the other rank, or -1.
+        ``sent_bytes``: bytes that this rank sends, or `UNKNOWN_BYTES`. ``peer``: the other rank, or -1.
         """
         return 0
 

@@ -24,13 +24,13 @@ OPERATIONS: Final = (MESSAGES, *COLLECTIVES)
 class Handover:
     """Converter of the caller's buffers to memory that MPI may read or write.
 
-    ``device_pointers`` lists the `OPERATIONS` for which MPI accepts pointers to GPU memory; True means all, False none.
-    Other operations, and all non-blocking collectives, stage GPU buffers in pinned host memory.
+    ``device_pointers``: the `OPERATIONS` for which MPI accepts pointers to GPU memory; True means all.
     """
 
     def __init__(self, device_pointers: bool | Collection[str]) -> None:
         if isinstance(device_pointers, bool):
             device_pointers = OPERATIONS if device_pointers else ()
+        # Other operations, and all non-blocking collectives, stage GPU buffers in pinned host memory.
         self.pointers = frozenset(device_pointers)
         assert self.pointers <= set(OPERATIONS), f"{set(self.pointers)} must contain only operations of {OPERATIONS}"
 
@@ -40,23 +40,23 @@ class Handover:
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
-        """Return an array that MPI can send, with the data of ``buffer``. 16-bit floats are viewed as uint16.
+        """Return an array that MPI can send in ``operation``, with the data of ``buffer``.
 
-        The array is a copy in host memory if MPI cannot read GPU memory in ``operation``, one of `OPERATIONS`.
+        16-bit floats are viewed as uint16.
         """
         _check(buffer)
         if backend.is_device(buffer):
             if operation in self.pointers:
                 device.produced()
             else:
+                # a copy, because MPI cannot read GPU memory in this operation
                 buffer = staging.to_host(buffer)
         return _bits(buffer)
 
     def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], None] | None]:
-        """Return an array into which MPI can receive, and a function to call after the data has arrived.
+        """Return an array into which MPI can receive, and a function that then copies the data to ``buffer``.
 
-        The function copies the data to ``buffer``. It is None if MPI receives directly into ``buffer``. ``operation``
-        is one of `OPERATIONS`.
+        The function is None if MPI receives directly into ``buffer``.
         """
         _check(buffer)
         if isinstance(buffer, np.ndarray):

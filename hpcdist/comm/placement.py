@@ -39,11 +39,9 @@ def choose_gpu(announced: LaunchEnvironment | None) -> int:
 
 
 def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement:
-    """Return the placement of this rank. Collective over ``comm``.
+    """Return the placement of this rank: its node and its rank on this node. Collective over ``comm``.
 
-    The local rank comes from ``announced``, the launcher's environment. Without it, the local rank is this rank's index
-    among the ranks of its node. Raises ConfigurationError if a node's announced local ranks are not 0 .. n - 1 in any
-    order.
+    ``announced``: the launcher's environment, or None. Raises ConfigurationError for inconsistent local ranks.
     """
     nodes = comm.nodes()
     local_rank = nodes.intra.rank
@@ -51,6 +49,7 @@ def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement
     if announced is not None and not declared:
         local_ranks = nodes.intra.allgather_object(announced.local_rank)
         if None not in local_ranks:
+            # The announced local ranks may have any order.
             if not is_permutation(local_ranks):
                 raise ConfigurationError(
                     f"rank {comm.rank}: MPI finds {len(local_ranks)} ranks on this node, to which the launcher "

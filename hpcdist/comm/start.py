@@ -102,20 +102,16 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """From now on, if all ranks raise an equal error, let only rank 0 print the error. Local.
-
-        If the job survives rank failures, an uncaught error due to a rank failure does not end the job.
-        """
+        """From now on, only rank 0 prints an error that all ranks raise equally. Local."""
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
         if self.outlives:
+            # An uncaught error due to a rank failure does not end a job that survives rank failures.
             failfast.set_survivable(is_rank_failure)
 
     def leave(self, code: int) -> NoReturn:
-        """End all ranks with exit code ``code``. All ranks must pass the same code. Collective.
-
-        Every rank waits for all other ranks before it exits. If the job survives rank failures, MPI is not finalised.
-        """
+        """End all ranks with exit code ``code``, which must be equal on all ranks. Collective."""
+        # Every rank waits for all other ranks. If the job survives rank failures, MPI is not finalised.
         if self.outlives:
             self.comm.agree(True)
         else:
@@ -152,13 +148,9 @@ def start(
 ) -> Session:
     """Start MPI if a launcher announced a world, otherwise a world of only this process. Collective.
 
-    After the start, an uncaught exception or a non-zero SystemExit ends the job. The job also ends if MPI has not
-    started after STARTING_S seconds. Raises ConfigurationError if MPI's world size or local ranks differ from the
-    launcher's.
-    ``device``: "cpu" or "gpu".
-    ``ranks_per_node``: number of consecutive ranks that form a node. None: the ranks of a host form a node.
-    ``checked``: if True on any rank, ranks compare their calls before each collective.
-    ``examined``: if True, local ranks may differ from the launcher's.
+    Afterwards, an uncaught exception or a non-zero SystemExit ends the job. ``ranks_per_node``: simulated nodes of this
+    many consecutive ranks; None uses the real nodes. ``checked``: if True on any rank, ranks compare their collective
+    calls. Raises ConfigurationError if MPI and the launcher disagree.
     """
     refuse_worker()
     standard_streams.protect()
@@ -173,6 +165,8 @@ def start(
         pointers = cuda_aware.detect(launch)
     if launch is None:
         return start_alone()
+    # The job also ends if MPI has not started after STARTING_S seconds. If `examined`, the local ranks of MPI and the
+    # launcher may differ.
     guard.end_with_launcher()
     # A C thread, which also works while this thread waits in MPI_Init with the interpreter's lock.
     faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)
@@ -235,10 +229,9 @@ def fail_alike(*, launched: bool = False) -> None:
 
 
 def start_joined() -> Session:
-    """Start MPI in a process that `spawn.spawn` started. Return its session with the existing ranks. Collective.
+    """Start MPI in a process that `spawn.spawn` started. Return this process's session. Collective.
 
-    Import all modules before this call, because the existing ranks wait for it. If the start fails, only this process
-    ends. Call `Session.survive` before you use the session's node or local rank.
+    Import all modules before this call, because the existing ranks wait.
     """
     failfast.answer_requests_for_stacks()
     signal.alarm(JOINING_S)  # its default action needs no Python code, which could not run during an MPI call
@@ -248,11 +241,13 @@ def start_joined() -> Session:
         if comm is None:
             raise ConfigurationError("no running job spawned this process; call start instead of start_joined")
     except Exception as error:  # noqa: BLE001 - any error
+        # Only this process ends.
         end_alone(error)
     signal.alarm(0)
     failfast.install(mpi.COMM_WORLD.Abort, comm.rank)
     announce_pid(uuid.uuid4().hex)
     exit_file.announce_segments()
+    # The node and the local rank are valid after `Session.survive`.
     session = Session(comm, placement.alone(), library(mpi), mpi.COMM_WORLD.Abort, outlives=True)
     session.speak_as_one()
     return session
@@ -317,12 +312,13 @@ def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> No
 
 
 def announce_pid(name: object) -> None:
-    """Write this rank's process id to the file pid-``name``, so that `hpcdist run` can send signals. Local.
+    """Write the process id of this rank to the file pid-``name``, for signals from `hpcdist run`. Local.
 
-    ``name`` is unique in the job, such as the rank. Does nothing if ``name`` is None, or without `hpcdist run`.
+    Does nothing if ``name`` is None.
     """
     folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
+        # `name` is unique in the job, such as the rank.
         path = Path(folder) / f"pid-{name}"
         with contextlib.suppress(OSError):  # on another host the launcher's directory does not exist
             atomic.write(path, str(os.getpid()))
@@ -360,10 +356,9 @@ def import_mpi() -> Any:
 
 
 class _Finalizer:
-    """Finalises MPI when Python destroys this object at exit, but not in a forked child, where it would hang."""
-
     def __init__(self, mpi: Any) -> None:
         self._calls = mpi.Is_finalized, mpi.Finalize, os.getpid  # modules are empty when `__del__` runs
+        # A forked child must not finalise MPI, because it would hang.
         self._pid = os.getpid()
 
     def __del__(self) -> None:

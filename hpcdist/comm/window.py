@@ -18,12 +18,12 @@ _MAGIC: Final = 0x6870_6364_0000_0000
 
 
 class Window(Protocol):
-    """One-sided access to the memory of other ranks. The attribute ``memory`` is this rank's memory, maybe of 0 bytes.
+    """One-sided access to the memory of other ranks. All methods except `close` are local.
 
-    All methods except `close` are local. Until `flush`, do not change the buffer of a put, or read the buffer of a get.
+    Until `flush`, do not change the buffer of a put, or read the buffer of a get.
     """
 
-    memory: np.ndarray  # (bytes of this rank,) uint8
+    memory: np.ndarray  # (bytes of this rank, maybe 0) uint8
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
         """Start writing ``buffer`` to the memory of rank ``peer`` at byte offset ``at_bytes``."""

@@ -58,16 +58,12 @@ _DOMAIN: Final = 0x636F6D70
 
 @dataclass(frozen=True)
 class RandomKey:
-    """Key of a stream of random numbers. Every call of `Compressor.encode` needs another key.
-
-    ``tensor``: number that differs between the `encode` calls of one step on this rank. If all ranks need equal
-    streams, pass ``rank`` 0 on every rank.
-    """
+    """Key of a stream of random numbers. Every call of `Compressor.encode` needs another key."""
 
     seed: int
     step: int
-    rank: int
-    tensor: int
+    rank: int  # 0 on every rank if all ranks need equal streams
+    tensor: int  # differs between the `encode` calls of one step on this rank
 
     @property
     def words(self) -> tuple[int, int, int, int, int]:
@@ -79,11 +75,12 @@ class RandomKey:
 class Compressor(ABC):
     """Base class of compressors, which encode n float32 values as a payload of ``payload_bytes(n)`` bytes.
 
-    If the attribute ``is_linear`` is True, payloads may be summed elementwise as floats (see `summable`). The sum
-    decodes to the sum of the values, up to rounding. A biased compressor needs `ErrorFeedback`.
+    A biased compressor needs `ErrorFeedback`.
     """
 
     name: ClassVar[str]
+    # Payloads may be summed elementwise as floats (see `summable`). The sum of the payloads decodes to the sum of the
+    # values, up to rounding.
     is_linear: ClassVar[bool] = False
 
     @property
@@ -98,8 +95,7 @@ class Compressor(ABC):
     def encode(self, values: Array, payload: Array, key: RandomKey) -> None:
         """Compress the float32 array ``values``, of shape (n,), into ``payload``. ``values`` do not change.
 
-        ``payload`` is a uint8 array of shape (payload_bytes(n),). A random compressor draws from the random stream
-        ``key``, which must differ in every call.
+        ``payload``: uint8 of shape (payload_bytes(n),). ``key``: random stream, different in every call.
         """
         self.check(values, payload)
         if values.size:
@@ -119,15 +115,15 @@ class Compressor(ABC):
 
     @abstractmethod
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Compress ``values`` (at least one) into ``payload`` with the random stream ``key``. Called by `encode`."""
+        """Compress ``values``, which are not empty, into ``payload``. ``key``: random stream."""
 
     @abstractmethod
     def _decode(self, payload: Array, out: Array) -> None:
-        """Decompress ``payload`` into ``out`` (at least one value). Called by `decode`, which handles empty arrays."""
+        """Decompress ``payload`` into ``out``, which is not empty."""
 
     @abstractmethod
     def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
-        """Add ``factor`` times the decoded ``payload`` to ``out``, which is never empty. Called by `add`."""
+        """Add ``factor`` times the decompressed ``payload`` to ``out``, which is not empty."""
 
     def poison(self, payload: Array, key: RandomKey) -> None:
         """Write a payload that decodes to NaN, to tell all ranks that values are not finite. ``key``: see `encode`."""
@@ -176,11 +172,11 @@ class DenseCompressor(Compressor):
 
     @abstractmethod
     def _decoded(self, payload: Array, n: int) -> Array:
-        """Return ``n`` values decoded from ``payload`` on a GPU."""
+        """Return the ``n`` values that ``payload`` encodes, as a GPU array."""
 
     @abstractmethod
     def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
-        """Write the decoded ``payload`` to ``out``, or add ``factor`` times the values if ``factor`` is not None."""
+        """Write the decompressed ``payload`` to ``out``. Unless ``factor`` is None, add ``factor`` times the values."""
 
 
 def align(offset_bytes: int) -> int:
@@ -199,9 +195,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 class ErrorFeedback:
     """Compression errors (residuals) of this rank, which are added to later gradients.
 
-    ``layout`` describes the flat parameter vector. ``parts``: ranges of the vector with residuals (None: all). In a
-    step, call `encode` once for each range, or `compensate` to compress the values yourself. End the step with `keep`,
-    or with `rollback` if the step is skipped.
+    In a step, call `encode` or `compensate` once for each range, and then `keep`, or `rollback` if the step is skipped.
     """
 
     def __init__(
@@ -213,6 +207,7 @@ class ErrorFeedback:
         can_roll_back: bool = True,
         ledger: Ledger | None = None,
     ) -> None:
+        # `layout` describes the flat parameter vector. Only the ranges `parts` have residuals (None: all).
         def new_store() -> FlatStore:
             return FlatStore(layout, _FLOAT32, parts, on=on, category="optimizer", ledger=ledger)
 
@@ -233,7 +228,7 @@ class ErrorFeedback:
     def compensate(self, where: Range, gradient: Array) -> Array:
         """Add ``gradient`` in place to the residual of the parameter range ``where``. Return a view of the sum.
 
-        The caller compresses the sum, and subtracts the decoded values from the view, which is then the new residual.
+        The caller must subtract the decoded values from this view.
         """
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:
@@ -253,6 +248,7 @@ class ErrorFeedback:
             _add_loop(residual, gradient)
         else:
             _save_and_add_loop(residual, before, gradient)
+        # After the subtraction, the view is the new residual.
         return residual
 
     def keep(self) -> None:

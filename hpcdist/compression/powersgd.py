@@ -35,23 +35,23 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
-    """Return the rank of PowerSGD's factors for a tensor of ``shape``: min(``rank``, rows, columns), or 0.
+    """Return the rank of PowerSGD's factors for a tensor of ``shape``, or 0 to send the tensor uncompressed.
 
-    0 means that the tensor is sent uncompressed: it is a vector, or a matrix that would shrink by less than the factor
-    ``least_saving``. The caller must exclude stacks of vectors (`TensorSpec.is_matrix`).
+    Do not call this for stacks of vectors (`TensorSpec.is_matrix`).
     """
     if rank < 1:
         raise UsageError(f"the rank of PowerSGD must be at least 1, got {rank}")
     rows, columns = matrix_shape(shape)
     clamped = min(rank, rows, columns)
+    # The matrix shrinks by more than the factor `least_saving`.
     pays = rows * columns > least_saving * clamped * (rows + columns)
     return clamped if len(shape) > 1 and min(rows, columns) > 1 and pays else 0
 
 
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
-    """Return the numbers of float32 values in a step's two allreduces (factors P and Q) for a tensor of ``shape``.
+    """Return the numbers of float32 values in a step's two allreduces for a tensor of ``shape``.
 
-    If the tensor is sent uncompressed (see `rank_of`), the result is (size of the tensor, 0).
+    The allreduces send the factors P and Q, or the uncompressed tensor and nothing.
     """
     clamped = rank_of(shape, rank, least_saving)
     rows, columns = matrix_shape(shape)
@@ -59,19 +59,16 @@ def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float = 1.0) -> int:
-    """Return the total bytes that a process passes to the two allreduces of a step, for tensors of ``shapes``.
-
-    An a x b matrix takes 4 r (a + b) bytes, with r from `rank_of`. If r is 0, a tensor of n values takes 4 n bytes.
-    """
+    """Return the total bytes that a process passes to the two allreduces of a step, for tensors of ``shapes``."""
+    # 4 r (a + b) bytes for an a x b matrix with factors of rank r
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
 
 
 class PowerSgd:
-    """State of PowerSGD for one matrix M: the factor Q of the last step. Methods are local.
+    """State of PowerSGD for one matrix M, which includes the residual. Methods are local.
 
-    Q is float32 of shape (columns, rank). A step calls `project`, then `orthogonalise` after the first allreduce,
-    `project_back`, and `reconstruct` after the second allreduce. The methods' argument ``matrix`` is M, gradient plus
-    residual, as a 1-D float32 array.
+    In each step, call `project`, `orthogonalise` after the first allreduce, `project_back`, and `reconstruct` after the
+    second.
     """
 
     def __init__(self, shape: Sequence[int], rank: int, *, seed: int, tensor: int, on: str = "cpu") -> None:
@@ -85,7 +82,7 @@ class PowerSgd:
         self.rank = rank
         drawn = stream(seed, _DOMAIN, tensor).standard_normal((self.columns, rank), np.float32)
         self._first = backend.place(drawn, on)
-        self.query: Array = self._first.copy()
+        self.query: Array = self._first.copy()  # the factor Q of the last step, (columns, rank)
 
     def project(self, matrix: Array, p: Array) -> None:
         """Write the product of ``matrix`` and the last Q to ``p``. The caller averages ``p`` over ranks."""

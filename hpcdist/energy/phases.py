@@ -23,14 +23,14 @@ def configure(**keys: Any) -> None:
     """Configure and open the energy sensors. Collective; call it before the first `window`.
 
     The keywords are the keys of ``[energy]`` in a recipe. For example, ``configure(sources="declared",
-    cpu_tdp_w=280.0)`` estimates the energy with a model. Environment variables of rank 0, such as
-    HPCDIST_SET__ENERGY__SOURCES, override the keywords. Raises UsageError after the first `window` or for an unknown
+    cpu_tdp_w=280.0)`` estimates the energy with a model. Raises UsageError after the first `window` or for an unknown
     key, and ConfigurationError for an invalid value.
     """
     if _monitors:
         raise UsageError("energy.configure was called after the first energy.window; call energy.configure first")
     world = init()
     try:
+        # Environment variables of rank 0, such as HPCDIST_SET__ENERGY__SOURCES, override the keywords.
         config = EnergyConfig(
             **keys
             | _settings(world.bcast({name: text for name, text in os.environ.items() if name.startswith(VARIABLES)}))
@@ -76,20 +76,16 @@ def window(phase: str) -> Iterator[None]:
 def usage() -> dict[str, Any]:
     """Return the energy that the job has used in all `window` blocks so far, as a dict. Collective over all ranks.
 
-    Keys, among others:
-
-    - ``energy_j``: total joules, or NaN if unknown. ``reason`` explains a NaN.
-    - ``phases``: for each phase, ``joules``, ``seconds``, ``windows`` (number of `window` blocks) and ``reason``.
-    - ``not_included``: the kinds of energy that are not measured, with reasons.
-    - ``label``: "declared model, not measured" if the joules are estimates from declared watts, else "".
-
-    A phase has NaN joules if no node's first rank has entered it.
+    ``energy_j``: total joules, or NaN. ``reason``: explanation of a NaN. ``phases``: joules, seconds and number of
+    windows of each phase. ``not_included``: kinds of energy that are not measured. ``label``: nonempty if the joules
+    are estimates.
     """
     if not _monitors:
         configure()
     usage = _monitors[0].report()
     for rank, names in enumerate(init().comm.allgather_object(list(_entered))):
         for name in names:
+            # A phase has NaN joules if no node's first rank has entered it.
             reason = f"only ranks that are not the first of a node, such as rank {rank}, have windows of {name}"
             nothing = {"joules": math.nan, "seconds": math.nan, "windows": 0, "reason": reason}
             usage["phases"].setdefault(name, nothing)

@@ -27,60 +27,36 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 @dataclass(frozen=True)
 class SourceResult:
-    """Properties of one energy source, and its failed reads.
-
-    - ``update_s``: seconds between two updates of the counter, NaN if unknown.
-    - ``trouble``: description of the failures, or "".
-    - ``note``: limitation of the joules, for example that several ranks share the device.
-    - ``declared``: True if the joules are estimates from the watts in section ``[energy]`` of the recipe.
-    """
+    """Properties of one energy source, and its failed reads."""
 
     name: str
     kind: str
-    update_s: float = math.nan
+    update_s: float = math.nan  # between two updates of the counter, NaN if unknown
     failed_reads: int = 0
-    trouble: str = ""
-    note: str = ""
-    declared: bool = False
+    trouble: str = ""  # description of the failures
+    note: str = ""  # limitation of the joules, for example that several ranks share the device
+    declared: bool = False  # the joules are estimates from the watts in section [energy] of the recipe
 
 
 @dataclass(frozen=True)
 class NodeContribution:
-    """Energy that one node measured, as input of `merge`.
-
-    - ``phases``: result of `PhaseWindows.phases` on this node.
-    - ``totals_mj``: energy of each source in mJ, summed over all phases, NaN if unknown.
-    - ``missing``: for each kind of energy that is not measured completely, the reason.
-    - ``needed``: kinds of energy without which the job's total is unknown.
-    - ``unused``: kinds of devices that no rank of the node uses, such as "gpu".
-    - ``sampler_s``: processor seconds that the sampler used in ``sampled_s`` seconds. Both are NaN if not measured.
-    """
+    """Energy that one node measured, as input of `merge`."""
 
     node: int
     sources: Sequence[SourceResult] = ()
-    phases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    totals_mj: Sequence[float] = ()
-    missing: Mapping[str, str] = field(default_factory=dict)
-    needed: frozenset[str] = frozenset()
-    unused: frozenset[str] = frozenset()
-    sampler_s: float = math.nan
+    phases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # result of `PhaseWindows.phases`
+    totals_mj: Sequence[float] = ()  # of each source, NaN if unknown
+    missing: Mapping[str, str] = field(default_factory=dict)  # kind of energy that is not measured completely: reason
+    needed: frozenset[str] = frozenset()  # kinds of energy without which the job's total is unknown
+    unused: frozenset[str] = frozenset()  # kinds of devices that no rank of the node uses, such as "gpu"
+    sampler_s: float = math.nan  # processor seconds of the sampler in `sampled_s` seconds; NaN: not measured
     sampled_s: float = math.nan
 
 
 def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the energy report of a job, merged from the contributions of its ``nodes``.
+    """Return the energy report of a job, a dict, merged from the contributions of its ``nodes``.
 
-    ``earlier`` is the `state` of previous starts of this run, or None. The report is a dict with these keys:
-
-    - ``energy_j``: total joules, or NaN if unknown. Then ``reason`` is the explanation.
-    - ``by_kind``: {kind of energy: joules}. Their sum is the total.
-    - ``phases``: for each phase, joules of all nodes, and the maxima over the nodes of ``seconds`` and of ``windows``
-      (number of measured intervals).
-    - ``sources``: a dict for each source of each node.
-    - ``parts``: if the total is from counters of whole nodes, the joules of components such as "cpu", else {}.
-    - ``not_included``: kinds of energy that are not measured, with reasons.
-    - ``label``: `DECLARED` if some joules are estimates from the watts in section ``[energy]``, else "".
-    - ``sampler_share``: fraction of a processor that sampling used, on the node with the largest fraction.
+    ``earlier``: `state` of previous starts of this run, or None.
     """
     kinds = counted(nodes)
     troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
@@ -93,14 +69,17 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
     energy_j = math.nan if reasons else math.fsum(by_kind.values())
     names = list(dict.fromkeys([*(earlier or {}).get("phases", ()), *(name for node in nodes for name in node.phases)]))
     return {
-        "energy_j": energy_j,
+        "energy_j": energy_j,  # NaN if unknown, for the reason below
         "reason": _joined(reasons),
-        "by_kind": by_kind,
+        "by_kind": by_kind,  # adds up to the total
+        # joules of all nodes, and the maxima over the nodes of "seconds" and "windows"
         "phases": {name: _phase(nodes, name, kinds, troubles, earlier) for name in names},
         "sources": [_row(node, index, source, kinds) for node in nodes for index, source in enumerate(node.sources)],
+        # if the total is from counters of whole nodes: joules of components such as "cpu"
         "parts": _parts(nodes, kinds),
         "not_included": _excluded(nodes, kinds),
         "label": _label(nodes, kinds, earlier),
+        # fraction of a processor that sampling used, on the node with the largest fraction
         "sampler_share": _sampler_share(nodes),
     }
 

@@ -43,10 +43,8 @@ def create(
     width: int = 0,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create table ``name`` with the columns ``described``. The first column becomes the dimension scale of the rows.
-
-    Keyword-only ``second``: name of a dimension scale to create for the second dimension of 2-D columns; "": no scale.
-    """
+    """Create table ``name`` with the columns ``described``. The first column is the dimension scale of the rows."""
+    # `second` names a dimension scale for the second dimension of 2-D columns; "": no scale.
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
     for column in described:

@@ -62,21 +62,21 @@ class Blocks(Protocol):
         """Data type of the elements. HDF5 must support this type."""
 
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
-        """Yield all elements in row-major order as 1-D arrays. Each array is valid until the next one is yielded.
+        """Yield all elements in row-major order as 1-D arrays, each valid until the next iteration.
 
-        ``offset``: byte offset of the first element in the file. An implementation can align blocks to file pages.
+        ``offset``: byte offset of the first element, for alignment to file pages.
         """
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
-    """Open the HDF5 file ``path`` for reading. The caller closes it. Raises StorageError.
+    """Open the HDF5 file ``path`` for reading. The caller closes the file. Raises StorageError.
 
-    If ``schema`` is given, the file must have this schema, in at most this ``version``. While another process changes
-    the file, this function retries for two seconds.
+    If ``schema`` is given, the file must have this schema, in at most this ``version``.
     """
     path = Path(path)
     if not path.is_file():
         raise StorageError(f"{path}: there is no such file; check the path")
+    # for a file that another process is changing
     limit = time.monotonic() + RETRY_S
     while True:
         try:
@@ -102,9 +102,9 @@ def is_dataset(entry: Any) -> bool:
 
 
 def resolved(file: h5py.File, name: str) -> Any:
-    """Return the object of ``file`` called ``name`` after following links, or None if it is missing.
+    """Return the object of ``file`` called ``name`` after following links, or None if the object is missing.
 
-    Raises StorageError if a linked file is invalid. HDF5 itself would block forever if a linked file is a pipe.
+    Raises StorageError if a linked file is invalid.
     """
     for _ in range(MOST_LINKS):
         link = file.get(name, getlink=True)
@@ -112,6 +112,7 @@ def resolved(file: h5py.File, name: str) -> Any:
             name = link.path
         elif isinstance(link, h5py.ExternalLink):
             origin = Path(file.filename)
+            # HDF5 itself would block forever if the linked file is a pipe.
             path = _external_path(origin, link.filename, "HDF5_EXT_PREFIX", origin.parent)
             if not path.exists():
                 return None
@@ -141,11 +142,10 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
     """Return {file: minimum size in bytes} for the files that store ``dataset``, and True if this dict is complete.
 
-    The dict lacks files that a virtual dataset names by a pattern, and files that need a special HDF5 driver. Raises
-    StorageError for missing or truncated files and missing source datasets. Raises MissingCapabilityError for a missing
-    filter.
+    Raises StorageError for missing data, and MissingCapabilityError for a missing filter.
     """
     sizes: dict[Path, int] = {}
+    # The dict lacks files that a virtual dataset names by a pattern, and files that need a special HDF5 driver.
     complete = _add_storage(dataset, sizes, set(), ())
     for path, needed in sizes.items():
         check_size(path, needed, dataset.name)
@@ -232,9 +232,9 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
 
 @contextmanager
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
-    """Open or create the HDF5 file ``path``, as a context manager. At its end all changes reach the disk, or none.
+    """Open or create the HDF5 file ``path``, as a context manager. On exit, all changes reach the disk, or none.
 
-    Raises StorageError if the disk is full or fails, and DamagedFileError if the file has another schema.
+    Raises StorageError, or DamagedFileError for another schema.
     """
     path = Path(path)
     created = not path.exists()
@@ -303,17 +303,13 @@ def write_contiguous(
     opens: Callable[[Path], Overlay] = Overlay.created,
     outside: xxhash.xxh3_128 | None = None,
 ) -> dict[str, int]:
-    """Write ``datasets`` to a new HDF5 file as contiguous datasets. Return the byte offset of each dataset, by name.
+    """Write ``datasets`` to a new HDF5 file as contiguous datasets, synced to disk. Return the byte offsets by name.
 
-    Syncs the file to the disk. Raises StorageError if ``path`` exists or a write fails. A failed write leaves no file.
-
-    - ``attributes``: root attributes, in addition to keyword-only ``schema`` and ``version``.
-    - ``dataset_attributes``: attributes of each dataset, by name.
-    - Keyword-only ``opens``: function that creates the file ``path`` and returns its `Overlay`.
-    - Keyword-only ``outside``: hash object. It is updated with all bytes of the file outside the datasets.
+    ``attributes``: root attributes. Raises StorageError; a failed write leaves no file.
     """
     path = Path(path)
     try:
+        # `opens` creates the file `path` and returns its `Overlay`.
         with opens(path) as overlay:
             aligned = {"alignment_threshold": ALIGNED_BYTES, "alignment_interval": ALIGNED_BYTES}
             with h5py.File(overlay, "w", libver=CHECKSUMMED, **aligned) as file:
@@ -325,6 +321,7 @@ def write_contiguous(
                     own_attributes = {"dtype": name_of(array.dtype), **(dataset_attributes or {}).get(name, {})}
                     offsets[name] = make(name, array.shape, stored, own_attributes)
             if outside is not None:
+                # `outside` is updated with all bytes of the file outside the datasets.
                 _digest_outside(
                     overlay, [_range_in_file(array, offsets[name]) for name, array in datasets.items()], outside
                 )

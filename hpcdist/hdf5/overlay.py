@@ -60,7 +60,7 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
     """Return the new file size and {page number: new content} of an unfinished commit to ``path``, or None.
 
-    The data comes from the file's journal. A journal that is incomplete, or does not match the file, is ignored.
+    An incomplete or foreign journal is ignored.
     """
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
@@ -87,8 +87,7 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 class Overlay(io.RawIOBase):
     """File object over the file ``path`` for h5py's fileobj driver. Changes reach the disk only at `commit`.
 
-    If ``create`` is True, the file must not exist. The constructor finishes a commit that a killed writer left
-    unfinished. After an exception, call only `close`.
+    Keyword-only ``create``: True if the file must not exist. After an exception, call only `close`.
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
@@ -102,6 +101,7 @@ class Overlay(io.RawIOBase):
         self._failure: OSError | None = None  # error of a write, raised by `commit`
         self._pages: dict[int, bytearray] = {}
         if not create:
+            # Finish a commit that a killed writer left unfinished.
             self._recover(read_only)
 
     @classmethod

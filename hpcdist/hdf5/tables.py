@@ -21,16 +21,12 @@ MAX_BLOCKS: Final = 1024  # each block costs a lookup in the file's chunk index
 
 @dataclass(frozen=True)
 class MetricsTable:
-    """Table ``name`` of an HDF5 file. Rows are ordered by the first column, e.g. the step.
-
-    ``second``: name of the second dimension of 2-D columns. ``remade``: True if appending rows first deletes the
-    existing rows of the same and later steps.
-    """
+    """Table ``name`` of an HDF5 file. Rows are ordered by the first column, e.g. the step."""
 
     name: str
     columns: tuple[Column, ...]
-    second: str = ""
-    remade: bool = False
+    second: str = ""  # name of the second dimension of 2-D columns
+    remade: bool = False  # appending rows first deletes the existing rows of the same and later steps
 
     def create(self, file: h5py.File, width: int = 0, attributes: Mapping[str, Any] | None = None) -> None:
         """Create the table and its HDF5 ``attributes`` if ``file`` lacks it. ``width``: row length of 2-D columns."""
@@ -38,11 +34,11 @@ class MetricsTable:
             datasets.create(file, self.name, self.columns, second=self.second, width=width, attributes=attributes)
 
     def append(self, file: h5py.File, /, **values: Any) -> None:
-        """Append rows to the table in the open ``file``. Local. Does nothing for 0 rows.
+        """Append rows to the table in the open ``file``. Local.
 
-        Pass each column as a keyword: an array of shape (rows,), of shape (rows, width) for a wide column, or one value
-        for all rows. Texts that are too long for the column are truncated.
+        Pass each column as a keyword: one value for all rows, or an array of shape (rows,) or (rows, width).
         """
+        # Texts that are too long for the column are truncated.
         rows = {column.name: _array(values[column.name], np.dtype(column.dtype)) for column in self.columns}
         count = max((len(row) for row in rows.values() if row.ndim), default=1)
         if not count:
@@ -64,9 +60,9 @@ class MetricsTable:
 
 
 def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
-    """Return evenly spread row ranges (start, stop) of a table of ``rows`` rows, with about ``most`` rows in total.
+    """Return evenly spread row ranges (start, stop) of a table, with about ``most`` rows in total.
 
-    A range consists of whole HDF5 chunks, of ``chunk`` rows each. The first and the last chunk are included.
+    The ranges consist of whole HDF5 chunks, including the first and last chunk.
     """
     if rows <= most:
         return [(0, rows)] if rows else []

@@ -23,17 +23,13 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Dataset in another file that supplies a range of elements to a virtual dataset.
-
-    ``box``: region of the virtual dataset, as one (start, stop) per dimension. ``flat``: (start, stop) of the supplied
-    elements, counted in row-major order within this region.
-    """
+    """Dataset in another file that supplies a range of elements to a virtual dataset."""
 
     file: str  # relative to the directory of the virtual dataset's file
     dataset: str
     shape: tuple[int, ...]
-    box: Box
-    flat: tuple[int, int]
+    box: Box  # region of the virtual dataset: (start, stop) of each dimension
+    flat: tuple[int, int]  # (start, stop) of the supplied elements, in row-major order within `box`
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class VirtualDataset:
 def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield boxes that together cover the elements [start, stop) of an array of shape ``extent``, in ascending order.
 
-    Elements are counted in row-major order. A box is a tuple with one (start, stop) per dimension.
+    Elements are counted in row-major order.
     """
     if start >= stop:
         return

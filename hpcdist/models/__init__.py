@@ -24,10 +24,10 @@ def build(
     width: int = 0,
     channels: int = 0,
 ) -> "Model":
-    """Build the model that ``config`` describes, for data of the sizes given by keyword.
+    """Build the model that ``config`` describes. Keywords give the sizes of the data. Raises ConfigurationError.
 
-    A gpt or encoder needs ``context``. An mlp needs ``features`` and ``classes``. A convnet needs ``height``,
-    ``width``, ``channels`` and ``classes``. ``dtype`` "bfloat16" and "float16" need a GPU. Raises ConfigurationError.
+    Transformers need ``context``. An mlp needs ``features`` and ``classes``. A convnet needs ``height``, ``width``,
+    ``channels`` and ``classes``. ``dtype`` "bfloat16" and "float16" need a GPU.
     """
     # Imported late, to keep `models.config` and `hpcdist --help` light.
     from hpcdist.models import classifiers, transformer

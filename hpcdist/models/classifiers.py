@@ -89,11 +89,7 @@ class Dense(DeclaredStage):
 
 
 def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, classes: int) -> tuple[Stage, ...]:
-    """Return the stages of a convnet: ``config.layers`` convolutions, and a head that outputs ``classes`` logits.
-
-    Pictures have the shape (height, width, channels). Layers 3, 5, 7, ... double the channels and halve the resolution
-    if it is above 1.
-    """
+    """Return the stages of a convnet: ``config.layers`` convolutions, and a head that outputs ``classes`` logits."""
     if min(height, width, channels, classes) < 1:
         raise ConfigurationError(
             f"the data has {height} x {width} pixels, {channels} channels and {classes} classes; for a convnet, each "
@@ -102,6 +98,7 @@ def convnet_stages(config: ModelConfig, height: int, width: int, channels: int, 
     shape = height, width, channels
     stages: list[Stage] = []
     for layer in range(config.layers):
+        # Layers 3, 5, 7, ... double the channels and halve the resolution if it is above 1.
         halves = layer > 0 and layer % 2 == 0
         convolution = Convolution(layer, config, shape, config.hidden << layer // 2, 2 if halves else 1)
         stages.append(convolution)
@@ -140,14 +137,14 @@ class Convolution(DeclaredStage):
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the layer's output. x and the output have the shape (batch, height, width, channels).
 
-        The first layer also accepts integers, and x of shape (batch, height * width * channels). Raises UsageError for
-        pictures of another size.
+        Raises UsageError for pictures of another size.
         """
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):
                 raise UsageError(
                     f"got pictures of shape {x.shape[1:]}, expected {self.picture} (height, width, channels)"
                 )
+            # The first layer also accepts integers, and x of shape (batch, height * width * channels).
             x = as_fractions(x, parameters["convolution.weight"].dtype, saved).reshape(-1, *self.picture)
         y = convolve(parameters, "convolution", x, self.stride, saved)
         normal = operations.norm.forward(parameters, "norm", y, saved, kind=self.norm)

@@ -47,15 +47,12 @@ class KeptArray(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch array of a stage: ``each`` elements per sample, but at most ``most`` elements in total (0: no limit).
+    """Scratch array of a stage, counted in elements."""
 
-    Tensor parallelism shards the array if ``cut`` is True. Sequence parallelism shards it unless ``whole`` is True.
-    """
-
-    each: int
-    most: int = 0
-    cut: bool = False
-    whole: bool = False
+    each: int  # per sample
+    most: int = 0  # in total; 0: no limit
+    cut: bool = False  # sharded by tensor parallelism
+    whole: bool = False  # not sharded by sequence parallelism
 
     def of(self, samples: int) -> int:
         """Return the number of elements of this scratch array for a micro-batch of ``samples`` samples."""
@@ -64,18 +61,14 @@ class Scratch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCounts:
-    """Parameters of one model stage, and its FLOPs and activation memory (in elements) per sample.
-
-    ``kept``: arrays kept for the backward pass, in the order of allocation. ``scratch``: {name: `Scratch`}. Scratch
-    arrays of the same name in several stages use the same memory.
-    """
+    """Parameters of one model stage, and its FLOPs and activation memory (in elements) per sample."""
 
     parameters: int
     linear: int = 0  # forward FLOPs
     attention: int = 0
     first: bool = False  # the input is data and has no gradient
-    kept: tuple[KeptArray, ...] = ()
-    scratch: Mapping[str, Scratch] = field(default_factory=dict)
+    kept: tuple[KeptArray, ...] = ()  # kept for the backward pass, in the order of allocation
+    scratch: Mapping[str, Scratch] = field(default_factory=dict)  # by name; equal names in several stages share memory
 
     @property
     def forward(self) -> int:

@@ -17,8 +17,7 @@ from hpcdist.errors import DataError
 class PackedTokens(ArrayGroup):
     """Micro-batch of packed documents: tokens, their positions in documents, and numbers of tokens before the padding.
 
-    Tokens, of shape (samples, context), are on the compute device. Positions, of the same shape, and numbers of tokens,
-    of shape (samples,), are on the host.
+    Tokens are on the compute device, positions and numbers of tokens on the host.
     """
 
     @classmethod
@@ -27,22 +26,18 @@ class PackedTokens(ArrayGroup):
 
         ``filled`` has, for each sample, the number of tokens before its padding; None: no padding.
         """
+        # both (samples, context); numbers of tokens: (samples,)
         assert tokens.shape == places.shape
         return cls((tokens, places, np.full(len(places), places.shape[1]) if filled is None else filled))
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Positions of a micro-batch's tokens in their documents.
+    """Positions of a micro-batch's tokens in their documents."""
 
-    ``whole``: position of every token in its document, of shape (samples, context), on the host.
-    ``places``: positions of this rank's tokens, of shape (samples, local tokens), on the compute device.
-    ``filled``: number of tokens of each sample before the padding.
-    """
-
-    whole: np.ndarray
-    places: Array = field(repr=False)
-    filled: np.ndarray
+    whole: np.ndarray  # of every token, (samples, context), on the host
+    places: Array = field(repr=False)  # of this rank's tokens, (samples, local tokens), on the compute device
+    filled: np.ndarray  # number of tokens of each sample before the padding
 
     @cached_property
     def borders(self) -> list[list[int]]:
@@ -58,10 +53,10 @@ class Documents:
     def spans(self, sample: int, pieces: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
         """Return this rank's range of rows [first, end) for each document of sample number ``sample``.
 
-        A document without tokens on this rank has an empty range. ``pieces`` lists the token ranges on this rank, each
-        as (first row, end row, position of the first token in the sample).
+        ``pieces``: (first row, end row, token position in the sample) of each local range.
         """
         rows = [_row(place, pieces) for place in self.borders[sample]]
+        # A document without tokens on this rank has an empty range.
         return list(zip(rows, rows[1:], strict=False))
 
     @cached_property
@@ -81,8 +76,7 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
     """Return this rank's tokens of the micro-batch ``x``, and their `Documents`, or None if ``x`` is not packed.
 
-    ``cut(array)`` returns this rank's columns of an array of shape (samples, context). Raises DataError if a packed
-    sample starts inside a document.
+    ``cut(array)`` returns this rank's columns. Raises DataError for an invalid sample.
     """
     if not isinstance(x, PackedTokens):
         return cut(x), None

@@ -45,11 +45,12 @@ LOCAL: Final = Operations(
 class SkipConnections:
     """Skip connections of a micro-batch: outputs of stages for later stages, and their gradients. Local.
 
-    ``pairs``: (stage number, number of the later stage). In the `hpcdist.models.stage.Saved` of the later stage,
-    "skip.N" is the output of stage number N, and "skip.N.gradient" is the gradient of this output.
+    ``pairs``: (stage number, number of the later stage).
     """
 
     def __init__(self, pairs: Sequence[tuple[int, int]]) -> None:
+        # In the `Saved` of the later stage, "skip.N" is the output of stage number N, and "skip.N.gradient" its
+        # gradient.
         self._into: dict[int, list[int]] = defaultdict(list)
         for source, target in sorted(pairs):
             self._into[target].append(source)
@@ -84,11 +85,7 @@ StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store with its t
 
 
 class Model:
-    """Trainable model: stages in layer order, and a loss. The caller allocates the parameters and gradients.
-
-    Keyword-only ``seeded``: True if initial values depend only on the seed; False makes all ranks use rank 0's values.
-    Keyword-only ``on``: the device, "cpu", "gpu", or None for the device of the parameters.
-    """
+    """Trainable model: stages in layer order, and a loss. The caller allocates the parameters and gradients."""
 
     def __init__(
         self,
@@ -101,6 +98,8 @@ class Model:
         seeded: bool = True,
         on: str | None = None,
     ) -> None:
+        # `seeded`: initial values depend only on the seed; if False, all ranks use rank 0's values. `on` is the device;
+        # None: the device of the parameters.
         if dtype not in DTYPES:
             raise ConfigurationError(f"model dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.stages = tuple(stages)
@@ -142,9 +141,9 @@ class Model:
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
         """Return views of stage ``unit``'s gradients. ``store_of(layer)`` returns the gradient store of a layer.
 
-        ``written``: a set that will hold the keys of the tensors whose gradients have been written in this step. Pass
-        the same set for all stages of a rank.
+        ``written``: set of the keys of tensors whose gradients are written in this step.
         """
+        # All stages of a rank share the set `written`.
         return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
 
     def bind(self, store: FlatStore) -> list[Parameters]:
@@ -203,11 +202,12 @@ class Model:
         arena: Arena,
         microbatch: int = 0,
     ) -> None:
-        """Run the backward pass of all stages after `forward` and ``loss.forward``. Release their activations.
+        """Run the backward pass of all stages after `forward` and ``loss.forward``. Release the stages' activations.
 
-        The loss is multiplied by ``scale``. Call `Gradients.begin_step` of every stage before the first backward pass
-        of a step, and `Gradients.finish` after the last backward pass.
+        The loss is multiplied by ``scale``.
         """
+        # `Gradients.begin_step` of every stage must precede the first backward pass of a step, and `Gradients.finish`
+        # must follow the last one.
         last = arena.saved(self.stages[-1].layer, microbatch)
         d: Array | None = self.loss.backward(scale, self.operations, last)
         skips = SkipConnections(self.skips)
@@ -227,7 +227,7 @@ class Model:
     def outputs(self, parameters: Sequence[Parameters], x: Array, arena: Arena, operations: Operations) -> Array:
         """Run the forward pass of all stages with ``operations``. Return a copy of the last stage's output.
 
-        There can be no backward pass: the activations of a stage are freed after the next stage has run.
+        There can be no backward pass.
         """
         before: Saved | None = None
         skips = SkipConnections(self.skips)
@@ -239,6 +239,7 @@ class Model:
             x = stage.forward(views, x, operations, saved)
             skips.leave(unit, x, copy=True)
             if before is not None:
+                # so that only two stages keep activations
                 before.release()
             before = saved
         result = x.copy()
@@ -272,10 +273,10 @@ LOSS_WEIGHT: Final = "loss.weight"  # the name in `Saved` of the weight of a mic
 class Loss:
     """Cross entropy of the logits of the last stage, summed over samples and tokens.
 
-    The mean loss is this sum divided by the number of targets. If a subclass sets ``weighs`` to True, the divisor is a
-    sum of weights. Its `forward` must then store the micro-batch's float32 weight in ``saved`` as `LOSS_WEIGHT`.
+    The mean loss is this sum divided by the number of targets, or by a sum of weights if ``weighs`` is True.
     """
 
+    # If True, `forward` must store the micro-batch's float32 weight in `saved` as `LOSS_WEIGHT`.
     weighs: bool = False
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:

@@ -25,14 +25,12 @@ StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
 
 @dataclass(frozen=True)
 class Draw:
-    """Values that determine the dropout masks of a micro-batch: seed, step, and index of its first sample in the batch.
-
-    ``words``: int64 GPU array (first sample, step). Kernels in CUDA graphs read both values from this array.
-    """
+    """Values that determine the dropout masks of a micro-batch."""
 
     seed: int
     step: int
-    first_sample: int
+    first_sample: int  # index in the batch
+    # int64 GPU array (first sample, step), which kernels in CUDA graphs read
     words: Array | None = field(default=None, compare=False, repr=False)
 
 
@@ -184,8 +182,7 @@ class AttentionOperation(Protocol):
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
         """Return the gradient of qkv, or a pair (gradient of queries, gradient of kv) if `forward` got ``kv``.
 
-        Keyword-only ``keep``: True if the results must stay valid until ``saved`` is released. If False, later calls
-        may overwrite the results.
+        Keyword-only ``keep``: False if later calls may overwrite the results.
         """
 
 
@@ -197,9 +194,8 @@ class ActivationOperation(Protocol):
     ) -> Array:
         """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
 
-        "swiglu" maps x of shape (..., 2 w), gates before values, to (..., w). Keyword-only
-        ``bias``: array that is first added to x in place. x must not change until the backward pass. Keyword-only
-        ``name``: name of the call, unique in a stage.
+        x must not change until backward. Keyword-only ``bias`` is first added to x. Keyword-only ``name``: unique in a
+        stage.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
@@ -246,10 +242,9 @@ class ExpertsOperation(Protocol):
     def begin(
         self, parameters: Parameters, x: Array, activation: ActivationOperation, saved: Saved
     ) -> Callable[[], Array]:
-        """Start the forward pass of the experts. Return a function that finishes it and returns the output.
+        """Start the forward pass of the experts. Return a function that finishes the pass and returns the output.
 
-        x has shape (batch, context, hidden), and must not change until the returned function is called.
-        ``activation``: activation function of the experts.
+        x, of shape (batch, context, hidden), must not change until this function is called.
         """
 
     def begin_backward(
@@ -392,7 +387,7 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
     """Return the tensor specs of a linear layer whose weight and bias are sharded by outputs.
 
-    Arguments after ``inputs``: the number of outputs; or n, outputs per layer, to stack n layers in one weight.
+    ``*outputs``: number of outputs; or n, outputs per layer, for n stacked layers.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1
@@ -412,8 +407,9 @@ IGNORED: Final = -1  # target without loss and gradient
 def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> None:
     """Raise DataError if a token is outside [0, count). ``what``: word for a token in the error message.
 
-    Keyword-only ``ignored``: True to allow also the token IGNORED. Tokens on a GPU are not checked, to avoid a wait.
+    Keyword-only ``ignored``: True to allow the token IGNORED.
     """
+    # Tokens on a GPU are not checked, to avoid a wait.
     if not is_device(tokens) and tokens.size:
         least, most = int(tokens.min()), int(tokens.max())
         if least < (IGNORED if ignored else 0) or most >= count:

@@ -1,4 +1,14 @@
-"""AdamW and LAMB: Adam with decoupled weight decay, and its layer-wise variant for large batches."""
+"""AdamW and LAMB: Adam with decoupled weight decay, and its layer-wise variant for large batches.
+
+AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101, Algorithm 2) computes w - rate u from the weights w, with the
+direction u = m^ / (sqrt(v^) + epsilon) + weight_decay w. m^ and v^ are the moments of the gradient (Kingma & Ba 2015),
+corrected for the number of updates if ``bias_correction`` is true.
+
+LAMB (You et al. 2020, arXiv:1904.00962, Algorithm 2) computes w - rate r u, with the trust ratio r = ||w|| / ||u||. The
+norms are over the whole tensor on all ranks. r is clipped to ``trust_ratio_min`` and ``trust_ratio_max`` if they are
+not 0; DeepSpeed uses 0.01 and 10. ``normalize_gradient`` first divides the whole gradient by its norm, as in NVLAMB
+(NVIDIA 2019). By default, tensors whose `TensorSpec.adapted` is false do not decay, and their r is 1.
+"""
 
 from typing import ClassVar, Final
 
@@ -28,12 +38,7 @@ class AdamMomentSlots(SegmentWise):
 
 
 class AdamW(AdamMomentSlots, ElementWise):
-    """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, with the moments of Kingma & Ba 2015.
-
-    The weights w become w - rate u, with u = m^ / (sqrt(v^) + epsilon) + weight_decay w and the learning rate ``rate``.
-    m^ and v^ are the moments m and v of the gradient. If ``bias_correction`` is true, they are corrected for the number
-    of updates. By default, tensors whose `TensorSpec.adapted` is false, such as biases, do not decay.
-    """
+    """AdamW: Adam with decoupled weight decay. By default, tensors such as biases do not decay."""
 
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
@@ -57,16 +62,7 @@ _LARGEST: Final = 1e30
 
 
 class Lamb(AdamMomentSlots, LayerWise):
-    """LAMB: You et al. 2020 (arXiv:1904.00962), Algorithm 2: the direction of AdamW, scaled per tensor.
-
-    The weights w become w - rate r u. u is the direction of `hpcdist.optim.adam.AdamW`, including weight decay. The
-    trust ratio is r = ||w|| / ||u||, with norms over the whole tensor on all ranks.
-
-    - r is clipped to ``trust_ratio_min`` and ``trust_ratio_max`` if they are not 0. DeepSpeed uses 0.01 and 10.
-    - r is 1, regardless of these bounds, if a norm is 0. Without an upper bound, r above 1e30 becomes 1.
-    - For tensors whose `TensorSpec.adapted` is false, such as biases, r is 1. By default they do not decay.
-    - ``normalize_gradient`` first divides the whole gradient by its norm, as in NVLAMB (NVIDIA 2019).
-    """
+    """LAMB: the direction of AdamW, scaled per tensor by a trust ratio: norm of the weights / norm of the direction."""
 
     def _direction_all(
         self,

@@ -28,12 +28,13 @@ Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, 
 
 
 class SegmentWise(ABC):
-    """Base class of optimizers for ``parts``, the ranges of the flat parameter vector that this rank owns. Local.
+    """Base class of optimizers of ``parts``, the ranges of the flat parameter vector that this rank owns. Local.
 
-    For an update, call `direction`, then `apply`. If ``needs_norms`` is true, sum the `partial_norms` over the ranks
-    and pass the sums to `apply`. ``slots`` maps names to optimizer state, in the dtype of the master weights.
+    An update calls `direction`, then `apply`. If ``needs_norms`` is true, `apply` needs the sums of `partial_norms`
+    over the ranks.
     """
 
+    # names of the optimizer state vectors, which have the dtype of the master weights
     slot_names: ClassVar[tuple[str, ...]] = ()
     needs_norms: ClassVar[bool] = False
     slots_in_apply: ClassVar[bool] = False  # True if `apply` updates the slots, False if `direction` does
@@ -86,23 +87,21 @@ class SegmentWise(ABC):
 
     @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Start the update of the weights ``master`` in the flat range ``piece``. `apply` completes it.
+        """Start the update of the weights ``master`` in the flat range ``piece``. `apply` completes the update.
 
-        The mean gradient is ``scale`` times ``gradient``. All calls of an update have the same ``scale``, and their
-        ranges together contain each owned element once. If the attribute ``needs_norms`` is true, this call overwrites
-        ``gradient`` with the update direction. Otherwise, do not change ``gradient`` before `apply`.
+        The mean gradient is ``scale`` times ``gradient``.
         """
+        # All calls of an update have the same scale, and their ranges together contain each owned element once. If
+        # `needs_norms` is true, this call overwrites ``gradient`` with the update direction. Otherwise, ``gradient``
+        # must not change before `apply`.
 
     def sum_exactly(self) -> None:
         """From the next update on, sum `partial_norms` without rounding: sharding does not affect the sums."""
         self._norms = ExactNorms(len(self.layout.segments))
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
-        """Return this rank's contribution to sum(w^2) and sum(u^2) for each tensor, on the host.
-
-        w are weights, u update directions. The caller sums the results over the ranks that shard the tensors. Results
-        are float64 or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
-        """
+        """Return this rank's sums of squares of each tensor's weights and update directions, on the host."""
+        # Float64 sums or, after a call of `sum_exactly`, accumulators of `hpcdist.optim.update.exact`.
         return to_host(self._norms.sums()).copy()
 
     @abstractmethod
@@ -111,10 +110,10 @@ class SegmentWise(ABC):
     ) -> None:
         """Complete an update: change the weights ``master`` in the flat range ``piece``.
 
-        ``direction`` is the store that was passed as ``gradient`` to the method `direction`; its content may be
-        overwritten. ``working``: store for the rounded weights, or None. ``norms``: `partial_norms`, summed over
-        the ranks, or None if ``needs_norms`` is False.
+        ``working``: store for the rounded weights, or None. ``norms``: `partial_norms`, summed over the ranks, or None.
         """
+        # ``direction`` is the store that was passed as ``gradient`` to the method `direction`. Its content may be
+        # overwritten.
 
     def state(self) -> dict[str, float]:
         """Return the state to save in addition to ``slots``: the number of applied updates."""
@@ -126,10 +125,9 @@ class SegmentWise(ABC):
 
     @abstractmethod
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Overwrite ``gradient`` with the update direction, without the learning rate. Update the optimizer state.
-
-        ``where`` is a flat range of one tensor. The mean gradient is ``scale`` times ``gradient``.
-        """
+        """Overwrite ``gradient`` with the update direction, and update the optimizer state."""
+        # ``where`` is a flat range of one tensor. The mean gradient is ``scale`` times ``gradient``. The direction
+        # excludes the learning rate.
 
     def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
         for segment, where in self.layout.within(piece):
@@ -160,13 +158,14 @@ class SegmentWise(ABC):
 
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
-    """Return {tensor name: parameter group} for the tensors of ``layout`` that belong to a group. Local.
+    """Return a dict from tensor name to parameter group, for the tensors of ``layout`` in a group. Local.
 
-    A tensor belongs to the first group of ``config`` that matches. Raises ConfigurationError if a group has no tensor.
+    Raises ConfigurationError if a group of ``config`` has no tensor.
     """
     groups = config.parsed_groups
     group_of: dict[str, ParameterGroup] = {}
     for key in (segment.key for segment in layout.segments) if groups else ():
+        # A tensor belongs to the first group that matches.
         group = next((group for group in groups if group.has(key)), None)
         if group is not None:
             group_of[key] = group
@@ -184,12 +183,9 @@ BLOCK: Final = 1 << 16  # elements per block: gradient, weights and slots fit in
 
 
 class ElementWise(SegmentWise):
-    """Base class of optimizers that update each element separately, such as AdamW and SGD.
+    """Base class of optimizers that update each element separately, such as AdamW and SGD."""
 
-    The method `apply` computes the update directions, unless `direct_before` was called. For 16-bit gradients on the
-    host, the caller must set the attribute ``wide`` to a float32 buffer of at most `BLOCK` elements.
-    """
-
+    # For 16-bit gradients on the host, the caller must set this buffer. It has at most `BLOCK` elements.
     wide: Array | None = None  # float32 scratch buffer of one block
     _before = False
 
@@ -252,7 +248,7 @@ class ElementWise(SegmentWise):
     def _step(
         self, where: Range, weights: Array, gradient: Array, rate: float, decay: Decay, working: Array | None
     ) -> None:
-        """Update weights, their rounded copy ``working``, and optimizer state, all in the flat range ``where``."""
+        """Update the weights, their rounded copy ``working`` and the optimizer state in the flat range ``where``."""
 
 
 NORM_BLOCK: Final = 1 << 16  # elements per block: a direction is still in cache when its squares are summed
@@ -271,10 +267,9 @@ class LayerWise(SegmentWise):
     def direction(
         self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0, into: FlatStore | None = None
     ) -> None:
-        """Write the update direction of the flat range ``piece`` to ``into``, or over ``gradient`` if ``into`` is None.
+        """Write the update direction of the flat range ``piece`` to ``into``, by default over ``gradient``.
 
-        ``master`` are the weights. The mean gradient is ``scale`` times ``gradient``. The result has the dtype of
-        ``master``.
+        ``master``: weights. The mean gradient is ``scale`` times ``gradient``.
         """
         step = gradient if into is None else into
         assert master.dtype == self.dtype == step.dtype, "directions must have the master dtype"
@@ -335,7 +330,7 @@ class LayerWise(SegmentWise):
 
     @abstractmethod
     def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
-        """Return the layer-wise trust ratio of a tensor, from its weight norm, step norm and weight decay."""
+        """Return the layer-wise trust ratio of a tensor from its weight norm, step norm and weight decay."""
 
     @abstractmethod
     def _direction_all(
@@ -348,10 +343,8 @@ class LayerWise(SegmentWise):
         scale: float,
         tensors: kernels.TensorOptions,
     ) -> None:
-        """Write the update directions of all tensors in the flat range ``where`` to the GPU array ``step``.
-
-        The mean gradient is ``scale * gradient``. Add the squares of weights and directions to ``partial``.
-        """
+        """Write the update directions of all tensors in the flat range ``where`` to the GPU array ``step``."""
+        # The mean gradient is ``scale * gradient``. The squares of weights and directions are added to ``partial``.
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
         kernels.descend(weights, step, rate)

@@ -23,8 +23,7 @@ from hpcdist.optim.update import kernels
 class MasterWeights(WrappedOptimizer):
     """Optimizer for 16-bit parameters: ``inner`` updates float32 weights, which are then rounded to 16 bits.
 
-    This object has the float32 weights. Methods take 16-bit parameters (argument ``master``) and gradients. If
-    ``inner`` is layer-wise, update directions need 4 more bytes per owned parameter.
+    The argument ``master`` of all methods has the 16-bit parameters.
     """
 
     def __init__(
@@ -33,6 +32,7 @@ class MasterWeights(WrappedOptimizer):
         super().__init__(inner)
         dtype = FLOATS["float32"]
         self.weights = FlatStore(layout, dtype, parts, on=on, category="optimizer", ledger=ledger)
+        # A layer-wise optimizer needs 4 more bytes per owned parameter, for the directions.
         self._wide: FlatStore | None = None  # directions of all parts
         if isinstance(inner, ElementWise):
             if on == "cpu":  # GPU kernels read 16-bit gradients

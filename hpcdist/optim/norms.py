@@ -111,9 +111,9 @@ _WIDEN = 1 << 14  # 16-bit elements to widen at a time: 64 KiB of float32 fit in
 def sum_of_squares(
     store: FlatStore, parts: Range | Sequence[Range] | None = None, watched: Sequence[Range] = ()
 ) -> float:
-    """Return the float64 sum of squares of ``store`` in the flat ranges ``parts`` (None: all), without padding.
+    """Return the float64 sum of squares of ``store`` in the flat ranges ``parts``, without padding.
 
-    ``watched``: further ranges, not summed: a NaN or infinity in these ranges makes the result NaN. Waits for a GPU.
+    ``parts`` None: all ranges. A non-finite element in the ranges ``watched`` makes the result NaN.
     """
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = _squares(store, ranges)
@@ -160,10 +160,8 @@ def _squares_of_halves(values: np.ndarray) -> Any:
 
 
 def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (exact.SLOTS,)
-    """Return the exact sum of squares of a host ``store`` in the flat ranges ``parts``, without padding.
-
-    `exact.rounded` converts the result to a float, which is not finite if an element is not finite.
-    """
+    """Return the exact sum of squares of a host ``store`` in the flat ranges ``parts``, without padding."""
+    # `exact.rounded` converts the result to a float, which is not finite if an element is not finite.
     digits = exact.zeros()
     for _, where in chain.from_iterable(map(store.layout.within, parts)):
         for values in store.blocks(where):
@@ -174,8 +172,7 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
 def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
     """Return the factor that clips a gradient to the norm ``limit`` (0: no limit).
 
-    ``norm_squared``: squared norm of the gradient over all ranks. Keyword-only ``normalize``: True to scale a norm
-    above 1e-30 to 1, or to ``limit`` if 0 < ``limit`` < 1. Raises NonFiniteError if the norm is not finite.
+    ``norm_squared``: squared norm over all ranks. Raises NonFiniteError if the norm is not finite.
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
@@ -183,6 +180,7 @@ def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) ->
             "lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
         )
     norm = math.sqrt(norm_squared)
+    # Normalized gradients have norm 1, or ``limit`` if it is smaller. Norms up to 1e-30 are not scaled.
     if normalize and norm > _NOTHING:
         return min(1.0, limit or 1.0) / norm
     return limit / norm if 0.0 < limit < norm else 1.0

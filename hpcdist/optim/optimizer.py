@@ -29,17 +29,14 @@ def build(
     parts: Range | Sequence[Range],
     dtype: np.dtype,
     *,
-    total_steps: int,
+    total_steps: int,  # length of the learning-rate schedule
     ledger: Ledger | None = None,
-    on: str = "cpu",
-    make_slot: Callable[[str], FlatStore] | None = None,
+    on: str = "cpu",  # device of the state, "cpu" or "gpu"
+    make_slot: Callable[[str], FlatStore] | None = None,  # allocates a state vector such as "m"
 ) -> SegmentWise:
-    """Return a new optimizer ``config.name`` for the ranges ``parts`` of the flat parameter vector, with zero state.
+    """Return a new optimizer ``config.name`` for the flat ranges ``parts``, with zero state.
 
-    - ``dtype``: dtype of the master weights, float32 or float64. Raises UsageError for another dtype.
-    - Keyword-only ``total_steps``: length of the learning-rate schedule.
-    - Keyword-only ``on``: device of the state, "cpu" or "gpu".
-    - Keyword-only ``make_slot(name)``, if set, returns the store of a state vector such as "m".
+    Raises UsageError unless ``dtype``, of the master weights, is float32 or float64.
     """
     return OPTIMIZERS[config.name](
         config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot

@@ -22,14 +22,10 @@ from hpcdist.optim.config import OptimizerConfig, Scaling
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Number of samples per step, which can grow in stages during the run.
+    """Schedule of the global batch size, which can grow in stages during the run."""
 
-    ``stages``: (end, samples per step) of each stage. The end is in samples since the start of the run.
-    ``final``: samples per step after the last stage.
-    """
-
-    final: int
-    stages: tuple[tuple[int, int], ...] = ()
+    final: int  # samples per step after the last stage
+    stages: tuple[tuple[int, int], ...] = ()  # (end in samples since the start of the run, samples per step)
 
     def size(self, step: int) -> int:
         """Return the number of samples in step number ``step``, where the first step is 0."""
@@ -57,7 +53,7 @@ class BatchSchedule:
         return [*(size for _, size in self.stages), self.final]
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first step, exclusive end step, samples per step) for each growth stage of the batch size."""
+        """Yield (first step, end step, samples per step) for each growth stage of the batch size."""
         start = first = 0
         for end, size in self.stages:
             last = first + (end - start) // size
@@ -70,10 +66,9 @@ class BatchSchedule:
 
 
 def staged_batches(final: int, warmup: Sequence[int]) -> BatchSchedule:
-    """Return the schedule of a batch that grows, in warm-up stages, to ``final`` samples per step.
+    """Return the schedule of a global batch that grows in stages to ``final`` samples per step.
 
-    ``warmup`` has two numbers per stage: its end, in samples since the start, and its samples per step. Raises
-    ConfigurationError unless both increase, ``final`` is the largest size, and stages are whole numbers of steps.
+    ``warmup`` alternates stage ends (in samples) and samples per step. Raises ConfigurationError.
     """
     setting = f"run.batch_warmup = {list(warmup)}"
     if len(warmup) % 2:
@@ -115,27 +110,18 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float:
-        """Gradient noise scale B_simple = trace / gradient_squared in samples, or NaN if the divisor is not positive.
-
-        If the Hessian is a multiple of the identity, a run with B samples per step takes 1 + B_simple / B times the
-        smallest number of steps, and 1 + B / B_simple times the smallest number of samples (arXiv:1812.06162).
-        """
+        """Gradient noise scale in samples (arXiv:1812.06162), or NaN if the squared gradient norm is not positive."""
+        # If the Hessian is a multiple of the identity, a run with B samples per step takes 1 + noise_scale / B times
+        # the smallest number of steps, and 1 + B / noise_scale times the smallest number of samples.
         return self.trace / self.gradient_squared if self.gradient_squared > 0.0 else math.nan
 
 
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
-    """Estimate |G|^2 of the true gradient and tr(Sigma) of the noise, from mean gradients of two batch sizes.
-
-    ``small_squared`` is |g_b|^2 for b = 1 / ``inverse_small`` samples, ``big_squared`` is |g_B|^2 for B = ``big``. The
-    mean gradient g_B of B samples is the true gradient G plus noise of covariance Sigma / B. Two batch sizes b < B give
-    unbiased estimates (McCandlish et al., arXiv:1812.06162, appendix A.1):
-
-        tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B)
-        |G|^2     = |g_B|^2 - tr(Sigma) / B
-
-    For several batches of b_r samples with weights w_r, sum(w_r) = 1, use 1/b = sum(w_r / b_r) and
-    |g_b|^2 = sum(w_r |g_r|^2).
-    """
+    """Estimate the gradient noise scale from the squared norms of mean gradients of two batch sizes."""
+    # The mean gradient g_B of B samples is the true gradient G plus noise of covariance Sigma / B. Two sizes b < B give
+    # unbiased estimates (McCandlish et al., arXiv:1812.06162, appendix A.1):
+    #     tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B);  |G|^2 = |g_B|^2 - tr(Sigma) / B
+    # Batches of b_r samples with weights w_r, sum(w_r) = 1: 1/b = sum(w_r / b_r), |g_b|^2 = sum(w_r |g_r|^2).
     trace = (small_squared - big_squared) / (inverse_small - 1.0 / big)
     return NoiseEstimate(big_squared - trace / big, trace)
 
@@ -183,15 +169,13 @@ RULES: Final[dict[Scaling, Callable[[float], float]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StagedOptimizerConfig(OptimizerConfig):
-    """Optimizer settings from `resolve_rate` for a training whose batch size grows in stages.
+    """Optimizer settings for a training whose batch size grows in stages, as returned by `resolve_rate`."""
 
-    The learning rate is for the final batch size. The scaling rule ``rule`` adapts it to earlier sizes.
-    ``ramp_samples``: length of the learning-rate warm-up in samples, or 0 if ``warmup_steps`` sets it.
-    """
+    # The learning rate is for the final batch size.
 
     batches: BatchSchedule
-    rule: Scaling
-    ramp_samples: int
+    rule: Scaling  # adapts the learning rate to earlier batch sizes
+    ramp_samples: int  # learning-rate warm-up in samples; 0: use ``warmup_steps``
 
     def growth(self, update: int) -> float:
         """Return the factor on the learning rate for the batch size at update number ``update``, counted from 1."""
@@ -205,11 +189,8 @@ class StagedOptimizerConfig(OptimizerConfig):
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return a copy of ``config`` with its learning rate scaled to the batch size, and its warm-up in updates. Local.
-
-    The peak rate is scaled from ``config.base_batch`` to ``batches.final`` samples per step. If the batch size grows in
-    stages, the result is a `StagedOptimizerConfig`.
-    """
+    """Return a copy of ``config`` with the learning rate scaled to the batch size. Local."""
+    # The peak rate of ``config`` is for ``base_batch`` samples per step. The result has the warm-up in updates.
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
     rate = config.learning_rate * RULES[config.scaling](growth)
@@ -221,10 +202,7 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 
 
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
-    """Return a text for the log that describes batch growth, learning rate scaling and warm-up in samples. Local.
-
-    ``batches``: batch schedule of the run. The result is "" for a run without these features.
-    """
+    """Return a log message on batch growth, learning rate scaling and warm-up in samples, or "" if unused. Local."""
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:
         last = batches.stages[-1][0]
@@ -250,13 +228,13 @@ SHAPES: Final[dict[str, Callable[[float, float], float]]] = {
 def learning_rate(config: OptimizerConfig, update: int, total_steps: int) -> float:
     """Return the learning rate of update number ``update`` (the first is 1) of ``total_steps`` updates.
 
-    The rate is highest at update ``config.warmup_steps``, which need not be an integer. It has its final value at
-    update ``total_steps``. ``config`` must come from `resolve_rate`.
+    ``config`` must come from `resolve_rate`.
     """
     assert not (config.base_batch or config.warmup_samples), "call resolve_rate first"
     peak, ramp = config.learning_rate, update / config.warmup_steps if config.warmup_steps else 1.0
     if isinstance(config, StagedOptimizerConfig):
         peak, ramp = peak * config.growth(update), config.ramp(update)
+    # The rate is highest at update ``warmup_steps``, which need not be an integer.
     if update <= config.warmup_steps:
         return peak * ramp
     left = total_steps - config.warmup_steps

@@ -59,16 +59,13 @@ class Sgd(ElementWise):
 
 
 class Lars(LayerWise):
-    """LARS: You, Gitman & Ginsburg 2017 (arXiv:1708.03888), Algorithm 1.
+    """LARS: layer-wise adaptive rate scaling (You, Gitman and Ginsburg 2017, arXiv:1708.03888, Algorithm 1)."""
 
-    local = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + epsilon);
-    v = momentum c v + rate local (g + weight_decay w);  w -= v.
-
-    w: weights, g: gradient after clipping, v: velocity. With ``momentum_correction``, c = rate / (rate of the previous
-    update), as Goyal et al. 2017 (arXiv:1706.02677), section 3, remark 2. Otherwise c = 1, as in the LARS paper. local
-    is 1 if a norm is 0 or `TensorSpec.adapted` is False. Without parameter groups, tensors with ``adapted`` False do
-    not decay.
-    """
+    #     local = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + epsilon)
+    #     v = momentum c v + rate local (g + weight_decay w);  w -= v
+    # w: weights, g: gradient after clipping, v: velocity. local is 1 if a norm is 0 or `TensorSpec.adapted` is False.
+    # With ``momentum_correction``, c = rate / previous rate (Goyal et al. 2017, arXiv:1706.02677, section 3, remark 2),
+    # else c = 1. Without parameter groups, tensors with ``adapted`` False do not decay.
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
     slots_in_apply: ClassVar[bool] = True

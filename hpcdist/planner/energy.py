@@ -34,8 +34,7 @@ ASSUMED: Final = (
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
     """Return the energy of a training step on all nodes, in joules: of devices, hosts, network and cooling.
 
-    ``timing``: seconds of each phase. ``peak_share``: fraction of the peak FLOP rate that computing devices reach. The
-    result's attribute ``device_w`` is the mean power of a device that is not a parameter server.
+    ``peak_share``: fraction of the peak FLOP rate that computing devices reach.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
@@ -60,10 +59,7 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(term: str, peak_share: float) -> float:
-    """Return the utilisation of a device in one phase of a step: a number from 0 to 1, for the power model.
-
-    ``term``: name of the phase. ``peak_share``: achieved fraction of the peak FLOP rate, used in computing phases.
-    """
+    """Return a device's utilisation (0 to 1) in the phase ``term`` of a step, for the power model."""
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if term in ("update", UNPROVEN):

@@ -14,16 +14,12 @@ ZERO3_RATIOS: Final = (1.26, 1.5, 1.92)
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Memory use of the device with the highest use, in bytes.
+    """Memory use of the device with the highest use, in bytes."""
 
-    ``terms``: bytes of "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved".
-    ``rule``: text with the formula for the bytes of model states per parameter. ``stage``: pipeline rank of the device.
-    """
-
-    terms: Mapping[str, float]
+    terms: Mapping[str, float]  # by use: parameters, gradients, optimizer, activations, messages, scratch, reserved
     limit_bytes: float
-    rule: str
-    stage: int = 0
+    rule: str  # formula for the bytes of model states per parameter, as text
+    stage: int = 0  # pipeline rank of the device
 
     @property
     def bytes(self) -> float:
@@ -43,27 +39,20 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """Estimated seconds of a training step. The times in ``terms`` add up to ``step_s``.
+    """Estimated seconds of a training step. The times in ``terms`` add up to ``step_s``."""
 
-    - Computation: "forward", "backward", "recompute", "update" (optimizer).
-    - Communication that computation does not hide: "tensor", "context", "expert", "pipeline" (messages on these axes),
-      "data" (gradients and parameters), "rows" (gradients of norm weights, with sequence parallelism).
-    - Waiting: "bubble" (pipeline idle time), "input" (reading samples).
-    - Added to match publications: "correction" (for ZeRO-3), "unproven" (limits the MFU to the best published MFU).
-
-    ``least_s``: step time at the best published MFU. ``hidden_s``: time of messages that overlap computation.
-    ``bytes``: bytes sent per device and step, by axis. ``algorithms``: by axis, the algorithm of the collective with
-    the most bytes. ``bucket_bytes``: gradient bytes per allreduce on the data axis, or 0 without allreduce.
-    """
-
+    # Computation: "forward", "backward", "recompute", "update" (optimizer). Communication that is not hidden: "tensor",
+    # "context", "expert", "pipeline" (messages on these axes), "data" (gradients and parameters), "rows" (gradients of
+    # norm weights, with sequence parallelism). Waiting: "bubble" (pipeline idle time), "input" (reading samples). To
+    # match publications: "correction" (for ZeRO-3), "unproven" (limits the MFU to the best published MFU).
     terms: Mapping[str, float]
-    hidden_s: float
+    hidden_s: float  # messages that overlap computation
     bubble: float
-    bytes: Mapping[str, float]
-    algorithms: Mapping[str, str]
+    bytes: Mapping[str, float]  # sent per device and step, by axis
+    algorithms: Mapping[str, str]  # of the collective with the most bytes, by axis
     flags: tuple[str, ...] = ()
-    bucket_bytes: float = 0.0
-    least_s: float = 0.0
+    bucket_bytes: float = 0.0  # gradient bytes per allreduce on the data axis; 0: no allreduce
+    least_s: float = 0.0  # step time at the best published MFU
 
     @property
     def step_s(self) -> float:

@@ -19,43 +19,31 @@ class ParallelLayout:
     """Parallel axes, schedule and precision of a training, and the program that trains.
 
     A training uses data x pipeline x tensor x context devices, plus ``servers`` parameter servers.
-
-    - ``expert``: number of consecutive ranks, on the data and context axes, that shard the experts.
-    - ``recompute``: "none", "selective" (attention only, arXiv:2205.05198), or "full" (whole blocks).
-    - ``main_gradients``: for "megatron" only: "float32", or "working" for the working precision.
-    - ``activations``: precision of activations: "working", or "float32" as in hpcdist on CPUs.
-    - ``optimizer_slots``: optimizer state values per parameter, 2 for Adam and LAMB.
-    - ``implementation``: the program that trains: "hpcdist", or "megatron" (arXiv:2205.05198).
-    - ``library``: communication library: "mpi", "nccl", or "" for the program's usual library.
-    - ``algorithm``: algorithm of collectives on the data axis.
-    - ``overlap``: fraction of the messages on the data axis that may overlap computation.
-    - ``tensor_overlap``: fraction of the backward messages on the tensor axis that may overlap computation.
-    - ``gradient_fusion``: for "megatron" only: matrix products add weight gradients to accumulated gradients.
     """
 
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
-    expert: int = 1
+    expert: int = 1  # consecutive ranks, on the data and context axes, that shard the experts
     strategy: str = "allreduce"
     servers: int = 0
     microbatch: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    recompute: str = "none"
+    recompute: str = "none"  # "none", "selective" (attention only, arXiv:2205.05198) or "full" (whole blocks)
     sequence_parallel: bool = False
     precision: str = "bfloat16"
-    main_gradients: str = "float32"
-    activations: str = "working"
-    optimizer_slots: int = 2
+    main_gradients: str = "float32"  # for megatron: "float32", or "working" for the working precision
+    activations: str = "working"  # "working" precision, or "float32" as in hpcdist on CPUs
+    optimizer_slots: int = 2  # state values per parameter
     compression: str = "none"
-    algorithm: str = "auto"
-    implementation: str = "hpcdist"
-    library: str = ""
-    overlap: float = 1.0
-    tensor_overlap: float = 0.0
-    gradient_fusion: bool = True
+    algorithm: str = "auto"  # of collectives on the data axis
+    implementation: str = "hpcdist"  # "hpcdist" or "megatron" (arXiv:2205.05198)
+    library: str = ""  # "mpi", "nccl", or "" for the program's usual library
+    overlap: float = 1.0  # fraction of data-axis messages that may overlap computation
+    tensor_overlap: float = 0.0  # fraction of backward tensor-axis messages that may overlap computation
+    gradient_fusion: bool = True  # for megatron: matrix products add weight gradients to accumulated gradients
 
     def but(self, **changed: Any) -> "ParallelLayout":
         """Return a copy in which the keyword arguments replace fields. Faster than `dataclasses.replace`. Local."""

@@ -47,20 +47,15 @@ def plan(
     global_batch: int,
     steps: int,
     *,
-    simulate: bool = False,
-    limit_bytes: float = 0.0,
-    flow: MicrobatchFlow | None = None,
+    simulate: bool = False,  # simulate the pipeline schedule instead of using a closed formula
+    limit_bytes: float = 0.0,  # limit up to which gradient buckets grow; 0: the device memory
+    flow: MicrobatchFlow | None = None,  # micro-batch times of this layout, if computed already
 ) -> PlanEstimate:
     """Return the time, memory and energy estimate of ``steps`` steps of ``global_batch`` samples. Local.
 
-    The caller must check that the layout is possible, with `hpcdist.planner.limits.checks`. The memory estimate may
-    exceed the device memory. Raises ConfigurationError if the device has no peak FLOP rate for the precision.
-
-    Keyword-only:
-        simulate: Simulate the pipeline schedule instead of using a closed formula.
-        limit_bytes: Memory limit of a device, in bytes. Gradient buckets grow up to this limit. 0: the device memory.
-        flow: Micro-batch times of this layout, if the caller has computed them already.
+    Raises ConfigurationError if the device has no peak FLOP rate for the precision.
     """
+    # The caller must check that the layout is possible. The memory estimate may exceed the device memory.
     footprint = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or footprint.limit_bytes) - footprint.bytes)
     times = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes, flow=flow)
@@ -136,9 +131,9 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
 
 
 def peak_share(work_: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
-    """Return the fraction of the peak FLOP rate that the devices reach while they compute, from 0 to 1. Local.
+    """Return the fraction of the peak FLOP rate that the devices reach while they compute. Local.
 
-    ``work_``: FLOPs of a step. ``times``: step time by phase. ``peak_flops``: peak FLOP/s of all devices together.
+    ``peak_flops``: peak FLOP/s of all devices together.
     """
     computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
     return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
@@ -218,8 +213,7 @@ def run(
 ) -> RunEstimate:
     """Return the expected time, energy and price of a run of ``steps`` steps, with checkpoints and failures.
 
-    ``step_s``, ``energy``: time and energy of one step. Times and derived values are infinite if failures make the wall
-    time exceed `ENDLESS` times the working time. Raises UsageError if steps < 1.
+    ``step_s``, ``energy``: of one step. Raises UsageError if ``steps`` < 1.
     """
     if steps < 1:
         raise UsageError(f"run.steps must be at least 1, got {steps}")
@@ -231,6 +225,7 @@ def run(
         slowdown = daly_interval.slowdown(between_s, save, mtbf, restart)
     except OverflowError:
         slowdown = math.inf
+    # Infinite time and price: the wall time would exceed `ENDLESS` times the working time.
     if slowdown > ENDLESS:
         slowdown = math.inf
     wall_s = work_s * slowdown

@@ -49,10 +49,9 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 
 
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
-    """Join the texts of several hosts as in "n[1-2]: 4 GPUs; n3: 2 GPUs", with the most frequent text first.
+    """Join texts of hosts as in "n[1-2]: 4 GPUs; n3: 2 GPUs", with the most frequent text first.
 
-    ``labels``: host names. ``texts``: text of each host. If all texts are equal, return the text alone. Empty texts are
-    left out. Hosts beyond the `MOST_GROUPS` most frequent texts are only counted.
+    ``labels``: host names. If all texts are equal, return the text alone.
     """
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):
@@ -60,6 +59,7 @@ def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
     if len(groups) == 1:
         return texts[0]
     groups.pop("", None)
+    # Empty texts are left out. Hosts beyond the `MOST_GROUPS` most frequent texts are only counted.
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     shown = [f"{fold_names(names)}: {text}" for text, names in ordered[:MOST_GROUPS]]
     left = sum(len(names) for _, names in ordered[MOST_GROUPS:])

@@ -41,9 +41,9 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def suggestion(name: str, candidates: Iterable[str], more: str = "", prefix: str = "") -> str:
-    """Return a hint for an unknown ``name``: the nearest candidate or, if none is near, the list of all candidates.
+    """Return a hint for an unknown ``name``: the nearest candidate, or else all candidates and ``more``.
 
-    ``prefix``: text before the nearest candidate. ``more``: entry to append to the list of all candidates.
+    ``prefix``: text before the nearest candidate.
     """
     names = list(candidates)
     near = nearest(name, names)

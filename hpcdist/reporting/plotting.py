@@ -88,13 +88,12 @@ def draw_gantt(
     styles: Mapping[str, GanttStyle],
     *,
     edge: str = "white",
-    character: float = 0.0,
+    character: float = 0.0,  # width of a label character on the time axis; 0: no labels
     font: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Draw ``bars`` on ``axes``, later bars on top. Return the kinds of the drawn bars, in the order of ``styles``.
+    """Draw ``bars`` on ``axes``, later bars on top. Return the drawn kinds of bars, in the order of ``styles``.
 
-    ``styles`` maps each kind of bar to its style. Keyword-only ``character``: width of a label character on the
-    time axis, or 0 for no labels.
+    ``styles``: style of each kind.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:

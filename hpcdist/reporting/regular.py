@@ -44,12 +44,12 @@ def is_damage(error: BaseException) -> bool:
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
     """Rename the file ``path`` if ``error``, raised while reading the file, shows that the file is damaged.
 
-    Return a pair (is damaged, text to append to a warning, such as "; it is now NAME"). If the file was damaged, the
-    caller may write a new file to ``path``.
+    Return (True if damaged, text to append to a warning).
     """
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
     aside = atomic.set_aside(path)
+    # The caller may now write a new file to ``path``.
     return True, "" if aside is None else f"; it is now {aside.name}"
 
 
@@ -57,8 +57,7 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
     """Convert errors of a ``with`` block that reads the file ``path`` to DamagedFileError.
 
-    Errors of the operating system, such as a missing permission, become StorageError. ``what``: the fault, as text
-    for the message "<path>: <what>: ...".
+    Errors of the operating system, such as a missing permission, become StorageError.
     """
     try:
         yield
@@ -169,10 +168,9 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write the text files in ``files``, a mapping from path to text, and create their directories.
+    """Write the text files in ``files``, a dict from path to text, and create their directories.
 
-    Raises UsageError, before any write, if a file exists with different content and the keyword-only ``force`` is
-    False. Raises StorageError if a file cannot be read or written.
+    Raises UsageError, before any write, if a file exists with different content, unless ``force``.
     """
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]

@@ -29,17 +29,12 @@ def written(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition of a `Rule` on the value of a configuration key.
+    """Condition of a `Rule` on the value of a configuration key."""
 
-    ``matches(value)``: True if the value satisfies the condition. ``cure(key, value)``: the setting that the error
-    message proposes, such as "run.steps = 1". ``sign``: operator of the condition, such as ">", or None. ``values``:
-    operands of the operator.
-    """
-
-    matches: Callable[[Any], object]
-    cure: Callable[[str, Any], str] | None = None
-    sign: str | None = None
-    values: tuple[Any, ...] = ()
+    matches: Callable[[Any], object]  # true if the value satisfies the condition
+    cure: Callable[[str, Any], str] | None = None  # (key, value) -> proposed setting, such as "run.steps = 1"
+    sign: str | None = None  # operator of the condition, such as ">"
+    values: tuple[Any, ...] = ()  # operands of the operator
 
 
 @dataclass(frozen=True)
@@ -47,21 +42,13 @@ class Rule:
     """A forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
 
     A key is a setting ``section.name``, an option (``--survive``), or a name that the caller of `check` defines.
-
-    - ``conditions``: conditions on keys. The error message lists these keys with their values.
-    - ``given``: conditions on further keys, which the message does not list.
-    - ``relation``: optional function of the listed values. The rule is broken only if it also returns true.
-    - ``why``: text after the list in the message, such as " has no effect" or a reason.
-    - ``cure``: advice at the end of the message. If empty, the message ends with the results of `Condition.cure`.
-
-    ``why`` and ``cure`` may be format strings or functions of the listed values.
     """
 
-    conditions: Mapping[str, Condition]
-    why: Text = ""
-    cure: Text = ""
-    given: Mapping[str, Condition] = field(default_factory=dict)
-    relation: Callable[..., object] | None = None
+    conditions: Mapping[str, Condition]  # The error message lists these keys with their values.
+    why: Text = ""  # text after the list in the message, such as " has no effect"; or a function of the listed values
+    cure: Text = ""  # advice at the end of the message; by default, the results of `Condition.cure`
+    given: Mapping[str, Condition] = field(default_factory=dict)  # further conditions, which the message does not list
+    relation: Callable[..., object] | None = None  # function of the listed values, which must also return true
 
     def refusal(self, values: Values) -> str:
         """Return the error message if ``values`` break this rule, else "". ``values`` must have the rule's keys."""
@@ -109,15 +96,13 @@ def rule(
 ) -> Rule:
     """Return the `Rule` (forbidden combination of settings) that the text ``terms`` describes.
 
-    In ``terms``, " with " and " where " join conditions, which must all hold. The error message does not list the
-    conditions after " where ". {NAME} in ``terms`` stands for the values of the keyword NAME, joined by "|". ``why``,
-    ``cure`` and ``relation`` are fields of the `Rule`. Conditions on KEY's value:
-
-    KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
-    KEY=A|B: A or B. KEY=A|B->C: also A or B, and the error message proposes KEY = C. KEY!=A|B: neither A nor B.
-    KEY>1, KEY<1: more or less than 1.
-    KEY~A|B: a list that contains A or B. KEY!~A|B: a list that contains neither.
+    Example: "run.steps>1 with run.mode=fast|slow". ``why``, ``cure``, ``relation``: fields of the `Rule`.
     """
+    # " with " and " where " join conditions, which must all hold. The message omits the conditions after " where ".
+    # {NAME} stands for the values of the keyword NAME, joined by "|". Conditions on the value of KEY:
+    # KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
+    # KEY=A|B: A or B. KEY=A|B->C: the same, and the message proposes KEY = C. KEY!=A|B: neither A nor B.
+    # KEY>1, KEY<1: more or less than 1. KEY~A|B: a list that contains A or B. KEY!~A|B: a list with neither.
     quoted, _, given = terms.format(**{name: "|".join(values) for name, values in sets.items()}).partition(" where ")
     conditions, others = (dict(map(_condition, part.split(" with "))) if part else {} for part in (quoted, given))
     return Rule(conditions, why, cure, others, relation)
@@ -172,9 +157,9 @@ def other_than(*values: Any) -> Condition:
 
 
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
-    """Return a `Rule` that forbids a value of ``key`` other than ``default`` if the value has no effect.
+    """Return a `Rule` that forbids values of ``key`` other than ``default`` if they have no effect.
 
-    The value has an effect only if the value of ``other`` is one of ``needed``. ``cure``: advice in the message.
+    They have an effect only if the value of ``other`` is in ``needed``.
     """
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 

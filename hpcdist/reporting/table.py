@@ -26,9 +26,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Return the lines of a text table with an empty line between groups of rows. ``lines[0]`` is the head.
+    """Return the lines of a text table with empty lines between groups of rows. ``lines[0]`` is the head.
 
-    ``groups`` has a value for each row after the head. Adjacent rows with equal values form a group.
+    ``groups``: group of each row, compared with the previous row.
     """
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):

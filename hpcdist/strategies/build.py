@@ -69,10 +69,9 @@ def server_exchange(
     shards: LogicalShards | None = None,
     compression: Compression | None = None,
 ) -> Exchange:
-    """Return this rank's parameter-server exchange, with the server and worker roles that ``config`` sets. Collective.
+    """Return this rank's parameter-server exchange, in the role that ``config`` sets. Collective over the world.
 
-    ``shards``: logical shards of the global batch. Lock-step servers sum gradients in shard order. ``compression``:
-    compressor of sent gradients, not allowed with ``shards``. Raises ConfigurationError for unsupported settings.
+    ``shards``: fixed micro-batches for reproducible sums, or None. Raises ConfigurationError for unsupported settings.
     """
     algorithms = server_algorithms(config)
     if shards is None and context.algorithm not in algorithms:
@@ -117,14 +116,10 @@ def build_executor(
     seed: int = 0,
     spans: SpanSink = NULL_SPANS,
     observers: Sequence[StepObserver] = (),
-    cuda_graph: bool = False,
-    drops: bool = False,
+    cuda_graph: bool = False,  # run stages as CUDA graphs
+    drops: bool = False,  # a stage uses dropout
 ) -> Executor:
-    """Return the object that executes this rank's operations. Collective over the pipeline.
-
-    ``exchange``: exchange of gradients and parameters between replicas. If the keyword-only ``cuda_graph`` is
-    True, stages run as CUDA graphs. Keyword-only ``drops``: True if a stage uses dropout.
-    """
+    """Return the object that executes this rank's operations. Collective over the pipeline."""
     copies = TiedCopies(context, tied_tensors(context.model, context.placed), exchange)
     arena = Arena(context.ledger, context.on)
     launches = StageGraphs(arena, drops=drops, ledger=context.ledger) if cuda_graph else None
@@ -141,8 +136,7 @@ def operations(
 ) -> list[Operation]:
     """Return this rank's operations for one step. Local.
 
-    ``copies``: tied tensors that several pipeline ranks hold. ``parallel``: recipe section [parallel]. ``schedule``:
-    forward and backward passes of every pipeline rank. By default, ``parallel.order`` names the schedule.
+    ``copies``: tied tensors that several pipeline ranks hold. ``schedule``: passes of every pipeline rank.
     """
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:
@@ -179,11 +173,9 @@ def prove(
     accumulates: bool,
     degrees: ShardingDegrees | None = None,
 ) -> Proof | None:
-    """Check that the operations of all ranks form one correct step. Collective over the world.
+    """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective.
 
-    Return the step's peak memory use and message counts. Return None, without a check, on more than `PROVEN_RANKS`
-    ranks. If the check fails, all ranks raise ScheduleError. ``rank``: `RankContext` of this rank. ``steps``:
-    operations of this rank in a step. ``microbatches``: number in a step.
+    Returns the step's peak memory use and message counts, or None if the world is too large.
     """
     if rank.world.size > PROVEN_RANKS:
         return None

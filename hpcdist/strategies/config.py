@@ -78,12 +78,12 @@ def exchanges_heads(ranks: int, heads: int, shared: int) -> bool:
 def resolve_context_method(method: str, ranks: int, heads: int, shared: int, *, ring: bool = True) -> str:
     """Return the attention ``method``; "auto" becomes "ring" or "all_to_all", whichever sends fewer bytes.
 
-    ``heads``: number of query heads. ``shared``: number of key heads. If the keyword-only ``ring`` is False, the result
-    is "all_to_all". Let c = ``ranks``, and K = bytes of keys per sample. A layer sends 6 K (c - 1) / c bytes by "ring".
-    It sends about 4 K (1 + heads / shared) (c - 1) / c^2 bytes by "all_to_all".
+    ``heads``: number of query heads. ``shared``: number of key heads.
     """
     if method != "auto" or not ring:
         return method if ring else "all_to_all"
+    # With c ranks and K bytes of keys per sample, a layer sends 6 K (c - 1) / c bytes by "ring", and by "all_to_all"
+    # about 4 K (1 + heads / shared) (c - 1) / c^2 bytes.
     sent = max(shared, ranks)  # key and value heads to send: several ranks may need the same head
     exchange = exchanges_heads(ranks, heads, shared) and 4 * (heads + sent) < 6 * ranks * shared
     return "all_to_all" if exchange else "ring"

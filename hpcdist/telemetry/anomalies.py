@@ -45,11 +45,10 @@ class Anomaly:
 
 
 class Anomalies:
-    """Detector of anomalies in the steps of a run since its last start. The steps must be passed in order.
+    """Detector of anomalies in the steps of a run since its last start. Steps must be passed in order.
 
-    ``loss_spike``: smallest distance of a spike from the median loss, in robust standard deviations.
-    ``throughput_drop``: smallest relative decrease of the speed that is an anomaly. 0 disables a check. ``unit``:
-    "tokens" or "samples".
+    ``loss_spike``: minimum height of a loss spike, in robust standard deviations. ``throughput_drop``: relative
+    decrease. 0 disables a check.
     """
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:
@@ -70,12 +69,12 @@ class Anomalies:
         skipped: bool = False,
         held_up: bool = False,
     ) -> list[Anomaly]:
-        """Return the anomalies that begin in ``step``.
+        """Return the anomalies that begin in ``step``, a step with ``tokens`` tokens.
 
-        ``tokens``: number of tokens of the step. ``figures``: figures of the step from `DerivedFigures`. Keyword-only
-        ``skipped``: True if the step made no update. Keyword-only ``held_up``: True if the step includes a checkpoint
-        or a validation; its speed is then ignored.
+        ``figures``: figures of the step, as computed by `DerivedFigures`.
         """
+        # ``skipped``: the step made no update. ``held_up``: the step includes a checkpoint or a validation, so its
+        # speed does not count.
         self._rows += 1
         self._skipped = self._skipped + 1 if skipped else 0
         candidates = [self._norm.look(step, figures.get("gradient_norm", math.nan))]
@@ -94,8 +93,7 @@ class Anomalies:
 
 
 class _RollingBaseline:
-    """Median and robust standard deviation of the last `WINDOW` values, or NaN with fewer than `MIN_STEPS` values."""
-
+    # Median and robust standard deviation of the last `WINDOW` values; NaN with fewer than `MIN_STEPS` values.
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=WINDOW)
         self.median = self.deviation = math.nan
@@ -114,8 +112,7 @@ class _RollingBaseline:
 
 
 class _Spikes:
-    """Detector of values far above the median of the last `WINDOW` values. Skips spikes soon after another spike."""
-
+    # Detects values far above the median of the last `WINDOW` values. Skips spikes soon after another spike.
     def __init__(self, kind: str, what: str, deviations: float, rise: float) -> None:
         self._kind, self._what, self._deviations, self._rise = kind, what, deviations, rise
         self._usual = _RollingBaseline()
@@ -149,8 +146,7 @@ class _Spikes:
 
 
 class _Speeds:
-    """Detector of throughput drops by more than the fraction ``drop``, and of long waits for data."""
-
+    # Detects throughput drops by more than the fraction ``drop``, and long waits for data.
     def __init__(self, drop: float, unit: str) -> None:
         self._drop, self._unit = drop, unit
         self._before: deque[float] = deque(maxlen=BLOCKS)
@@ -203,8 +199,7 @@ class _Speeds:
 
 
 class _Stragglers:
-    """Detector of a rank whose compute time exceeds `STRAGGLER` times the median rank's for `BLOCK_S` seconds."""
-
+    # Detects a rank whose compute time exceeds `STRAGGLER` times the median rank's for `BLOCK_S` seconds.
     def __init__(self) -> None:
         self._rank, self._since_s = -1, 0.0  # the slow rank, and the time since when it is slow
         self._reported, self._seen = -1, 0  # the reported rank, and the last row in which it was slow

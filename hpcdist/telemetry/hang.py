@@ -26,19 +26,11 @@ _SITE: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+) \((?P<function>.*?)\)")
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem found in the recorded operations of a run, with the ranks that caused it.
+    """A problem found in the recorded operations of a run, with the ranks that caused it."""
 
-    ``kind`` names the behaviour of these ranks:
-        skipped: skipped an operation that other ranks called
-        mismatch: called the same collective with other arguments
-        raised, killed: raised an exception, or were killed
-        stopped: were stopped, or sent no heartbeat for long
-        absent: did not reach an operation in which other ranks wait
-        deadlock: wait for each other
-        waiting: wait, with no known cause
-        missing, damaged: left no record, or an unreadable record
-    """
-
+    # Kinds: skipped (an operation that other ranks called), mismatch (the same collective with other arguments), raised
+    # (an exception), killed, stopped (or without a heartbeat for long), absent (from an operation in which other ranks
+    # wait), deadlock (wait for each other), waiting (no known cause), missing and damaged (no readable record).
     kind: str
     ranks: tuple[int, ...]
     text: str
@@ -74,12 +66,8 @@ def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
 def _blamed_half_first(
     a: list[int], b: list[int], events: dict[int, RecordedEvent], calls: dict[tuple[str, int], dict[int, RecordedEvent]]
 ) -> tuple[list[int], list[int]]:
-    """Return the equally long rank lists ``a`` and ``b``, whose collectives differ, with the list to blame first.
-
-    A list is to blame if its pair of call sites (previous and current collective) is new, but the pair of the other
-    list occurred before. Otherwise, the list whose call site is further down in the same function is to blame.
-    """
-
+    # The half to blame comes first: if the pair of its call sites (previous and current collective) is new, and the
+    # pair of the other half occurred before; otherwise, the half whose call site is further down in the same function.
     def sites(rank: int, event: RecordedEvent) -> tuple[str, str] | None:
         before = calls.get((event.comm, event.sequence - 1), {}).get(rank)
         return None if before is None else (before.site, event.site)
@@ -120,17 +108,11 @@ SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # errors mo
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank in a run that hangs or has ended.
+    """State of a rank in a run that hangs or has ended."""
 
-    ``state`` is one of:
-        running: its process runs
-        finished, raised, deadline: it ended normally, by an exception, or because an operation missed its deadline
-        stopped: its process is stopped now, for example by SIGSTOP
-        silent: its heartbeats ended long before the job
-        killed: its process ended without a message
-        ended: it was ended because of another rank's failure
-    """
-
+    # States: running, finished, raised (an exception), deadline (an operation missed its deadline), stopped (for
+    # example by SIGSTOP), silent (the heartbeats ended long before the job), killed (without a message), ended (because
+    # of another rank's failure).
     rank: int
     state: str
     last: RecordedEvent | None  # the outermost open operation, else the last operation
@@ -148,11 +130,12 @@ class HangReport:
 
 
 def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
-    """Return the list of flight recorder files of the run in ``directory``, as one `RankRecord` per rank.
+    """Return the flight recorder files of the run in ``directory``, as one `RankRecord` per rank.
 
-    If the dict ``damaged`` is given, unreadable files are skipped, and ``damaged[rank]`` is set to an error text.
-    Raises UsageError if there are no files. Raises StorageError if a file (with ``damaged``: every file) is unreadable.
+    Raises UsageError if there are no files. Raises StorageError for an unreadable file.
     """
+    # With the dict ``damaged``, unreadable files are skipped, and damaged[rank] is the error text. StorageError is then
+    # raised only if no file is readable.
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
     records, last = [], None
     for path in sorted(folder.glob("rank-*.rec")):
@@ -183,9 +166,9 @@ def analyse(
 ) -> HangReport:
     """Diagnose a run from the flight recorder ``records`` of its ranks.
 
-    A live rank counts as waiting after ``patience_s`` seconds in one operation. ``now_ns``: current time (None: system
-    clock). ``damaged``: dict from rank to error of its unreadable file, as filled by the function `load`.
+    A live rank counts as waiting after ``patience_s`` seconds in one operation.
     """
+    # ``now_ns`` None: system clock. ``damaged``: filled by `load`.
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
@@ -247,10 +230,7 @@ def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
 
 
 def _process(record: RankRecord, now: int) -> str:
-    """Return the kernel's state letter of the rank's process, or "" if the process has ended.
-
-    If this host cannot read the state, return "?" if the rank sent its last heartbeat recently, else "".
-    """
+    # "" if the process has ended. "?" if this host cannot read the state, but the last heartbeat was recent.
     state = record.process_state()
     if state is None:
         return "?" if record.next_beat_ns and now - record.last_sign_ns <= _late_ns(record) else ""
@@ -262,10 +242,8 @@ def _late_ns(record: RankRecord) -> int:
 
 
 def _end(record: RankRecord, end: int, first_note: int | None) -> str:
-    """Return the state of a rank without a final note: "silent", "ended" or "killed", as defined in `RankState`.
-
-    ``end``: end of the job in ns, or now. ``first_note``: time of the first failure note of any rank in ns, or None.
-    """
+    # State of a rank without a final note. ``end``: end of the job in ns, or now. ``first_note``: time of the first
+    # failure note of any rank.
     frozen = record.notes.get("frozen")
     if frozen is not None and first_note is not None and frozen.time_ns > first_note:
         return "silent"  # it woke up when the job was ended
@@ -320,13 +298,12 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 
 
 class WaitGraph:
-    """Graph of ranks that wait for other ranks.
+    """Graph of ranks that wait for other ranks, for at least ``patience_s`` seconds in one operation.
 
-    A live rank waits if it has been in one operation for ``patience_s`` seconds. The attribute ``waits`` maps each
-    waiting rank to a dict: awaited rank -> operation. The attribute ``culprits`` maps awaited ranks that do not wait
-    themselves to the first operation they did not reach.
+    Attribute ``culprits``: dict from awaited ranks that do not wait to their first missed operation.
     """
 
+    # ``waits``: dict from a waiting rank to {awaited rank: operation}.
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:
         self.records = {record.rank: record for record in records}
         self.states = states

@@ -27,9 +27,9 @@ def provenance(
 ) -> dict[str, str]:
     """Return versions, machine and job as a dict of texts, without unknown values. Local.
 
-    The keyword ``hosts``: node names (default: this node). The keyword ``anonymous`` omits them. The keys are stable:
-    ``created_utc``, ``git_commit``, ``numpy_version``, ...
+    Keyword-only ``anonymous`` omits the node names.
     """
+    # The keys are stable: created_utc, git_commit, numpy_version, ...
     values = {"created_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     values |= {f"{name}_version": version for name in PACKAGES if (version := package_version(name))}
     values["hpcdist_version"] = __version__  # also for a checkout that is not installed

@@ -107,7 +107,7 @@ def draw(picture: Any, runs: Sequence[RunData]) -> None:
 
 
 def plot(runs: Sequence[RunData], file: Path) -> None:
-    """Write the picture of ``runs`` that `draw` draws to ``file``. Raises the errors of `draw` and `plotting.drawing`."""
+    """Write the picture of ``runs`` to ``file``. Raises the errors of `draw` and of `plotting.drawing`."""
     plotting.check_plot(file)
     with plotting.chart_style(), plotting.drawing(file, *PLOT_INCHES) as picture:
         draw(picture, runs)

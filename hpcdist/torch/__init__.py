@@ -57,8 +57,8 @@ def _create(backend: Any, options: Any) -> Group:
 def monitored_barrier(group: Any = None, timeout_s: float = 300.0, wait_all_ranks: bool = False) -> None:
     """Wait until all ranks of ``group`` have called this, as with gloo's `monitored_barrier`. Collective.
 
-    Raises DeadlineError after ``timeout_s`` seconds. The error of rank 0 names one missing rank. If ``wait_all_ranks``
-    is True, it names all missing ranks.
+    Raises DeadlineError after ``timeout_s`` seconds. Rank 0's error names one missing rank, or all with
+    ``wait_all_ranks``.
     """
     asked: Any = group or dist.group.WORLD
     if not isinstance(asked, Group):
@@ -70,8 +70,7 @@ dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", 
 
 
 class _Name:
-    """Descriptor of the attribute `dist.Backend.HPCDIST`. In a DataLoader worker, access raises UsageError."""
-
+    # `dist.Backend.HPCDIST` raises UsageError in a DataLoader worker.
     def __get__(self, instance: Any, owner: Any) -> str:
         refuse_worker()
         return NAME

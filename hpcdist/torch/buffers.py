@@ -32,10 +32,9 @@ _SEEN_AS: Final = {
 
 
 class Buffer:
-    """Array over the memory of a PyTorch ``tensor``, for communication.
+    """Array over the memory of a PyTorch ``tensor``, for communication. A non-contiguous tensor is copied.
 
-    A copy is used if ``copy`` is True, or if the tensor is not contiguous. Raises BufferHandoverError for a sparse or
-    quantised tensor, or a device other than CPU and CUDA.
+    Raises BufferHandoverError for sparse or quantised tensors, and devices other than CPU and CUDA.
     """
 
     __slots__ = ("_copy", "_tensor", "array")
@@ -85,9 +84,9 @@ class Buffer:
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
     """Return a list with a `Buffer` for each of ``inputs``, the input tensors of one coalesced collective. Local.
 
-    Further positional arguments are lists of output tensors, one tensor per input. If tensors at different positions of
-    these lists overlap in memory, all inputs are copied.
+    Further arguments: lists of output tensors, one per input.
     """
+    # An output may overlap the input of another position, so all inputs are then copied.
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)
     return [Buffer(tensor, copy) for tensor in inputs]
 

@@ -38,8 +38,8 @@ _ProcessGroup: Any = dist.ProcessGroup  # its type stubs lack a constructor and 
 class Options:
     """Options of a process group, passed as ``pg_options=`` to `init_process_group` and `new_group`.
 
-    The attribute ``algorithm`` selects the allreduce. It is a name, a table as printed by `hpcdist tune`, or "auto"
-    (measured once, then cached). Raises UsageError for an unknown name.
+    ``algorithm``: allreduce algorithm: a name, a table printed by `hpcdist tune`, or "auto" (measured once). Raises
+    UsageError if unknown.
     """
 
     algorithm: str = "auto"
@@ -50,12 +50,10 @@ class Options:
 
 
 class Group(_ProcessGroup):
-    """PyTorch process group of the ranks of a communicator. Construction is collective.
+    """PyTorch process group of the ranks of a communicator. Construction is collective."""
 
-    The argument ``limit`` is a function (communicator name, timeout) that sets a timeout. The argument ``at_end`` is a
-    function that the method `shutdown` calls before it frees the communicator.
-    """
-
+    # ``limit(communicator name, timeout)`` sets a timeout. `shutdown` calls ``at_end`` before it frees the
+    # communicator.
     def __init__(
         self,
         comm: Communicator,
@@ -87,7 +85,7 @@ class Group(_ProcessGroup):
         opts: Any,
         gpu_streams: Streams | None = None,
     ) -> Work:
-        """Queue the collective ``name``. It calls ``run``, which writes the tensors ``result``. Return its handle."""
+        # ``run`` writes the tensors ``result``.
         self._check_lives()
         work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), gpu_streams, name)
         work.timeout = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)  # negative if not set

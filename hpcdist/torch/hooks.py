@@ -30,12 +30,13 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **options: Any) -> None:
-    """Compress the gradients that ``model`` sends, with compressor ``name``. Collective; call before any backward pass.
+    """Compress the gradients that ``model`` sends. Collective; call before any backward pass.
 
-    `COMPRESSORS` lists the names. Keywords are the recipe keys of section [compression] and ``seed``. Gradients must
-    be float32. Error feedback needs as much memory as the gradients, and PyTorch checkpoints do not contain its state.
-    Raises UsageError for an invalid name or keyword, or if ``model`` does not use the backend hpcdist.
+    ``name``: one of `COMPRESSORS`. Keyword arguments: ``seed`` and the keys of recipe section [compression]. Gradients
+    must be float32. PyTorch checkpoints do not contain the error feedback. Raises UsageError if ``model`` does not use
+    the backend hpcdist.
     """
+    # Error feedback needs as much memory as the gradients.
     if name not in COMPRESSORS:
         near = nearest(name, COMPRESSORS)
         raise UsageError(

@@ -61,7 +61,7 @@ def _has_gpu() -> bool:
 
 
 def _set_address(world: World) -> None:
-    """Set MASTER_ADDR and MASTER_PORT to the host of rank 0 and a free port of that host. Collective."""
+    # The host of rank 0, and a free port of this host. Collective.
     os.environ |= world.bcast(_address() if world.rank == 0 else {})
     _ports.add(os.environ["MASTER_PORT"])
 
@@ -95,7 +95,7 @@ def shield_workers() -> None:
 
 
 def _await_parent() -> None:
-    """In a worker, wait for a stop signal, and exit if the training process sent it. Ignore other senders' signals."""
+    # Only the training process may stop this worker: ignore the signals of other senders.
     rank = multiprocessing.parent_process()
     while rank is not None and signal.sigwaitinfo(STOP_CODES).si_pid != rank.pid:
         pass

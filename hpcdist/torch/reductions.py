@@ -39,16 +39,12 @@ _ON_BOOLS: Final = {  # on bool tensors, as bytes 0 and 1
 
 @dataclass(frozen=True)
 class Reduction:
-    """A PyTorch reduction (ReduceOp) for tensors of one dtype, expressed by hpcdist's reductions.
+    """A PyTorch reduction (ReduceOp) for tensors of one dtype, expressed by hpcdist's reductions."""
 
-    ``op``: hpcdist's name of the reduction, or "" to use the numpy ufunc ``function``. ``average``: True to divide
-    the sum by the number of ranks. ``factor``: multiply each rank's values by this factor first, or None.
-    """
-
-    op: str
+    op: str  # hpcdist's name, or "" to use the numpy ufunc ``function``
     function: str
-    average: bool
-    factor: Any = None
+    average: bool  # divide the sum by the number of ranks
+    factor: Any = None  # multiply each rank's values by this factor first
 
 
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:

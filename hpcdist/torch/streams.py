@@ -23,8 +23,7 @@ HAS_GPU: Final = cuda.is_available()
 
 
 class _CommunicationStream:
-    """CUDA stream of one thread, as a cupy stream and a PyTorch stream. After the thread ends, another may reuse it."""
-
+    # CUDA stream of one thread. After the thread ends, another thread may reuse it.
     def __init__(self, device: torch.device) -> None:
         self._free = _free[device]
         try:

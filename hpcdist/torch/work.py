@@ -35,11 +35,7 @@ LOOK_S: Final = 0.001  # polling interval for NCCL work
 
 
 class _Failed:
-    """Placeholder for the result of an operation that failed with ``error``. Reading or pickling it raises ``error``.
-
-    It is set as value of a PyTorch future, because Python cannot set an error in a C++ future.
-    """
-
+    # Value of a PyTorch future for a failed operation: Python cannot set an error in a C++ future.
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
@@ -53,11 +49,10 @@ class _Failed:
 class Work(dist.Work):
     """Handle (a `torch.distributed.Work`) of an operation that writes tensors.
 
-    The attribute ``streams`` has the CUDA streams for GPU tensors, or None for host tensors. The attribute ``done`` is
-    True if the operation has ended or, for GPU tensors, is enqueued on a CUDA stream.
+    Attribute ``done``: True if the operation has ended or, for GPU tensors, is enqueued on a CUDA stream.
     """
 
-    streams: Streams | None = None
+    streams: Streams | None = None  # CUDA streams of GPU tensors; None: host tensors
     end_event: cuda.Event | None = None
 
     def __init__(self, result: Sequence[torch.Tensor], streams: Streams | None = None) -> None:
@@ -108,9 +103,9 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the operation and return True. Raise the operation's error if it failed.
 
-        For GPU results, the current CUDA stream waits, not the host. Raises DeadlineError after ``timeout``. For
-        collectives, the timeout needs MPI_THREAD_MULTIPLE, and is ignored otherwise.
+        For GPU results, the current CUDA stream waits. Raises DeadlineError after ``timeout``.
         """
+        # The timeout of collectives needs MPI_THREAD_MULTIPLE, and is ignored otherwise.
         if not self.done:
             self._complete(timeout)
         if self._error is not None:
@@ -155,12 +150,10 @@ class Work(dist.Work):
 
 
 class CollectiveWork(Work):
-    """Handle of a queued collective. A thread calls the argument ``run`` to perform the collective.
+    """Handle of a queued collective. A thread calls ``run`` to perform the collective."""
 
-    On a GPU, the collective starts after the earlier work on the current CUDA stream. Event records show the arguments
-    ``name``, such as "all_reduce", and ``site``, the source line of the call.
-    """
-
+    # On a GPU, the collective starts after the earlier work on the current CUDA stream. ``name`` (such as "all_reduce")
+    # and ``site`` (source line of the call) are for event records.
     def __init__(
         self,
         queue: "OperationQueue",
@@ -252,8 +245,7 @@ class BatchWork(Work):
 class OperationQueue:
     """Queue of a process group's collectives, which run in order.
 
-    If the argument ``has_thread`` is true, a thread runs asynchronous operations. Another thread detects the end of
-    NCCL operations on the GPU. `close` ends both threads.
+    With ``has_thread``, a thread runs asynchronous operations. `close` ends the threads.
     """
 
     def __init__(self, name: str, has_thread: bool, events: Callable[[], EventSink]) -> None:
@@ -313,11 +305,9 @@ class OperationQueue:
         self._calls.put(True)
 
     def complete(self, work: CollectiveWork, timeout: timedelta) -> None:
-        """Wait until ``work`` has ended. Raises DeadlineError after ``timeout``; a ``timeout`` of 0 means no limit.
-
-        Without a limit, this thread runs the queued operations up to ``work``. With a limit, the queue's thread runs
-        them.
-        """
+        """Wait until ``work`` has ended. Raises DeadlineError after ``timeout``; 0 means no limit."""
+        # Without a limit, this thread runs the queued operations up to ``work``. With a limit, the queue's thread runs
+        # them.
         if self._runner == threading.get_ident():
             while not work.done:
                 self._perform(self._waiting.popleft())
@@ -377,7 +367,7 @@ class OperationQueue:
 
 
 def _settle(queue: "weakref.ref[OperationQueue]") -> None:
-    """Before MPI_Finalize, wait at most `END_S` seconds for queued operations, then drop the others. Local."""
+    # Before MPI_Finalize, wait at most `END_S` seconds for queued operations, then drop the others. Local.
     operations, limit = queue(), time.monotonic() + END_S
     while operations is not None and operations._waiting and time.monotonic() < limit:
         time.sleep(LOOK_S)

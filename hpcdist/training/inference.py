@@ -54,12 +54,12 @@ def generate(
     top_k: int,
     seed: int,
 ) -> Iterator[int]:
-    """Yield ``count`` generated tokens that follow ``prompt``. The model sees the last ``context`` tokens. Local.
+    """Yield ``count`` tokens that continue ``prompt``, each predicted from the last ``context`` tokens. Local.
 
-    ``logits_of`` maps tokens, of shape (1, length), to logits, of shape (1, length, vocabulary), both on the host.
-    Keyword-only ``temperature`` 0 selects the most likely token. Keyword-only ``top_k`` limits the choice to the k most
-    likely tokens (0: no limit).
+    ``logits_of`` maps tokens (1, length) to logits (1, length, vocabulary), as numpy arrays.
     """
+    # ``temperature`` 0 selects the most likely token. ``top_k`` limits the choice to the k most likely tokens (0: no
+    # limit).
     draw = rng.stream(seed)
     window = list(prompt[-context:])
     for _ in range(count):
@@ -112,9 +112,9 @@ class TrainedModel:
     def validation_loss(self) -> float:
         """Return the mean loss in nats over the validation data, or NaN without validation data. Collective.
 
-        Raises DataError if the data differs from the training data. If no digest of the data is cached, only a few
-        elements are compared.
+        Raises DataError if the data differs from the training data.
         """
+        # If no digest of the data is cached, only a few elements are compared.
         recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm, kept_only=True)
         if not source.made(self.scalars):
@@ -134,11 +134,11 @@ class TrainedModel:
 
 
 def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
-    """Restore the model of the run directory ``path`` from its newest checkpoint with intact parameters. Collective.
+    """Restore the model of a run directory from its newest checkpoint with intact parameters. Collective.
 
-    Raises StorageError if there is no such checkpoint. Raises UsageError if the training script defined the model, or
-    if the model's factory file has changed and ``trust`` is False.
+    Raises StorageError without such a checkpoint, and UsageError for a model defined in a script.
     """
+    # UsageError also if the model's factory file has changed and ``trust`` is False.
     if recipe.model.kind == "given":
         raise UsageError(
             f"the model of {path} is defined in the script that trained it, so its recipe cannot build the model. "
@@ -273,9 +273,9 @@ def _folder_for_records(comm: Communicator, path: Path) -> Path:
 
 
 def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield ``prompt``, then ``tokens`` tokens of text that the model in run directory ``path`` generates, one by one.
+    """Yield ``prompt``, then ``tokens`` generated tokens as text, one by one. Local. Ranks other than 0 yield nothing.
 
-    Local. Ranks other than 0 yield nothing. Raises UsageError for an empty prompt, or if tokens are not bytes.
+    ``path``: run directory. Raises UsageError for an empty prompt, or if tokens are not bytes.
     """
     variables = environment.launch_environment()
     if variables is not None and variables.rank:

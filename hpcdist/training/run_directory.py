@@ -26,28 +26,25 @@ _JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run directory, and the checkpoint to resume from (None for a new run).
-
-    ``changed``: the recipe keys whose values differ from the last start, as text. ``steps_before``: run.steps of the
-    last start, or None for the first start.
-    """
+    """A run directory, and the checkpoint to resume from."""
 
     path: Path
-    resume_from: Path | None
-    changed: str = ""
-    steps_before: int | None = None
+    resume_from: Path | None  # None for a new run
+    changed: str = ""  # recipe keys whose values differ from the last start
+    steps_before: int | None = None  # run.steps of the last start
 
 
 def prepare_run_directory(
     comm: Communicator, recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None = None
 ) -> RunDirectory:
-    """Create or reopen the run directory. Collective. Rank 0 decides, and all ranks raise the same error.
+    """Create or reopen the run directory. Collective: all ranks raise the same error. Rank 0 takes ``lock``.
 
-    ``resume`` is "auto" (from the newest valid checkpoint, if any) or "never". Rank 0 takes ``lock``. Raises
-    ConfigurationError if the directory holds another run, UsageError if it holds this run and ``resume`` is "never",
-    and StorageError if it is locked, unusable, or has only invalid checkpoints.
+    ``resume``: "auto" (from the newest valid checkpoint) or "never". Raises ConfigurationError if the directory holds
+    another run.
     """
 
+    # Rank 0 decides. ConfigurationError: the directory holds another run. UsageError: it holds this run, and ``resume``
+    # is "never". StorageError: it is locked, unusable, or has only invalid checkpoints.
     def prepare() -> RunDirectory:
         try:
             return _prepare(recipe, out, resume, lock)

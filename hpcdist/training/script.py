@@ -56,15 +56,13 @@ SAMPLES: Final = "validation_samples"
 class Training:
     """Training run whose script calls each step. A context manager; all ranks must make the same calls.
 
-    ``recipe``: a TOML file, or keys and values (``{"run.steps": 100}``, or nested tables). ``out``: run directory.
-    ``resume``: "auto" (from the newest checkpoint) or "never". The run is saved and stops after ``time_limit_s``
-    seconds, or at the end of its Slurm job. Raises ConfigurationError if the recipe is invalid or does not fit
-    ``model``.
-
-    Environment variables override ``recipe``. HPCDIST_RUN_DIR and HPCDIST_RESUME override ``out`` and ``resume`` of the
-    first Training.
+    ``recipe``: TOML file, or dict such as ``{"run.steps": 100}``. ``out``: run directory. ``resume``: "auto" (from the
+    newest checkpoint) or "never". ``time_limit_s``: seconds after which the run is saved and stops. Raises
+    ConfigurationError if the recipe is invalid or does not fit ``model``.
     """
 
+    # The run also stops at the end of its Slurm job. Environment variables override ``recipe``; HPCDIST_RUN_DIR and
+    # HPCDIST_RESUME override ``out`` and ``resume`` of the first Training.
     def __init__(
         self,
         model: Model,
@@ -162,9 +160,9 @@ class Training:
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
         """Return a ``batch_sampler`` for a PyTorch DataLoader that yields this replica's sample indices. Local.
 
-        It yields one list of indices per remaining step, which depends only on the run's seed. Each epoch has every
-        sample of ``dataset`` once, in random order if keyword-only ``shuffle`` is True.
+        Each epoch has every sample of ``dataset`` once, in random order if keyword-only ``shuffle`` is True.
         """
+        # One list of indices per remaining step, which depends only on the run's seed.
         if self._trainer.shares is not None:
             raise UsageError(
                 "data.shares = 'measured' decides the samples of each replica just before a step, but a DataLoader "
@@ -174,13 +172,14 @@ class Training:
         return ReplicaSampler(self, len(dataset), shuffle)
 
     def step(self, inputs: Any, targets: Any) -> float:
-        """Make one step on this rank's samples, and return the mean loss over the samples of all replicas. Collective.
+        """Make one step on this rank's samples, and return the mean loss over all replicas. Collective.
 
-        ``inputs`` and ``targets``: arrays or tensors with one row per sample, on the host or on the GPU. PyTorch models
-        also take tuples and dicts: arguments of the first module, and of the loss. All ranks of a replica must pass the
-        same values, else DataError. On a stop request, the run is saved and the process exits with code 75 or 130.
-        Raises UsageError after the last step, or if the number of rows differs from `share`.
+        ``inputs``, ``targets``: arrays or tensors with one row per sample, equal on all ranks of a replica, else
+        DataError. PyTorch models also take tuples and dicts. On a stop request, the run is saved, and the process exits
+        with code 75 or 130. Raises UsageError after the last step.
         """
+        # Tuples and dicts are the arguments of the first module, and of the loss. DataError: the ranks of a replica
+        # pass different values. UsageError: after the last step, or the number of rows differs from `share`.
         if self._ended or self._done >= self.recipe.run.steps:
             self.close()
             raise UsageError(
@@ -207,11 +206,12 @@ class Training:
         return self._loop.outcome.loss
 
     def evaluate(self, inputs: Any, targets: Any) -> float:
-        """Return the mean loss over the samples of all replicas, or NaN if there are no samples. Collective.
+        """Return the mean loss over the samples of all replicas, or NaN without samples. Collective.
 
-        Each replica passes any number of samples; all ranks of a replica pass the same samples. Modules are in
-        evaluation mode. The result is stored in the metrics as validation loss.
+        Replicas may pass different numbers of samples. All ranks of a replica pass the same samples. PyTorch modules
+        are in evaluation mode.
         """
+        # The metrics store the result as validation loss.
         trainer = self._trainer
         trainer.flush()
         x, y = self._adopted(inputs, targets)

@@ -44,12 +44,14 @@ _watches: Final[list[_Watch]] = []  # at most one per process
 def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
     """Return 0, or the exit code with which all ranks should save and exit. Collective: all ranks get the same result.
 
-    Call this once per iteration of a loop, from the main thread. The first call installs signal handlers. Results:
-    - 75 (requeue): any rank received SIGTERM, SIGHUP or SIGUSR1, or the run directory has a file ``stop``.
-    - 75 also if the longest iteration until now plus ``margin_s`` seconds would pass SLURM_JOB_END_TIME.
-    - 130: any rank received Ctrl-C.
+    Call this once per iteration, from the main thread. ``margin_s``: seconds to reserve before the end of the Slurm
+    job.
+    Code 75 (requeue): SIGTERM, SIGHUP or SIGUSR1 on a rank, a file ``stop``, or little time left.
+    Code 130: Ctrl-C.
     Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
     """
+    # The first call installs signal handlers. The time is nearly up if the longest iteration until now plus
+    # ``margin_s`` would pass SLURM_JOB_END_TIME.
     communicator = communicator_of(comm)
     if not _watches:
         _watches.append(_Watch())

@@ -30,22 +30,18 @@ from hpcdist.models.stage import Operations, Saved
 
 
 class JaxLoss(Loss):
-    """Loss computed by the user's function ``call(y, targets)``. ``y`` is the output of the last stage.
+    """Loss that the user's JAX function computes from the outputs of the last stage and the targets.
 
-    ``call`` returns the mean loss, losses of shape (samples, ...), or the pair (sum of losses, sum of weights). Raises
-    UsageError if a returned mean has a divisor that depends on the data, such as the number of unmasked tokens.
-
-    Keyword-only ``output`` is the shape and dtype of ``y`` for one sample. Keyword-only ``example`` is an array of
-    targets to test ``call`` with.
+    Raises UsageError if the function returns a mean whose divisor depends on the data.
     """
 
     def __init__(
         self,
-        call: Callable[[Any, Any], Any],
+        call: Callable[[Any, Any], Any],  # (y, targets) -> mean, losses (samples, ...), or (sum, weight)
         traffic: JaxTraffic,
         *,
-        output: tuple[tuple[int, ...], np.dtype],
-        example: np.ndarray,
+        output: tuple[tuple[int, ...], np.dtype],  # shape and dtype of y for one sample
+        example: np.ndarray,  # targets to test ``call`` with
     ) -> None:
         self._call, self._traffic, self._example = call, traffic, example
         target = example.shape[1:], jax_dtype(example.dtype)
@@ -140,12 +136,12 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 
 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
-    """Return True if the JAX program ``jaxpr`` returns a plain mean: a sum of elements, divided by a constant.
+    """Return True if a JAX program returns a sum of elements divided by a constant.
 
-    Sums, differences and multiples of plain means are also plain means. ``data`` is the set of input variables that are
-    not constant: the model output and the targets. If keyword-only ``divided`` is True, the caller divides the output
+    ``data``: the input variables that are not constant. Keyword-only ``divided``: True if the caller divides the result
     by a constant.
     """
+    # Sums, differences and constant multiples of plain means are also plain means.
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     depends = set(data)
     for equation in jaxpr.eqns:
@@ -205,26 +201,17 @@ def wrap(
     params: Sequence[Any],
     loss: Callable[[Any, Any], Any],
     *,
-    example: tuple[Any, Any],
+    example: tuple[Any, Any],  # (inputs, targets): arrays or `jax.ShapeDtypeStruct`
+    # Shared tensors, such as {"3.head": "0.table"}: stage number (not function number) and pytree path with dots.
     tied: Mapping[str, str] | None = None,
-    keep: str = "products",
-    adapted: Adapted | None = None,
+    keep: str = "products",  # activations to store: "products" of matrices, "everything", "nothing"
+    adapted: Adapted | None = None,  # leaves with weight decay, layer-wise rates; None: with >= 2 dims
 ) -> WrappedModel:
-    """Return a model that trains the functions ``stages``. Each is a pure function (params, x) -> y.
+    """Return a model that trains the pure functions ``stages``: (params, x) -> y, where ``x`` is a micro-batch.
 
-    ``x`` is a micro-batch. ``params`` has, for each function, a pytree or a function that creates the pytree. The
-    leaves are float32 or float64 arrays. A function without params becomes part of the stage before it.
-    ``loss(y, targets)`` returns losses of shape (samples, ...), their mean, or the pair (sum, weight).
-
-    The keyword arguments:
-        ``example``: batch (inputs, targets) of arrays or `jax.ShapeDtypeStruct`.
-        ``tied``: maps a tensor to the tensor of an earlier stage that it shares, as in {"3.head": "0.table"}. The
-            number counts stages, not functions. The rest is the pytree path with dots.
-        ``keep``: activations to store for backward: "products" (results of matrix products), "everything" or "nothing".
-        ``adapted(name, leaf)``: True if weight decay and layer-wise rates apply to the leaf. By default, they apply to
-            leaves with at least two dims.
-
-    Raises UsageError and ConfigurationError for models that cannot be trained.
+    ``params``: for each function, a pytree of float32 or float64 arrays, or a function that creates the pytree.
+    ``loss(y, targets)``: returns the mean loss, losses of shape (samples, ...), or the pair (sum, weight). Keyword-only
+    ``example``: one batch (inputs, targets). Raises UsageError or ConfigurationError for models that cannot be trained.
     """
     fail_alike(launched=True)
     if keep not in KEEPS:

@@ -50,10 +50,9 @@ class JaxTraffic:
     copied_out_bytes: int = 0
 
     def bring(self, array: Array) -> Any:
-        """Return ``array`` as a JAX array on the same device, in a dtype that JAX has enabled. Local.
+        """Return ``array`` as a JAX array on the same device. Local.
 
-        The result can share the memory of ``array``: do not change ``array`` while JAX may read it. Raises DataError if
-        integers do not fit the dtype.
+        The result may share the memory of ``array``. Raises DataError if integers do not fit JAX's dtype.
         """
         array = _computable(array)
         source: Any = array  # a numpy or cupy array
@@ -171,11 +170,11 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Group the user functions of a JAX model into stages. Return the list of function indices of each stage.
+    """Group the functions of a JAX model into stages. Return the list of function indices of each stage.
 
-    ``leaves`` holds the parameter leaves of each function. Each function with params starts a stage. A function without
-    params joins the stage before it; at the start, it joins the first stage. Raises UsageError if there are no params.
+    ``leaves``: the parameter arrays of each function. Raises UsageError if no function has parameters.
     """
+    # Each function with params starts a stage. A function without params joins the stage before it, or the first stage.
     groups: list[list[int]] = []
     leading: list[int] = []
     for number, function_leaves in enumerate(leaves):
@@ -235,12 +234,11 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
-    """Check tied tensors. Return, for each layer, a dict from a tied tensor's NAME to its owner's LAYER.NAME.
+    """Check the tied tensors. Return, for each layer, a dict from a tied tensor's name to its owner LAYER.NAME.
 
-    A tied tensor shares the values of its owner, a tensor of an earlier layer. ``tied`` maps tied tensors to owners,
-    both as LAYER.NAME. ``layers`` holds the parameter leaves of each layer. Raises UsageError for invalid ties, and if
-    two layers contain the same array without a tie.
+    ``tied``: maps each tied tensor to its owner, a tensor of an earlier layer. Raises UsageError for invalid ties.
     """
+    # Two layers with the same array and no tie are also an error.
     shapes = {
         f"{layer}.{name}": shape
         for layer, group in enumerate(layers)

@@ -40,10 +40,10 @@ class CompiledPasses:
 def compile_passes(
     compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_gradient: bool, keep: str
 ) -> CompiledPasses:
-    """Compile the forward and backward of the function ``compute(leaves, x, draw)`` for one set of shapes.
+    """Compile the forward and backward pass of ``compute(leaves, x, draw)`` for one set of shapes. Local.
 
-    ``leaves`` (parameters), ``x`` (input) and ``draw`` (random seed words) are given as `jax.ShapeDtypeStruct`. If
-    keyword-only ``input_gradient`` is true, the backward also returns the gradient of x.
+    Arguments are `jax.ShapeDtypeStruct`. Keyword-only ``input_gradient``: the backward pass also returns the gradient
+    of x.
     """
     jax = library()
     policies = jax.checkpoint_policies

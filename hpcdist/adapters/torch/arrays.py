@@ -109,9 +109,9 @@ def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_random(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
-    """Context manager that seeds the random generators for one layer and batch, and restores their states on exit.
+    """Context manager that seeds PyTorch's random generators, and restores their states at exit.
 
-    ``draw`` has the seed, the step, and the index of the first sample. ``where``: device of the layer.
+    ``draw``: seed, step and index of the first sample. ``where``: device of the layer.
     """
     torch = library()
     words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])

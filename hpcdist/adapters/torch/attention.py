@@ -63,8 +63,7 @@ CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # f
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
     """Return the positions of this rank's tokens in each sample, as int64 of shape (tokens,). Local.
 
-    Without context parallelism, the positions are 0 to ``tokens - 1``. With context parallelism, raises UsageError
-    unless this rank has ``tokens`` tokens of each sample.
+    With context parallelism, raises UsageError if this rank does not have ``tokens`` tokens per sample.
     """
     torch, cut = library(), CURRENT.get()
     if cut is None:
@@ -88,14 +87,11 @@ def context_attention(
     enable_gqa: bool = False,
     window: int = 0,
 ) -> "torch.Tensor":
-    """Return the attention of this rank's queries over the tokens of all context-parallel ranks.
+    """Return the attention of this rank's queries over the tokens of all context-parallel ranks. Collective.
 
-    ``query``, ``key``, ``value`` and the result have the shape (samples, heads, tokens, size). The other arguments are
-    as in PyTorch's ``scaled_dot_product_attention``, except ``window``: the number of keys that a causal query sees, or
-    0 for all earlier keys. All context-parallel ranks must run the forward and the backward pass together.
-
-    Raises UsageError for a window without ``is_causal``. With context parallelism, also raises UsageError for masks,
-    dropout and mismatched shapes.
+    All context-parallel ranks must also run the backward pass together. ``query``, ``key``, ``value`` and the result
+    have the shape (samples, heads, tokens, size). ``window``: number of keys that a causal query sees, or 0 for all.
+    Raises UsageError for masks, dropout or mismatched shapes with context parallelism.
     """
     pytorch, cut = library(), CURRENT.get()
     if window < 0 or (window and (not is_causal or attn_mask is not None)):

@@ -37,8 +37,8 @@ REDUCTIONS: Final = ("mean", "sum")
 class TorchLoss(Loss):
     """Loss that the user's ``function(outputs, targets)`` computes.
 
-    ``function`` returns (summed loss, number of targets that count), or one number. ``reduction`` says if this number
-    is the "mean" or the "sum" over the samples. Targets are an array, or a tuple or dict of arrays.
+    The function returns (summed loss, number of counted targets), or one number. ``reduction``: "mean" or "sum" if the
+    function returns one number.
     """
 
     takes_several: Final = True
@@ -135,7 +135,7 @@ class TorchLoss(Loss):
         return self._recorded(outputs.detach(), targets)[0].detach()
 
     def _recorded(self, outputs: "torch.Tensor", targets: Inputs) -> "tuple[torch.Tensor, int | torch.Tensor]":
-        """Return the summed loss as a tensor with its autograd graph, and the divisor: sum / divisor is the mean."""
+        # Returns the sum with its graph, and the divisor that makes the sum a mean.
         outputs.requires_grad_()
         with library().enable_grad():
             result = self._function(outputs, targets.given if isinstance(targets, ArrayGroup) else targets)
@@ -199,11 +199,11 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 
 
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
-    """Return the average weight of a target in a mean loss, such as 0.9 if the loss ignores 10 % of the targets.
+    """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets.
 
-    ``node`` is the last node of the loss's autograd graph. ``predictions`` is the number of targets, ignored ones
-    included. Raises UsageError if the weights cannot be determined from the graph.
+    ``node``: last autograd node of the loss. Raises UsageError if the weights cannot be determined.
     """
+    # ``predictions`` counts the ignored targets too.
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
         return mean_weight(inputs[0], predictions)
@@ -251,7 +251,7 @@ def _inputs(node: Any) -> list[Any]:
 
 
 def _terms(node: Any, reduction: int) -> int | None:
-    """Return the number of elements that ``node`` averages (``reduction`` 1) or sums (``reduction`` 2), or None."""
+    # ``reduction`` is PyTorch's code: 1 for the mean, 2 for the sum.
     kind = _kind(node)
     if kind == {1: "Mean", 2: "Sum"}[reduction]:
         return math.prod(node._saved_self_sym_sizes)
@@ -261,7 +261,7 @@ def _terms(node: Any, reduction: int) -> int | None:
 
 
 def _counted(node: Any) -> "int | torch.Tensor":
-    """Return the number, or total class weight, of the targets that the cross-entropy ``node`` does not ignore."""
+    # Number of targets that are not ignored, or their total class weight.
     targets, weights = node._saved_target, node._saved_weight
     ignored = (node._saved_ignore_index + (1 << 63)) % (1 << 64) - (1 << 63)  # PyTorch returns it as unsigned
     counts = targets != ignored

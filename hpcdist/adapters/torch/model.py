@@ -34,12 +34,12 @@ Setting = tuple[float | None, float]  # (weight decay, or None for the default; 
 
 
 def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
-    """Return a dict of recipe keys with which hpcdist updates parameters like the PyTorch ``optimizer``. Local.
+    """Return the recipe keys with which hpcdist updates parameters like the PyTorch ``optimizer``. Local.
 
-    Supported are AdamW, Adam, SGD and RMSprop, with a constant learning rate. Adam and RMSprop must have no weight
-    decay, and RMSprop no momentum. Parameter groups may differ in learning rate and weight decay. Raises
-    ConfigurationError for other optimizers. Keys that the recipe sets override the returned keys.
+    Raises ConfigurationError for an unsupported optimizer: supported are AdamW, Adam, SGD and RMSprop with a constant
+    learning rate.
     """
+    # Adam and RMSprop must have no weight decay, and RMSprop no momentum. Groups may differ in rate and decay.
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     if kind not in KINDS:
         raise ConfigurationError(
@@ -123,7 +123,7 @@ def _assigned(groups: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Ma
 
 
 def _written(settings: Mapping[str, Setting]) -> list[str]:
-    """Format ``settings``, {tensor name: (weight decay, rate factor)}, for the recipe key ``optimizer.groups``."""
+    # Text of the recipe key ``optimizer.groups``. A setting is (weight decay, factor of the learning rate).
     by_end: dict[str, set[Setting]] = {}
     for key, setting in settings.items():
         by_end.setdefault(key.rpartition(".")[2], set()).add(setting)
@@ -143,10 +143,10 @@ def _written(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
-    """Copy the trained tensors ``parameters`` into the modules that were passed to `wrap`. Local.
+    """Copy trained values into the modules that were passed to `wrap`. Local.
 
-    The keys of ``parameters`` are the tensor names of `wrap`, LAYER.NAME. Afterwards the modules no longer share memory
-    with the training run. Raises UsageError for missing tensors, unknown tensors, and wrong shapes.
+    ``parameters``: arrays by tensor name LAYER.NAME. The modules no longer share memory with the training run. Raises
+    UsageError for missing or unknown tensors, or wrong shapes.
     """
     torch, remaining = library(), dict(parameters)
     reason = "these are parameters of other modules"
@@ -174,32 +174,21 @@ def wrap(
     module_or_stages: Any,
     loss: Callable[..., Any],
     *,
+    # Input, or tuple (input, targets). Pipelines need it for the shapes between stages.
     example: Any = None,
     reduction: str = "mean",
     tokens_per_sample: int = 1,
-    adapted: Adapted | None = None,
+    adapted: Adapted | None = None,  # has weight decay, layer-wise rates; None: with at least two dims
 ) -> Model:
     """Return PyTorch modules as a model that hpcdist can train. Local.
 
-    ``module_or_stages`` is a module, or a list of modules. The model's stages are the children of an ``nn.Sequential``,
-    the modules of a list, or else the whole module.
-
-    - A stage passes one tensor, of shape (samples, ...) and the parameters' dtype, to the next stage. A module joins
-      the previous stage if it has no parameters, or only parameters of earlier modules.
-    - If a batch has a tuple or dict of inputs, the inputs become the arguments of the first module.
-    - ``loss(outputs, targets)`` returns (sum, weight): the summed loss and the number of counted targets. Or it returns
-      one number, and keyword-only ``reduction`` says if this is the mean or the sum over samples. A mean must be
-      computed by ``mean``, cross_entropy or similar.
-    - Keyword-only ``example``: an input, or a tuple (input, targets). Pipelines need it for the shapes between stages.
-    - Keyword-only ``adapted(name, parameter)``: True if weight decay and layer-wise rates apply to the parameter.
-      By default they apply to parameters with at least two dims.
-
-    The modules provide the initial values. Tensors are named LAYER.NAME, where NAME is the tensor's name in the module.
-    Integer data becomes int64, real data gets the parameters' dtype. Buffers must be constant. A step runs each module
-    in its current mode, or in training mode if no module is in training mode.
-
-    Raises UsageError or ConfigurationError for modules that cannot be trained, MissingCapabilityError without PyTorch.
+    ``module_or_stages``: an ``nn.Sequential`` or a list, each child of which is a stage, or one module. ``loss(outputs,
+    targets)``: returns (summed loss, number of counted targets), or one number. Keyword-only ``reduction``: "mean" or
+    "sum", the meaning of the one number. Raises UsageError or ConfigurationError for modules that cannot be trained.
     """
+    # A stage passes one tensor, (samples, ...) in the parameters' dtype, to the next stage. A tuple or dict of inputs
+    # becomes the arguments of the first module. Tensors are named LAYER.NAME. Integer data becomes int64. A step keeps
+    # the modules' modes, or uses training mode if no module is in training mode.
     fail_alike(launched=True)
     if tokens_per_sample < 1:
         raise UsageError(f"tokens_per_sample is {tokens_per_sample}; it must be at least 1")

@@ -21,17 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class StageModules:
-    """Modules of one stage in order of execution, each with its qualified name ("" if unnamed).
+    """Modules of one pipeline stage in order of execution, with the parameters of the stage."""
 
-    ``own``: the parameters of the stage by name, except parameters shared with an earlier stage. ``tied`` maps the name
-    of a shared parameter to (layer, name) in the earlier stage. ``modes``: for each nested module, True for training
-    mode or False for evaluation mode.
-    """
-
-    modules: list[tuple[str, "torch.nn.Module"]]
-    own: dict[str, "torch.nn.Parameter"] = field(default_factory=dict)
+    modules: list[tuple[str, "torch.nn.Module"]]  # qualified names, "" if unnamed
+    own: dict[str, "torch.nn.Parameter"] = field(default_factory=dict)  # without parameters of earlier stages
+    # name of a parameter shared with an earlier stage: (layer, name) in that stage
     tied: dict[str, tuple[int, str]] = field(default_factory=dict)
-    modes: dict["torch.nn.Module", bool] = field(default_factory=dict)
+    modes: dict["torch.nn.Module", bool] = field(default_factory=dict)  # True: training, False: evaluation
 
     def every(self) -> Iterator["torch.nn.Module"]:
         """Yield all modules of the stage, including nested modules."""
@@ -39,10 +35,8 @@ class StageModules:
             yield from module.modules()
 
     def set_modes(self, modes: Mapping["torch.nn.Module", bool]) -> None:
-        """Set the mode of all modules of the stage: True is training mode, False is evaluation mode.
-
-        If a mode changes, this calls the method `train` of the stage's top-level modules, which users may override.
-        """
+        """Set the mode of all modules of the stage: True is training mode, False is evaluation mode."""
+        # If a mode changes, call `train` of the stage's top-level modules, which users may override.
         if any(module.training != training for module, training in modes.items()):
             for _, module in self.modules:
                 module.train(modes[module])
@@ -68,12 +62,12 @@ class StageModules:
 
 
 def stages_of(module_or_stages: Any) -> list[StageModules]:
-    """Divide a module or a sequence of modules into the stages of a model.
+    """Divide a module, or a list or tuple of modules, into the stages of a model.
 
-    Each child of an ``nn.Sequential``, and each module of a list or tuple, is a stage. Any other module is one stage. A
-    module without new parameters joins the stage before it; at the start, it joins the first stage. Raises UsageError
-    if ``module_or_stages`` has another type.
+    Raises UsageError if ``module_or_stages`` has another type.
     """
+    # Each child of an ``nn.Sequential`` and each module of a list is a stage. A module without new parameters joins the
+    # stage before it, or the first stage.
     modules = _modules(module_or_stages)
     stages: list[StageModules] = []
     owner: dict[int, tuple[int, str]] = {}  # id of a parameter -> (layer, name there)

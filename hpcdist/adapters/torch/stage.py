@@ -28,10 +28,10 @@ Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # a group only for the first st
 
 
 class TorchStage:
-    """Stage that runs consecutive PyTorch modules.
+    """Pipeline stage that runs consecutive PyTorch modules.
 
-    In a step, each module is in the mode (training or evaluation) that the user chose. In an evaluation, all modules
-    are in evaluation mode. Random numbers depend on the seed, the step, the layer and the first sample.
+    Training uses the modes that the user chose; an evaluation uses evaluation mode. Random numbers depend on seed,
+    step, layer and first sample.
     """
 
     def __init__(

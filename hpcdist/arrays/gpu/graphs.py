@@ -56,9 +56,9 @@ class Cublas:
         self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(WORKSPACE_BYTES))
 
     def multiply(self, sizes: tuple[int, int, int], a: Matrices, b: Matrices, out: Matrices, count: int) -> None:
-        """Write the products of ``count`` pairs of matrices in ``a`` and ``b`` to ``out``, in row-major order.
+        """Multiply ``count`` pairs of matrices: ``out[i] = a[i] @ b[i]``, in row-major order.
 
-        ``sizes`` is (m, n, k): matrices have the shape (m, k) in ``a``, (k, n) in ``b`` and (m, n) in ``out``.
+        ``sizes``: (m, n, k) for products of shape (m, k) @ (k, n).
         """
         (m, n, k), name = sizes, np.dtype(out.array.dtype).name
         number = ctypes.c_double if name == "float64" else ctypes.c_float
@@ -105,11 +105,11 @@ class GraphRecorder:
         return int(self._pool.total_bytes()) + WORKSPACE_BYTES
 
     def capture(self, call: Callable[[], T]) -> tuple[Any, T]:
-        """Record, but do not execute, the kernels that ``call()`` launches. Return (CUDA graph, result of ``call``).
+        """Capture the kernels that ``call()`` launches in a CUDA graph. Return (graph, result of ``call``).
 
-        ``call`` must not synchronise or copy from or to the host, and must use `matmul` for products.
-        ``graph.launch()`` runs the kernels on the current stream, with the same arrays and scalars as in ``call``.
+        ``call`` must not synchronise or copy between host and GPU. It must compute matrix products by `matmul`.
         """
+        # `graph.launch()` uses the same arrays and scalars as ``call``.
         with _no_collection(), device.cupy().cuda.using_allocator(self._pool.malloc), self._stream:
             # cupy's default relaxed mode: other modes forbid the pool to allocate device memory during the capture.
             # Calls of other threads are not captured in this mode, and do not end the capture.

@@ -47,14 +47,13 @@ class KernelSource:
         return _TYPES[name_of(dtype)]
 
     def launch(self, name: str, grid: Size, block: Size, *args: Any, **types: Any) -> None:
-        """Launch the kernel ``name`` on the current stream, with ``grid`` blocks of ``block`` threads each.
+        """Launch the GPU kernel ``name`` on the current stream, with ``grid`` blocks of ``block`` threads.
 
-        - Further arguments go to the kernel: contiguous GPU arrays, ints (as ``long long``) or floats. Floats have the
-          type REAL, or float32 if REAL has 16 bits.
-        - Keywords define macros: each is a dtype or an int. REAL, the dtype of the elements, is required.
-
-        Nothing is launched if a dim of ``grid`` is 0.
+        Further arguments: the kernel's GPU arrays, ints or floats. Keyword-only arguments define macros: ``REAL``, the
+        dtype of the elements, is required.
         """
+        # Ints are passed as ``long long``; floats as REAL, or as float32 if REAL has 16 bits. Nothing is launched if a
+        # dim of ``grid`` is 0.
         blocks, threads = _three_dims(grid), _three_dims(block)
         if not all(blocks):
             return

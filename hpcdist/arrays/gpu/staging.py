@@ -94,10 +94,9 @@ def refusal() -> str:
 
 
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
-    """Start to copy the GPU array ``source`` to the host array ``target``. Return the event that marks its end.
+    """Start to copy the GPU array ``source`` to the host array ``target``. Return the event that marks the end.
 
-    The copy waits for the event ``produced``, recorded after the kernels that write ``source``. Without ``produced``,
-    it waits for all work queued before this call.
+    ``produced``: event to wait for before the copy. None: wait for all work queued so far.
     """
     if _per_thread.stream is None:
         _per_thread.stream = device.new_stream()

@@ -141,12 +141,12 @@ class CollectedWheels:
 
 
 def collect(order: WheelhouseOrder) -> CollectedWheels:
-    """Create the wheelhouse, a folder of wheels, at ``order.output`` atomically. Needs pip and a network.
+    """Create the folder of wheels ``order.output`` atomically, by pip and the network.
 
-    If ``order.wheel`` is None, hpcdist's wheel is built from a git clone of hpcdist. Raises UsageError without a clone,
-    if the output folder is not empty, or for an unknown extra. Raises MissingCapabilityError if pip fails, and
-    StorageError if the folder cannot be written.
+    Raises UsageError if the folder is not empty or an extra is unknown, MissingCapabilityError if pip fails, and
+    StorageError if a write fails.
     """
+    # If ``order.wheel`` is None, build hpcdist's wheel from its git clone; without a clone, raise UsageError.
     _check(order)
     try:
         order.output.parent.mkdir(parents=True, exist_ok=True)

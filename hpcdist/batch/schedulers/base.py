@@ -59,25 +59,21 @@ FINAL_STATES: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """State of one job or array task, as its scheduler reports it. None and "" mean unknown.
-
-    ``state``: a `SchedulerState`, or the scheduler's own word. ``exit_code``: as in a shell. ``energy_j``: energy of
-    all nodes. ``energy_reason``: why the energy is missing or incomplete. ``ended_utc``: "" before the end.
-    """
+    """State of one job or array task, as the scheduler reports it. None and "" mean unknown."""
 
     id: str
-    state: str
+    state: str  # a `SchedulerState`, or the scheduler's word
     name: str = ""
     reason: str = ""
     restarts: int | None = None
     elapsed_s: float | None = None
     time_left_s: float | None = None
     nodes: int | None = None
-    exit_code: int | None = None
-    energy_j: float | None = None
-    energy_reason: str = ""
+    exit_code: int | None = None  # as in a shell
+    energy_j: float | None = None  # of all nodes
+    energy_reason: str = ""  # why the energy is missing or incomplete
     begun_utc: str = ""
-    ended_utc: str = ""
+    ended_utc: str = ""  # "" before the end
     log: str = ""
 
     @property
@@ -110,10 +106,10 @@ def run_command(
     limit_s: float = COMMAND_LIMIT_S,
     environment: Mapping[str, str] | None = None,
 ) -> CommandResult:
-    """Run the command ``line`` with ``script`` as standard input. Return its output and exit code. Local.
+    """Run a command with ``script`` as standard input. Return its output and exit code. Local.
 
-    ``environment``: by default as in this process. Raises MissingCapabilityError: with the text ``absent`` if the
-    program is not on PATH, with the advice ``cure`` if it cannot be run or exceeds ``limit_s`` seconds.
+    Raises MissingCapabilityError if the program is missing (text ``absent``), or fails to run within ``limit_s``
+    seconds (advice ``cure``).
     """
     program = shutil.which(line[0])
     if program is None:

@@ -31,17 +31,15 @@ def scheduler_of(job: str) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return a dict from job id to state for ``jobs``. If the scheduler does not answer, the state is UNKNOWN.
-
-    For a job with several tasks or components, one of their states is returned: running before waiting before failed.
-    """
+    """Return a dict from job id to state. The state is UNKNOWN if the scheduler does not answer."""
+    # A job with several tasks or components has the state of one of them: running before waiting before failed.
     return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
     """Return {job id: list of states}, with one state per array task (123_4) or component (123+1) of the job.
 
-    GONE: the scheduler no longer knows the job. UNKNOWN: the scheduler does not answer. Both states have a reason.
+    UNKNOWN means that the scheduler does not answer, GONE that it no longer knows the job.
     """
     numbers = list(dict.fromkeys(jobs))
     states_of: dict[str, list[JobState]] = {}
@@ -108,7 +106,7 @@ def _states_of_job(job: str, states: Iterable[JobState]) -> list[JobState]:
 
 
 def _waits_in(task: str, array: str) -> bool:
-    """Return True if ``task``, such as 9_3, is one of the waiting tasks ``array``, such as 9_[1-5,7%2]."""
+    # ``task`` is like 9_3, ``array`` like 9_[1-5,7%2].
     array_id, _, number = task.partition("_")
     rest = array.removeprefix(array_id + "_[")
     if not number or rest == array:

@@ -66,9 +66,9 @@ end "$code"
 def submit(script: str, log: Path, begin: datetime | None = None) -> str:
     """Run ``script`` with bash as a job that outlives this process and its terminal. Return the job id.
 
-    The job inherits the environment, plus HPCDIST_JOB_ID. Its output is appended to ``log``. It starts at the time
-    ``begin`` (with time zone), by default at once. Raises StorageError, or MissingCapabilityError without bash.
+    ``begin``: start time with time zone, or None for now. Raises StorageError, or MissingCapabilityError without bash.
     """
+    # The job inherits the environment, plus HPCDIST_JOB_ID. Its output is appended to ``log``.
     bash = shutil.which("bash")
     if bash is None:
         raise MissingCapabilityError("bash is not on PATH; install bash, which runs jobs if there is no scheduler")
@@ -115,12 +115,9 @@ def _start(line: list[str], new: Path, log_fd: int) -> str:
 
 
 def state(job: str) -> JobState:
-    """Return the state of ``job``, a job on this machine without a scheduler.
-
-    - UNKNOWN: the job is on another machine or does not exist.
-    - NODE_FAIL: the machine was rebooted during the job.
-    - FAILED without an exit code: the shell that supervises the job was killed.
-    """
+    """Return the state of ``job``, a job on this machine without a scheduler."""
+    # UNKNOWN: the job is on another machine or does not exist. NODE_FAIL: the machine was rebooted. FAILED without an
+    # exit code: the supervising shell was killed.
     alive = _alive(job)  # before reading the code: the job may end in between
     record = _job_record(job)
     if record is None:

@@ -47,10 +47,10 @@ _HINT: Final = "is PBS up? try qstat -B"
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit ``script`` and return the job number.
+    """Submit ``script`` to PBS and return the job number.
 
-    The job starts when the job ``after`` has ended, successfully or not. Raises ConfigurationError if PBS refuses the
-    job, and MissingCapabilityError if PBS is missing or does not answer.
+    ``after``: job to wait for. Raises ConfigurationError if PBS refuses the job, and MissingCapabilityError if PBS does
+    not answer.
     """
     dependency = [] if after is None else ["-W", f"depend=afterany:{after}"]
     answer = _output_of("qsub", *dependency, script=script)

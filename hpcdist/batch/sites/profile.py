@@ -33,20 +33,16 @@ _MODULE: Final = re.compile(r"[A-Za-z0-9_./+@=:-]+", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class SiteScheduler:
-    """Section ``[scheduler]``: the scheduler, and defaults for jobs that do not set ``partition``, ``qos`` and so on.
+    """Section ``[scheduler]`` of a site profile: the scheduler, and default options of jobs."""
 
-    If ``kind`` is "none", jobs run on this machine. ``options`` are added to every job, and ``account_suffix`` to every
-    account.
-    """
-
-    kind: str = "slurm"
-    options: tuple[str, ...] = ()
+    kind: str = "slurm"  # "none": jobs run on this machine
+    options: tuple[str, ...] = ()  # added to every job
     partition: str = ""
     qos: str = ""
     constraint: str = ""
     mem: str = ""
     account_required: bool = False
-    account_suffix: str = ""
+    account_suffix: str = ""  # appended to every account
     requeue: bool = True
 
     def __post_init__(self) -> None:
@@ -107,19 +103,15 @@ class SiteEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteGpus:
-    """Section ``[gpu]``: GPUs per node (0: unknown), the option to request GPUs, and the assignment of GPUs to ranks.
+    """Section ``[gpu]`` of a site profile: GPUs per node, and their assignment to jobs and ranks."""
 
-    ``bind``: value of --gpu-bind. ``order``: GPU number for each local rank. ``variables``: exported only in jobs with
-    GPUs. ``unsupported``: reason to refuse jobs with GPUs.
-    """
-
-    per_node: int = 0
+    per_node: int = 0  # 0: unknown
     request: str = "gpus-per-node"
     type: str = ""
-    bind: str = "none"
-    order: tuple[int, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
-    unsupported: str = ""
+    bind: str = "none"  # value of --gpu-bind
+    order: tuple[int, ...] = ()  # GPU number for each local rank
+    variables: Mapping[str, str] = field(default_factory=dict)  # exported only in jobs with GPUs
+    unsupported: str = ""  # reason to refuse jobs with GPUs
 
     def __post_init__(self) -> None:
         _variables("gpu.variables", self.variables)
@@ -147,16 +139,12 @@ class StorageRoot:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteStorage:
-    """Section ``[storage]``: directories that all nodes share, and directories that are separate on each node.
+    """Section ``[storage]`` of a site profile: directories shared by all nodes, and directories of each node."""
 
-    All nodes share ``roots`` or, if empty, all directories except ``private``. ``node_local``: directory for staged
-    files on each node. ``sbcast``: Slurm broadcasts the environment archive to the nodes.
-    """
-
-    roots: tuple[StorageRoot, ...] = ()
+    roots: tuple[StorageRoot, ...] = ()  # shared; empty: all directories except ``private``
     private: tuple[str, ...] = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-    node_local: str = "/tmp"
-    sbcast: bool = False
+    node_local: str = "/tmp"  # directory for staged files on each node
+    sbcast: bool = False  # Slurm broadcasts the environment archive to the nodes
 
     def __post_init__(self) -> None:
         for path in (*self.private, self.node_local):
@@ -206,17 +194,13 @@ class SiteContainer:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteProfile:
-    """Settings of a cluster for batch jobs, read from the file ``origin``.
-
-    ``recipe``: defaults of recipe keys. ``blocks``: replacements for Jinja blocks of the job scripts. ``proven``: note
-    on the tests of this profile. ``cluster``: cluster name or file for `hpcdist plan`.
-    """
+    """Settings of a cluster for batch jobs, read from a site profile file."""
 
     name: str = field(default="", metadata={INTERNAL: True})
-    origin: str = field(default="", metadata={INTERNAL: True})
+    origin: str = field(default="", metadata={INTERNAL: True})  # path of the file
     description: str = ""
-    proven: str = ""
-    cluster: str = ""
+    proven: str = ""  # note on the tests of this profile
+    cluster: str = ""  # cluster name or file for `hpcdist plan`
     scheduler: SiteScheduler = field(default_factory=SiteScheduler)
     launcher: SiteLauncher = field(default_factory=SiteLauncher)
     environment: SiteEnvironment = field(default_factory=SiteEnvironment)
@@ -226,8 +210,8 @@ class SiteProfile:
     partitions: Mapping[str, SiteLimits] = field(default_factory=dict)
     qos: Mapping[str, SiteLimits] = field(default_factory=dict)
     container: SiteContainer = field(default_factory=SiteContainer)
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    blocks: Mapping[str, str] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # defaults of recipe keys
+    blocks: Mapping[str, str] = field(default_factory=dict)  # replacements for Jinja blocks of the job scripts
 
     def __post_init__(self) -> None:
         if self.launcher.kind == "flux" and self.scheduler.kind != "none":

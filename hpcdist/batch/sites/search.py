@@ -256,7 +256,7 @@ def _load_tables(path: Path, environment: Mapping[str, str], above: tuple[Path, 
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
-    """Return the path of the profile ``named`` (a name or a path), on which the profile at ``path`` is based."""
+    # ``named``: name or path of the base profile of the profile at ``path``.
     if os.sep in named or named.endswith(".toml"):
         return path.parent / Path(named).expanduser()
     if named == path.stem:

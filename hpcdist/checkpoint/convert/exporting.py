@@ -28,8 +28,6 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class _FileRegion:
-    """Region of an output file that holds one tensor. The method `write` writes a range of the tensor's elements."""
-
     fd: int
     offset: int
     dtype: np.dtype
@@ -75,10 +73,11 @@ def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
 
 @contextmanager
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
-    """Context manager that creates all files ``paths``, or none. Yields a dict from path to temporary path.
+    """Context manager that creates all files ``paths``, or none. Yield the temporary path of each file.
 
-    The caller writes the temporary files; the exit renames them. Raises StorageError on failure or if a path exists.
+    The caller writes the temporary files. Raises StorageError on failure, or if a path exists.
     """
+    # The exit renames the temporary files.
     for path in paths:
         if path.exists():
             raise StorageError(f"{path} exists already; remove the file, or choose another output name")

@@ -40,10 +40,8 @@ _READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = 
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return the file format of ``path`` and the file to open: for a directory, its index file or its only data file.
-
-    Raises StorageError if there is no such file, and UsageError if the format is unknown.
-    """
+    """Return the file format of ``path``, and the file to open. Raises StorageError if there is no such file."""
+    # In a directory, open the index file or the only data file. Raises UsageError for an unknown format.
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
         if len(matches) != 1:
@@ -115,8 +113,6 @@ def _file_bytes(path: Path) -> int:
 
 @dataclass(frozen=True)
 class _ForeignTensor:
-    """Tensor number ``index`` of the file ``source``. The method `read` reads a range of its elements."""
-
     source: ForeignFile
     index: int
     dtype: np.dtype
@@ -189,13 +185,10 @@ def import_checkpoint(
 ) -> ImportedCheckpoint:
     """Save the tensors of the file ``source`` as the only checkpoint of ``run_dir``.
 
-    Args:
-        step: Step of the checkpoint. None: the step in the file, or 0 if the file has no step.
-        inputs: Model sizes by name, to store in the checkpoint. Ignored if hpcdist exported the file.
-        keys: Checkpoint names, keyed by the names in the file. Other tensors are left out.
-
-    Raises StorageError if a file cannot be read or written, UsageError if ``run_dir`` has checkpoints.
+    ``keys``: checkpoint names of the tensors to import, keyed by the names in the file. Raises StorageError, or
+    UsageError if ``run_dir`` has checkpoints.
     """
+    # ``step`` None: the step in the file, or 0. ``inputs``: model sizes by name, ignored if hpcdist exported the file.
     directory = run_dir / "checkpoints"
     if names.candidates(directory):
         raise UsageError(f"{directory} has checkpoints already; import into the directory of a new run")

@@ -52,10 +52,9 @@ class TensorLocation:
 def write(
     checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to safetensors files, and return the paths of the files.
+    """Write ``tensors`` of ``checkpoint`` to safetensors files of at most ``shard_bytes``, and return their paths.
 
-    ``loaded`` is the manifest of the checkpoint. If one file ``out`` would exceed ``shard_bytes`` bytes, several files
-    with numbered names are written, and an index file. The path of the index is the last result.
+    With several files, the last path is an index file. ``loaded``: manifest of the checkpoint.
     """
     groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)

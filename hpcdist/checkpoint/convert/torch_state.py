@@ -41,11 +41,11 @@ def import_torch() -> ModuleType:
 
 
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
-    """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``. Tensors need not fit into memory.
+    """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``, without loading all into memory.
 
-    ``loaded``: manifest of the checkpoint. The file holds a dict of tensors. If ``nested``, it holds a dict of such
-    dicts: "parameters", "optimizer.m" and so on. After a StorageError, ``out`` does not exist.
+    ``nested``: group the tensors by state, such as "parameters" and "optimizer.m". Raises StorageError.
     """
+    # After an error, ``out`` does not exist.
     module = import_torch()
     offsets, position = [], 0
     for tensor in tensors:
@@ -79,9 +79,9 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
     """Return each tensor's names in the user's PyTorch modules, keyed by its name in the checkpoint.
 
-    ``loaded``: manifest of the checkpoint. A tied tensor has several names. Returns {} for a model built into hpcdist,
-    or if two tensors have the same name in the modules.
+    A tied tensor has several names. Returns {} if the model has no user modules.
     """
+    # Also {} if two tensors have the same name in the modules.
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
         return {}
@@ -105,12 +105,12 @@ def _mapped_tensor(module: ModuleType, raw: Path, tensor: StoredTensor, start: i
 
 
 class TorchReader:
-    """Reader of a file written by ``torch.save``. The caller must call `close`.
+    """Reader of a state dict written by ``torch.save``. The caller must call `close`.
 
-    Tensors are memory-mapped, and pickled code is not run. Raises any exception of torch for a damaged file, and
-    ValueError for a file that is not a state dict.
+    Raises ValueError if the file is not a state dict. Tensors are memory-mapped; pickled code is not run.
     """
 
+    # Damaged files raise any exception of torch.
     def __init__(self, path: Path) -> None:
         module = import_torch()
         _check_records(path)
@@ -168,7 +168,7 @@ def _check_records(path: Path) -> None:
 
 
 def _groups_of(module: ModuleType, state: Any) -> tuple[dict[Any, Mapping[Any, Any]], str, list[str]]:
-    """Return the contents of ``state``: tensors by kind, metadata text or "", and ignored keys. ``module``: torch."""
+    # Returns tensors by kind, metadata text or "", and ignored keys.
     if not isinstance(state, Mapping):
         raise ValueError(
             f"the PyTorch file holds a {type(state).__name__}, expected a dict of tensors; save model.state_dict()"

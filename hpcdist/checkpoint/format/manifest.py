@@ -54,18 +54,14 @@ class NewerVersionError(StorageError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Description of a piece (a stored part of a tensor) without its data.
-
-    ``box``: region of the tensor, as (start, stop) for each dim. ``flat``: range of this region's elements, in
-    row-major order, that the piece holds.
-    """
+    """Name, dtype and position of a stored part of a tensor, without the data."""
 
     kind: str
     tensor: str
     dtype: str
     shape: tuple[int, ...]
-    box: Box
-    flat: tuple[int, int]
+    box: Box  # region of the tensor: (start, stop) per dim
+    flat: tuple[int, int]  # range of stored elements in the flattened region, row-major
 
     @classmethod
     def of(cls, piece: Piece) -> "Slot":
@@ -121,39 +117,32 @@ class IndexFile:
 
 @dataclass(frozen=True)
 class _Header:
-    """Manifest fields that decide if this version of hpcdist can read the remaining fields."""
-
+    # These fields decide if this version of hpcdist can read the remaining fields.
     schema: str
     version: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shards(_Header):
-    """Manifest fields with fixed types: all except the attributes ``scalars`` and ``about``."""
-
+    # All fields of a manifest with fixed types: not ``scalars`` and ``about``.
     step: int
     world: int
     byte_order: str
     block_bytes: int
-    files: dict[str, int]
+    files: dict[str, int]  # size of each shard in bytes
     pieces: tuple[StoredPiece, ...]
     index: IndexFile | None = None
+    # digest of each shard's bytes that are not tensor data; absent in manifests of older versions
     outside: dict[str, str] = field(default_factory=dict)
-    unused: tuple[StoredPiece, ...] = ()
+    unused: tuple[StoredPiece, ...] = ()  # tensor parts in hard-linked shards that this checkpoint does not need
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(_Shards):
-    """Content of ``manifest.json``.
-
-    ``pieces``: stored parts of tensors. ``files``: size of each shard in bytes. ``outside``: digest of each shard's
-    bytes that are not tensor data. ``about``: description of the run. ``unused``: tensor parts in the shards that this
-    checkpoint does not need, if a shard is a hard link to a file of an earlier checkpoint. Manifests of older versions
-    lack ``outside`` and ``unused``.
-    """
+    """Content of a checkpoint's ``manifest.json``: stored tensor parts, shard files and their digests."""
 
     scalars: dict[str, Any]
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # description of the run
 
 
 def inconsistency(manifest: Manifest) -> str:
@@ -236,10 +225,9 @@ def build(
     pieces: Iterable[StoredPiece],
     about: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Return the manifest of a checkpoint. Raises StorageError if the pieces do not cover every tensor.
+    """Return the manifest of a checkpoint. Raises StorageError if ``pieces`` do not cover every tensor.
 
-    ``world`` is the number of ranks. ``scalars`` holds the non-tensor state. ``files`` maps each shard to its size in
-    bytes. ``pieces`` lists the tensor parts that the shards contain. ``about`` describes the run.
+    ``pieces``: tensor parts in the shards. ``files``: size of each shard in bytes. ``scalars``: non-tensor state.
     """
     entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
     by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[StoredPiece]] = {}
@@ -370,10 +358,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
-    """Return the manifest in ``data``, the content of the file ``path``. Raises StorageError if it is damaged.
-
-    ``digest`` is the stored digest of the bytes ``data[:end] + b"}"``.
-    """
     # `seal` replaced the final "}" of the digested text by the digest.
     computed = xxhash.xxh3_128(memoryview(data)[:end])
     computed.update(b"}")
@@ -412,7 +396,7 @@ def _value(data: bytes, start: int) -> tuple[Any, int]:
 
 
 def _parse_free_form(path: Path, data: bytes) -> Manifest:
-    """Return the manifest in ``data``, which a user or another version of hpcdist wrote."""
+    # A user or another version of hpcdist wrote ``data``.
     if len(data) > MIN_LIMIT_BYTES:
         raise ValueError(
             f"the manifest does not end with a digest and has {len(data)} bytes; expected at most {MIN_LIMIT_BYTES} "

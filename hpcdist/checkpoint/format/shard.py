@@ -78,10 +78,9 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read and verify block number ``block`` of the stored tensor data ``entry``. Return its size in bytes.
+        """Read and verify block number ``block`` of a stored tensor part. Return its size in bytes.
 
-        ``take(elements)`` is called several times, and must copy the elements. Raises DamagedError; the caller must
-        then discard the elements.
+        ``take(elements)`` is called several times and must copy. Raises DamagedError: discard the elements.
         """
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
@@ -107,10 +106,7 @@ class BlockReader:
         return count, digest.hexdigest()
 
     def _pass(self, entry: StoredPiece, offset: int, count: int, take: BlockConsumer | None) -> tuple[int, str]:
-        """Read ``count`` bytes from byte ``offset`` of the tensor data ``entry``, and pass the elements to ``take``.
-
-        Returns the number of bytes read and their digest, which is "" if the file is too short.
-        """
+        # Returns the number of bytes read and their digest, "" if the file is too short.
         fd, digest = self._fd(entry.file), xxhash.xxh3_128()
         elements = self._memory.view(dtype_of(entry.dtype))  # the same buffer as ``view``, as elements
         itemsize, view = elements.itemsize, self._memory.data
@@ -168,27 +164,19 @@ def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shard files that one writer wrote or hard-linked.
+    """Shard files that one writer wrote or hard-linked for a checkpoint."""
 
-    - ``files``: size in bytes of each file.
-    - ``outside``: digest of each file's bytes that are not tensor data.
-    - ``entries``: tensor data of this checkpoint in the files.
-    - ``unused``: tensor data in hard-linked files that this checkpoint does not need.
-    """
-
-    files: dict[str, int] = field(default_factory=dict)
-    entries: Sequence[StoredPiece] = ()
-    outside: dict[str, str] = field(default_factory=dict)
-    unused: Sequence[StoredPiece] = ()
+    files: dict[str, int] = field(default_factory=dict)  # size in bytes
+    entries: Sequence[StoredPiece] = ()  # tensor data of this checkpoint in the files
+    outside: dict[str, str] = field(default_factory=dict)  # digest of each file's bytes that are not tensor data
+    unused: Sequence[StoredPiece] = ()  # tensor data that this checkpoint does not need
 
 
 @dataclass
 class _StoredPieceBlocks:
-    """Tensor data to write to an HDF5 file. `blocks` yields the data, and fills the attribute ``digests``."""
-
     slot: Slot
     source: BlockSource
-    digests: list[str] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)  # filled while `blocks` yields the data
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -221,8 +209,8 @@ def write(
 ) -> WrittenShards:
     """Write tensor data to the shard file ``name``, and return its description. Raises StorageError.
 
-    ``slots`` describes the tensors. ``sources[i]()`` yields the data of ``slots[i]``, and is called once.
-    ``about``: attributes of the file. ``opens(path)`` creates the file.
+    ``sources[i]()``: yields the data of ``slots[i]``; called once. ``about``: attributes of the file. ``opens(path)``:
+    creates the file.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)

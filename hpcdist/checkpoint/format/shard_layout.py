@@ -123,9 +123,9 @@ class IncomingBlocks:
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send the bytes of ``arrays`` in blocks to the rank ``peer``. ``sizes``: size of each block in bytes.
+    """Send ``arrays`` in blocks of ``sizes`` bytes to the rank ``peer``. Return an error message or "".
 
-    If reading an array (`FileSlice`) fails, send zeros instead, and return the error message. Otherwise return "".
+    If an array cannot be read from its file, zeros are sent.
     """
     sent, error = 0, ""
     try:

@@ -197,7 +197,7 @@ def _blocks(nbytes: int) -> int:
 
 
 def _texts(nbytes: int) -> int:
-    """Return the byte offset of the scalars (JSON text) in a copy whose tensor pieces take ``nbytes`` bytes."""
+    # Byte offset of the JSON text with the scalars.
     return _HEAD + _DIGEST * _blocks(nbytes)
 
 
@@ -223,10 +223,8 @@ def _digest(data: np.ndarray) -> bytes:
 
 
 def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
-    """Yield, for each block of BLOCK_BYTES bytes of ``data``, the list of copies that fill it from ``pieces``.
-
-    A copy is (index of the piece, slice of its elements, target view in ``data``). ``names``: layout of the pieces.
-    """
+    # Yield, for each block of BLOCK_BYTES bytes of ``data``, the copies that fill it: (index of the piece, slice of its
+    # elements, target view).
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):
         moves: list[_Move] = []

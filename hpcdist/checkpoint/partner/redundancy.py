@@ -31,9 +31,9 @@ MESSAGE_BYTES: Final = 16 << 20  # a multiple of the digested blocks
 
 
 def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
-    """Return, for each rank, the partner rank that keeps a copy of its state, on another node if possible. Local.
+    """Return, for each rank, the rank that keeps a copy of its state, on another node if possible. Local.
 
-    ``members`` lists the ranks of each node. Each rank keeps the copy of one other rank.
+    ``members``: the ranks of each node.
     """
     nodes = sorted(members, key=len, reverse=True)
     order = [rank for node in nodes for rank in node]
@@ -109,9 +109,9 @@ class PartnerStore:
         self._keepers: list[int] = []
 
     def keep(self, step: int, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
-        """Copy this rank's ``pieces`` and JSON ``scalars`` after ``step`` to local memory and to the partner rank.
+        """Copy this rank's ``pieces`` and ``scalars`` after ``step`` to local memory and to a partner rank.
 
-        Collective. The pieces may change after the call. If an error is raised, the previous copies are still complete.
+        Collective. After an error, the previous copies are still complete.
         """
         encoded = json.dumps(scalars).encode()
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
@@ -138,7 +138,6 @@ class PartnerStore:
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
     def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
-        """Allocate memory in ``target`` for this rank's tensor ``pieces`` and its partners' copies. Collective."""
         comm, nodes = self._comm, self._comm.nodes()
         target.of.clear()  # free the old memory first
         target.names, target.shared = names, False
@@ -159,10 +158,7 @@ class PartnerStore:
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
-        """Copy this rank's state to ``target`` and its partner rank; receive other ranks' states. Collective.
-
-        ``encoded``: scalars after ``step``. If the keyword-only ``anew`` is True, send tensor descriptions.
-        """
+        # ``encoded``: scalars after ``step``. ``anew``: also send the tensor descriptions.
         comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
         assert names is not None
         requests = []
@@ -198,15 +194,11 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state for which intact copies of all ranks' data exist, or None. Collective over ``comm``.
+    """Return the newest state of which intact copies of all ranks exist, or None. Collective over ``comm``.
 
-    All ranks get the same step and scalars. The result's tensors share the memory of ``copies``. Damaged copies are
-    reported on stderr.
-
-    Args:
-        old_rank: Rank of this process before a rank died; None for a new process.
-        copies: The copies that this process held at that time; None for a new process.
+    ``old_rank``, ``copies``: rank of this process before the failure, and its copies; None for a new process.
     """
+    # All ranks get the same step and scalars. Tensors share the memory of ``copies``. Damage is reported on stderr.
     assert old_rank == (None if copies is None else copies.rank), (
         f"the copies are those of another rank than {old_rank}"
     )
@@ -228,11 +220,9 @@ def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None)
 def _holders(
     gathered: Sequence[tuple[int, int, list[tuple[int, int, bool]]] | None],
 ) -> dict[tuple[int, int], list[int]]:
-    """Return a dict: (step, owner) -> current ranks with a copy of the owner's state after the step, the owner first.
-
-    ``owner`` is a rank before the failure. ``gathered``: for each current rank, (rank before the failure, number of
-    ranks before the failure, result of `HeldCopies.held`), or None for a new process.
-    """
+    # Returns {(step, owner): current ranks with a copy of the owner's state, the owner first}, where owner is a rank
+    # before the failure. ``gathered``: (old rank, old number of ranks, result of `HeldCopies.held`), or None for a new
+    # process.
     reports = {report[0]: (rank, report) for rank, report in enumerate(gathered) if report is not None}
     holders: dict[tuple[int, int], list[int]] = {}
     for old_rank, (rank, (_, size, held)) in reports.items():
@@ -247,10 +237,7 @@ def _holders(
 
 
 def _sound_holders(comm: Communicator, copies: HeldCopies | None, step: int, holders: list[list[int]]) -> list[int]:
-    """Return, for each rank r of the failed communicator, one rank with an intact copy of r's state. Collective.
-
-    ``holders[r]``: ranks with a copy of r's state after ``step``. The result is [] if a state has no intact copy.
-    """
+    # Verify the copy of the first rank of ``holders[r]``; after damage, try the next. [] if a state has no intact copy.
     verified: set[int] = set()
     while all(holders):
         bad = []

@@ -101,10 +101,8 @@ class ElementRuns:
             done += count
 
     def _hulls(self, longest: int) -> Iterator[tuple[slice, Range]]:
-        """Split the runs into groups. Yield (slice of run indices, range of elements from the first to the last run).
-
-        A range has at most ``longest`` elements, unless its group is a single run.
-        """
+        # Yields (slice of run indices, range from the first to the last run): at most ``longest`` elements, or a single
+        # run.
         ends, first = self.start + self.size, 0
         while first < ends.size:
             last = max(first + 1, int(np.searchsorted(ends, self.start[first] + longest, "right")))
@@ -152,10 +150,7 @@ def _write(array: Any, where: Range, values: np.ndarray) -> None:
 
 
 def _messages(lines: Sequence[ElementRuns], longest: int) -> Iterator[list[tuple[int, Range]]]:
-    """Split the elements that all of ``lines`` select into messages of at most ``longest`` bytes.
-
-    Yield each message as a list of (i, range): elements ``range.start`` to ``range.stop - 1`` of ``lines[i]``.
-    """
+    # A message is a list of (i, range of elements of ``lines[i]``), at most ``longest`` bytes in total.
     # Sender and receiver must compute the same messages.
     message: list[tuple[int, Range]] = []
     room = longest
@@ -212,8 +207,7 @@ def _scattered(parts: Sequence[ElementRuns], views: Sequence[np.ndarray]) -> Non
 
 
 class _Stream:
-    """Messages in one direction between this rank and a peer. At most about ``window`` bytes are in flight."""
-
+    # At most about ``window`` bytes are in flight.
     def __init__(self, messages: Iterator[_PendingMessage], window: int) -> None:
         self._messages, self._window, self._nbytes = messages, window, 0
         self.under_way: deque[_PendingMessage] = deque()

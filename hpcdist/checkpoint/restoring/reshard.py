@@ -38,15 +38,11 @@ class PieceOffer:
 
 @dataclass(frozen=True)
 class CopyRuns:
-    """Ranges of elements to copy from a source array to a target array.
+    """Ranges of elements to copy from a source array to a target array."""
 
-    Range i has ``size[i]`` elements. It starts at index ``at[i]`` of the source and at index ``to[i]`` of the target.
-    The values in ``to`` are ascending.
-    """
-
-    to: np.ndarray
-    at: np.ndarray
-    size: np.ndarray
+    to: np.ndarray  # first index in the target, ascending
+    at: np.ndarray  # first index in the source
+    size: np.ndarray  # number of elements
 
     def covers(self, start: np.ndarray) -> np.ndarray:
         """Return a bool array. Item i is True if element ``start[i]`` of the target array is to be copied."""
@@ -74,11 +70,12 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Choose the slices to copy into ``piece``. Return pairs of a slice and its ranges of elements to copy. Local.
+    """Choose the tensor slices to copy into ``piece``. Return pairs (slice, ranges of elements). Local.
 
-    ``offers``: slices of this tensor on all ranks. Slices on this rank, ``rank``, are preferred. ``loads[r]``: bytes
-    that this rank requests from rank r; updated. Raises `GapError` if no slice has some element of ``piece``.
+    ``offers``: this tensor's slices on all ranks. ``loads``: bytes requested from each rank; updated. Raises `GapError`
+    for missing elements.
     """
+    # Slices on this rank, ``rank``, are preferred.
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
     shares = max(1, piece.flat.size * itemsize // SHARE_BYTES)  # the largest useful number of offers of the whole piece
@@ -125,12 +122,8 @@ def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int
 def _divided(
     covers: np.ndarray, ranks: Sequence[int], size: np.ndarray, itemsize: int, loads: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Divide the loading of intervals of elements among the slices that contain them, to balance the ranks.
-
-    ``covers[s, i]``: True if slice s contains interval i. ``ranks[s]``: rank of slice s. ``size[i]``: elements of
-    interval i, of ``itemsize`` bytes. ``loads[r]``: bytes already requested from rank r. Returns arrays (a, b, c, d):
-    for each k, slice ``a[k]`` provides ``d[k]`` elements of interval ``b[k]``, from its element number ``c[k]``.
-    """
+    # ``covers[s, i]``: slice s contains interval i. Returns arrays (a, b, c, d): slice ``a[k]`` provides ``d[k]``
+    # elements of interval ``b[k]``, from its element number ``c[k]``.
     patterns, belongs = np.unique(covers, axis=1, return_inverse=True)
     parts = []
     for pattern in range(patterns.shape[1]):
@@ -151,7 +144,7 @@ def _divided(
 
 
 def _element(mine: Runs, local: int) -> int:
-    """Convert ``local``, an index in a tensor slice, to an index in the flattened tensor. ``mine``: the slice."""
+    # From an index in this rank's slice to an index in the flattened tensor.
     run = int(np.searchsorted(mine.local, local, "right")) - 1
     return int(mine.start[run]) + local - int(mine.local[run])
 
@@ -161,20 +154,18 @@ Offers = dict[tuple[str, str], list[PieceOffer]]  # by kind and tensor
 
 @dataclass(frozen=True)
 class _Transfer:
-    """Elements to copy from the sender's slice with index ``number`` to this rank's slice with index ``wanted``."""
-
-    number: int
-    wanted: int
+    number: int  # index of the sender's slice
+    wanted: int  # index of this rank's slice
     stretches: CopyRuns
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill the arrays of ``pieces`` with data from all ranks. Return the number of bytes received. Collective.
+    """Fill the arrays of ``pieces`` with data from all ranks. Return the bytes received. Collective over ``comm``.
 
-    ``held``: the tensor slices that this rank has. ``pieces``: the tensor slices that it needs. ``optional``: kinds of
-    state, such as "optimizer.m", that stay unchanged if no rank has them. Raises StorageError on all ranks, before any
-    change, if elements are missing or a shape or dtype differs.
+    ``held``: tensor parts of this rank. Raises StorageError on all ranks, before any change, if elements are missing or
+    a shape or dtype differs.
     """
+    # ``optional``: kinds of state, such as "optimizer.m", that stay unchanged if no rank has them.
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)
     requests = [_encode_request(parts) for parts in chosen]
     counts = _agree_on_counts(comm, problem, [request.size for request in requests])
@@ -203,7 +194,6 @@ def _agree_on_counts(comm: Communicator, problem: str, counts: list[int]) -> lis
 
 
 def _announcement(held: Sequence[Piece]) -> tuple[list[tuple[Any, ...]], np.ndarray]:
-    """Encode the tensor slices ``held`` of this rank: the list of their tensors, and integers for each slice."""
     heads: dict[tuple[Any, ...], int] = {}
     numbers: list[int] = []
     for piece in held:
@@ -234,10 +224,6 @@ def _gather_offers(comm: Communicator, held: Sequence[Piece]) -> Offers:
 def _choose_offers(
     comm: Communicator, offers: Offers, requested: Sequence[Piece], optional: Collection[str]
 ) -> tuple[list[list[_Transfer]], str]:
-    """Return a list of the transfers to request from each rank, and an error message or "". Local.
-
-    ``offers``: slices on all ranks. ``requested``: slices to fill. ``optional``: kinds of state that may be absent.
-    """
     absent = set(optional) - {kind for kind, _ in offers}
     parts: list[list[_Transfer]] = [[] for _ in range(comm.size)]
     loads = [0] * comm.size

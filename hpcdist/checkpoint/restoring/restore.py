@@ -26,10 +26,10 @@ from hpcdist.errors import HpcdistError, StorageError
 
 
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
-    """Fill the array of ``piece`` with elements that ``reader`` reads from the checkpoint ``directory``.
+    """Fill the array of ``piece`` with data that ``reader`` reads from a checkpoint.
 
-    ``entries``: all stored pieces of the tensor. Raises StorageError if shape or dtype differ or elements are missing,
-    and `DamagedError` if bytes are damaged.
+    ``entries``: all stored parts of the tensor. Raises StorageError if shape or dtype differ or elements are missing,
+    and `DamagedError` for damage.
     """
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
@@ -100,7 +100,6 @@ def _collect(directory: Path, piece: Piece, entries: list[StoredPiece], out: np.
 def _copy(
     reader: BlockReader, entry: StoredPiece, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Read ranges of ``entry`` into ``out``. ``stretches``: starts in ``out``, starts in ``entry``, and sizes."""
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
     # First and last block of each run; in a set, since short runs share blocks.
@@ -112,9 +111,9 @@ def _copy(
 
 
 def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
-    """Return a callback for `BlockReader.read`. It copies stored elements ``at:at+size`` to ``out[to:to+size]``."""
     shift, low, high = to - at, at, at + size
 
+    # Copies stored elements ``at:at+size`` to ``out[to:to+size]``.
     def take(first: int, elements: np.ndarray) -> None:
         last = first + elements.size
         if low <= first and last <= high:
@@ -127,10 +126,7 @@ def _run(out: np.ndarray, to: int, at: int, size: int) -> BlockConsumer:
 
 
 def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> BlockConsumer:
-    """Return a callback for `BlockReader.read` that copies ranges of stored elements to ``out``.
-
-    For each i, it copies the stored elements ``at[i]:at[i]+size[i]`` to ``out[to[i]:to[i]+size[i]]``.
-    """
+    # Copies stored elements ``at[i]:at[i]+size[i]`` to ``out[to[i]:to[i]+size[i]]`` for each i.
     ends = at + size
 
     def take(first: int, elements: np.ndarray) -> None:
@@ -151,11 +147,11 @@ Result = TypeVar("Result")
 
 
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: Collection[Path] = ()) -> Path | None:
-    """Return the newest usable checkpoint in ``run_dir/checkpoints``, or None. Collective; local if ``comm`` is None.
+    """Return the newest usable checkpoint in ``run_dir``, or None. Collective; local if ``comm`` is None.
 
-    A usable checkpoint has a valid manifest and files of the right sizes. Paths in ``but`` are left out. Raises
-    StorageError if a later version of hpcdist wrote a checkpoint.
+    ``but``: paths to leave out. Raises StorageError if a later version of hpcdist wrote a checkpoint.
     """
+    # Usable: the manifest is valid and the files have the right sizes.
     comm = comm or solo()
     candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
     for _, path in candidates:
@@ -171,10 +167,9 @@ def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: 
 def from_newest_intact(
     run_dir: str | Path, comm: Communicator, first: Path | None, take: Callable[[Path | None], Result]
 ) -> Result:
-    """Return ``take(path)`` for the newest intact checkpoint, or ``take(None)`` if all are damaged. Collective.
+    """Return ``take(path)`` for the newest intact checkpoint, or ``take(None)``. Collective over ``comm``.
 
-    ``first``: path to try first; earlier checkpoints follow. ``take(path)`` restores a checkpoint. It must raise
-    `DamagedError` on all ranks or on no rank.
+    ``take(path)`` restores a checkpoint, and raises `DamagedError` on all ranks or none. ``first``: first path to try.
     """
     path, damaged = first, set[Path]()
     while True:
@@ -195,7 +190,6 @@ def _report_unusable(path: Path, reason: str, comm: Communicator) -> None:
 
 
 def _unusable_reason(path: Path, comm: Communicator) -> str:
-    """Return the reason why the checkpoint at ``path`` is unusable, or "". Collective."""
     listed = listing.inspect(path) if comm.rank == 0 else None
     verdict: tuple[str, str] = comm.broadcast_object(None if listed is None else (listed.state, listed.reason))
     if verdict[0] == listing.NEWER:
@@ -241,11 +235,12 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
 
 
 def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
-    """Fill the arrays of ``pieces`` from the checkpoint ``directory``. Return its scalar values by name. Local.
+    """Fill the arrays of ``pieces`` from a checkpoint directory. Return the scalars by name. Local.
 
-    ``optional``: kinds of state, such as "optimizer.m", that stay unchanged if the checkpoint lacks them. Raises
-    StorageError if bytes are damaged, or a tensor is missing or has another shape or dtype. Arrays are then undefined.
+    ``optional``: kinds of state that may be absent ("optimizer.m"). Raises StorageError for damage, or a missing or
+    different tensor.
     """
+    # After a StorageError, the arrays are undefined.
     directory = Path(directory)
     stored = _PackedEntries.of(manifest.load(directory))
     _restore(directory, stored, pieces, optional)
@@ -254,11 +249,9 @@ def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection
 
 @dataclass(frozen=True)
 class _PackedEntries:
-    """Descriptions of stored tensor pieces, encoded per tensor: a rank decodes only the tensors it restores."""
-
     scalars: dict[str, Any]
     kinds: frozenset[str]
-    packed: dict[tuple[str, str], bytes]
+    packed: dict[tuple[str, str], bytes]  # encoded per tensor: a rank decodes only the tensors it restores
 
     @classmethod
     def of(cls, stored: Manifest) -> "_PackedEntries":

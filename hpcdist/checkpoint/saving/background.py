@@ -49,11 +49,11 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy all tensor pieces of ``delivery`` to memory. Return, for each piece, a function that yields its bytes.
+        """Copy the tensor data of a group of ranks to memory. Return functions that yield the bytes of each part.
 
-        The writer of a group calls this. ``delivery`` gathers the pieces of the group's ranks, so the other ranks must
-        call `GroupGather.bring` at the same time. After this call, the caller may change its tensors.
+        The group's writer rank calls `fill`, while the other ranks call `GroupGather.bring`.
         """
+        # After this call, the caller may change its tensors.
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
         buffers, start = [], 0
@@ -85,7 +85,7 @@ def _pinned(nbytes: int) -> np.ndarray:
 
 
 def _copy(array: Any, buffer: np.ndarray) -> Any:
-    """Copy ``array`` to ``buffer``. For a GPU array, return the event that marks the end of the copy."""
+    # For a GPU array, returns the event that marks the end of the copy.
     if isinstance(array, np.ndarray):
         buffer.view(array.dtype)[...] = array
     elif isinstance(array, FileSlice):
@@ -210,10 +210,9 @@ class BackgroundCheckpoints:
         return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Wait for the checkpoint in progress, if there is one, then start the checkpoint ``plan``.
+        """Start the checkpoint ``plan``, after the previous checkpoint is complete. Collective.
 
-        After the call, the caller may change the data of ``pieces``. ``writers``: see `two_phase.group_of`. Raises
-        StorageError on all ranks if a checkpoint cannot be written.
+        The caller may then change ``pieces``. Raises StorageError on all ranks if a write failed.
         """
         self.finish()
         group = group_of(self._comm, writers)
@@ -240,10 +239,9 @@ class BackgroundCheckpoints:
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Start the commit once all ranks have written, or complete a finished commit. Does not wait.
+        """Start the commit if all ranks have written. Return the checkpoint's path if committed, else None.
 
-        Returns the checkpoint's path if its commit is complete, else None. ``sums``: results of `numbers`, summed over
-        all ranks. Raises StorageError on all ranks if a rank has failed.
+        Does not wait. ``sums``: sums of `numbers` over all ranks. Raises StorageError on all ranks if a rank failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 

@@ -55,9 +55,8 @@ class IncrementalWriter:
     ) -> WrittenShards:
         """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
 
-        ``directories``: temporary and final directory of the checkpoint. ``slots``: descriptions of the tensor data.
-        ``sources[i]()`` yields the data of ``slots[i]``. ``about``: attributes of the shard file. ``opens(path)``
-        creates the file. Raises StorageError.
+        ``directories``: temporary and final directory. ``sources[i]()``: yields the data of ``slots[i]``. Raises
+        StorageError.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -86,10 +85,7 @@ class IncrementalWriter:
         return same
 
     def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
-        """Hard-link old shards that mostly hold unchanged data into the directory ``temporary``.
-
-        ``same`` lists the unchanged tensor slices. Returns a description of the linked shards, and their slices.
-        """
+        # ``same``: the unchanged tensor slices. A shard is linked if most of its data is unchanged.
         files: dict[str, int] = {}
         outside: dict[str, str] = {}
         unused: list[StoredPiece] = []
@@ -137,9 +133,9 @@ class WriterGroup:
 
 
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
-    """Return this rank's group of ranks that together write one shard. The first call is collective over ``comm``.
+    """Return this rank's group of ranks that write one shard together. The first call is collective over ``comm``.
 
-    ``writers``: "rank" (each rank is a group), "node" (the ranks of a node), or a number of groups.
+    ``writers``: "rank" (each rank is a group), "node", or a number of groups.
     """
     count = comm.size
     if writers.isdecimal():
@@ -159,10 +155,10 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of a `WriterGroup`'s tensor data on its writer rank. The constructor is collective over the group.
+    """Gather of tensor data on the writer rank of a `WriterGroup`. Construction is collective over the group.
 
-    The writer rank must call each function of `sources` once, in order, and then `end`, even after an error. All
-    other ranks must call `bring`, which sends their data.
+    Other ranks send by `bring`. The writer calls each function of `sources` once, in order, then `end`, even after an
+    error.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -260,10 +256,11 @@ def save(
 ) -> Path:
     """Save the checkpoint of ``step`` and return its path ``directory/step-N``. Collective over ``comm``.
 
-    The ``pieces`` of all ranks together must cover every tensor. Only rank 0 uses ``scalars``, the retention rule
-    ``keep``, and the keyword-only ``about``, a dict for the manifest. Keyword-only ``writers``: see `group_of`. If a
-    rank cannot write, all ranks raise StorageError, and existing checkpoints are unchanged.
+    ``pieces``: this rank's parts; all ranks' parts cover every tensor. Raises StorageError on all ranks if a rank
+    cannot write.
     """
+    # Only rank 0 uses ``scalars``, the retention rule ``keep`` and ``about``. After an error, existing checkpoints are
+    # unchanged.
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
 
@@ -276,8 +273,8 @@ def save_planned(
 ) -> Path:
     """Save the checkpoint ``plan`` and return its path. Collective over ``comm``.
 
-    ``pieces``: this rank's tensor data. ``writers``: as in `group_of`. If ``incremental`` is not None, only changed
-    tensor data is written, and ``writers`` must be "rank".
+    ``pieces``: this rank's tensor data. ``writers``: as in `group_of`. ``incremental``: writer of changed data only;
+    requires ``writers`` "rank".
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)

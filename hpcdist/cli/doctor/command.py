@@ -95,7 +95,6 @@ def _examine_machine() -> list[Check]:
 
 
 def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> int:
-    """Run and print the checks as one rank of a launched job. Collective over the world."""
     from hpcdist.comm import start
     from hpcdist.comm.doctor import mpi_library
     from hpcdist.comm.failure import failfast

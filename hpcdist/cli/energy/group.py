@@ -90,8 +90,7 @@ def watch(
 
 
 class _Display:
-    """Prints a changing status text: over the same line on a terminal, else on a new line."""
-
+    # On a terminal, the text replaces the previous text.
     def __init__(self, *, to_stderr: bool, quiet: bool) -> None:
         self._err, self._quiet = to_stderr, quiet
         self._renews = (sys.stderr if to_stderr else sys.stdout).isatty()

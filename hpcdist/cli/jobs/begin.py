@@ -118,7 +118,6 @@ def _refusal(run_dir: Path, vain: list[ledger.LedgerEntry], saved: NewestCheckpo
 
 
 def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
-    """Return True if the run's last start ended without error. ``entries``: records of the run's batch jobs."""
     from hpcdist.training.run import start_record
 
     run_entries = [entry for entry in entries if entry.event in (ledger.BEGAN, ledger.ENDED)]
@@ -129,7 +128,7 @@ def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
 
 
 def _forget_stop(run_dir: Path, job: str) -> None:
-    """Remove a stop file that `hpcdist jobs cancel` wrote for another job than ``job``. Other stop files are kept."""
+    # Only a stop file that `hpcdist jobs cancel` wrote for another job is removed.
     path = run_dir / STOP_FILE
     try:
         if regular.read(path, 4096).decode(errors="replace").split() not in ([], [job]):

@@ -54,9 +54,9 @@ def log(word: str, lines: int, follow: bool) -> None:
 
 
 def log_path(job: LocatedJob) -> Path:
-    """Return the path of the log of ``job``, from the run's job records or the scheduler.
+    """Return the path of a job's log, from the run's job records or the scheduler.
 
-    Raises UsageError for a job array, which has one log per task, and ConfigurationError if no log is known.
+    Raises ConfigurationError if no log is known, and UsageError for a job array, which has a log per task.
     """
     text = job.log(job.id)
     if lookup.TASK_PATTERN in os.path.basename(text):
@@ -104,7 +104,7 @@ def _wait_for(path: Path, job: LocatedJob) -> None:
 
 
 def _poll(job: LocatedJob) -> Iterator[None]:
-    """Yield None every POLL_S seconds while ``job`` runs, and once after it has ended, to read its last output."""
+    # Yield while the job runs, and once after its end, to read its last output.
     queried_s = -math.inf
     while True:
         over = False

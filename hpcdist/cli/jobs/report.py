@@ -109,11 +109,11 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 
 
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
-    """Return the seconds of work lost in ``trainings``, executions of the training program.
+    """Return the seconds of work lost in failed ``trainings``, from the last checkpoint to the last heartbeat.
 
-    A failed execution loses the time from its last checkpoint to its last heartbeat. ``saved``: checkpoint times. Only
-    executions that began in the time intervals ``within`` count. Removed checkpoints make the result an upper bound.
+    ``within``: time intervals in which counted executions began. ``saved``: checkpoint times.
     """
+    # Removed checkpoints make the result an upper bound.
     seconds = 0.0
     for training in trainings:
         if not training.end and any(window.has(training) for window in within):
@@ -205,7 +205,7 @@ def _starts(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[st
 
 
 def _time(begun: Sequence[JobStart], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
-    """Return the elapsed time and node hours of all starts, from Slurm accounting, else job records, else the queue."""
+    # Elapsed time and node hours: from Slurm accounting, else from the job records, else from the queue.
     # Components of a heterogeneous job (7+0, 7+1) are on different nodes at the same time.
     accounts = [((row.id.partition("+")[0], row.restarts), row.elapsed_s, row.nodes) for row in rows]
     by_ledger = [(number, entry.elapsed_s, entry.nodes) for number, entry in enumerate(begun)]

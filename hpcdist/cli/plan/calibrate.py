@@ -119,12 +119,11 @@ def written(
 ) -> None:
     """Write the measurements to ``points``, and a cluster description fitted to them to ``output``. Local.
 
-    - ``points``: None writes the measurements only if the fit fails, next to ``output``.
-    - ``base``: cluster description (name or file) with the values that are not measured.
-    - ``name``: of the new cluster. ``origin``: facts to store with the measurements.
-
-    Raises UsageError or ConfigurationError if the fit fails, and StorageError if a file cannot be written.
+    ``base``: cluster with the values that are not measured. Raises UsageError or ConfigurationError if the fit fails,
+    and StorageError.
     """
+    # ``points`` None: write the measurements only if the fit fails, next to ``output``. ``origin``: facts to store with
+    # them.
     import tomllib
 
     from hpcdist.bench.calibrate import run

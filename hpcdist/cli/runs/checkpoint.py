@@ -33,7 +33,8 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
 
     The suffix of OUT selects the format: .safetensors, or .pt, .pth or .bin for a PyTorch state dict; a directory gets
     a model.safetensors. Tensors are named by layer and parameter, e.g. 3.qkv.weight; your own PyTorch model keeps its
-    module names. Every byte is verified. The model may exceed memory; a PyTorch export needs twice the disk space.
+    module names. Every byte of the checkpoint is verified. The model may exceed memory. A PyTorch export needs twice
+    the disk space.
     """
     from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.convert import exporting, safetensors, torch_state

@@ -39,9 +39,9 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 
 
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
-    """Return the data for a run's HTML page. Data that cannot be read is replaced by the reason.
+    """Return the data for a run's HTML page. Unreadable data is replaced by the reason.
 
-    Keyword-only: if ``sample`` is True, the data includes a text that the model generates after the text ``prompt``.
+    Keyword-only ``sample``: True to generate text with the model, after the text ``prompt``.
     """
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
@@ -108,7 +108,7 @@ def _checkpoints(run_dir: Path) -> "tuple[list[CheckpointEntry], str]":
 
 
 def _sample(run_dir: Path, checkpoints: "list[CheckpointEntry]", prompt: str) -> "TextSample":
-    """Return text sampled from the newest checkpoint, or the reason why there is no text. Runs a child process."""
+    # Text that the newest checkpoint's model generates in a child process.
     from hpcdist.checkpoint import listing
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, TextSample
 

@@ -13,7 +13,7 @@ from hpcdist.reporting import regular
 
 
 def _range_of(text: str, sign: str, digits: int) -> range:
-    """Parse "A" or "A<sign>B" to a range that includes B. Invalid text or too many ``digits`` give an empty range."""
+    # "A" or "A<sign>B", B included. Invalid text or too many digits: an empty range.
     ends = re.fullmatch(rf"(\d{{1,{digits}}})(?:{sign}(\d{{1,{digits}}}))?", text)
     return range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
 

@@ -22,10 +22,11 @@ PROGRAM: Final = "hpcdist.program"  # key in click's context.meta of the words a
 
 
 def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
-    """Return lines of text: the planner's estimate for the job ``planned``, or the reason why there is no estimate.
+    """Return the planner's estimate for a job as lines of text, or the reason for its absence. Local.
 
-    Return [] if neither ``cluster`` nor the site profile names a cluster to estimate for. Never raises. Local.
+    Returns [] if no cluster is named. Never raises.
     """
+    # The cluster is ``cluster`` or the site profile's cluster.
     if planned.recipe is None:
         return [f"no estimate: --cluster {cluster} only works for the training of one recipe"] if cluster else []
     named = cluster or planned.site.cluster

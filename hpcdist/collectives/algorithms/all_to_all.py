@@ -40,11 +40,12 @@ def all_to_all(
     receive_ranges: Sequence[Range],
     algorithm: str = "pairwise",
 ) -> None:
-    """Send ``send[send_ranges[q]]`` to each rank q, and receive from q into ``receive[receive_ranges[q]]``. Collective.
+    """Send ``send[send_ranges[q]]`` to each rank q; receive into ``receive[receive_ranges[q]]``. Collective.
 
-    Both buffers are 1-D, contiguous, of the same dtype, and do not overlap. For "bruck", all ranges on all ranks must
-    have one size. Raises UsageError for invalid algorithms or ranges, BufferHandoverError for invalid buffers.
+    Buffers are 1-D, contiguous, of equal dtype, without overlap. Raises UsageError for invalid algorithms or ranges,
+    and BufferHandoverError for invalid buffers.
     """
+    # For "bruck", all ranges on all ranks must have one size.
     function = ALL_TO_ALL.get(algorithm)
     if function is None:
         raise UsageError(f"all-to-all algorithm {algorithm!r} is unknown; choose one of {', '.join(ALL_TO_ALL)}")
@@ -65,7 +66,6 @@ def all_to_all(
 
 
 def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> None:
-    """Raise CommunicationError on all ranks if a rank sends more or less than the receiver expects. Collective."""
     sizes = gather_sizes(comm, send_ranges, receive_ranges)
     sent, expected = sizes[:, 0], sizes[:, 1].T  # both (from, to)
     for source, to in np.argwhere(sent != expected):
@@ -78,10 +78,8 @@ def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ran
 def pairwise_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Execute `all_to_all` in p - 1 steps. Collective over ``comm``, of p ranks.
-
-    In step k = 1 to p - 1, rank r sends to rank (r + k) mod p and receives from rank (r - k) mod p.
-    """
+    """Execute `all_to_all` pairwise, in p - 1 steps. Collective over ``comm``, of p ranks."""
+    # In step k, rank r sends to rank (r + k) mod p and receives from rank (r - k) mod p.
     receive[receive_ranges[comm.rank].slice] = send[send_ranges[comm.rank].slice]
     for distance in range(1, comm.size):
         to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
@@ -91,10 +89,8 @@ def pairwise_all_to_all(
 def bruck_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Execute `all_to_all` by Bruck's algorithm. Collective over ``comm``, of p ranks.
-
-    In step b = 0, 1, ..., rank r sends to rank (r + 2^b) mod p all data whose distance to its receiver has bit b set.
-    """
+    """Execute `all_to_all` by Bruck's algorithm, in ceil(log2 p) steps. Collective over ``comm``, of p ranks."""
+    # In step b, rank r sends to rank (r + 2^b) mod p all data whose distance to its receiver has bit b set.
     block = _block(send_ranges, receive_ranges)
     # Row i is the block with i ranks to go. In step b, rows with bit b in their number move 2^b ranks ahead and keep
     # their number: in the end row i has moved i ranks, so row i comes from the rank i before.

@@ -111,11 +111,11 @@ class _Lane:
         self.sends_down: list[Request] = []  # to the children
 
     def turns(self) -> list[tuple[int, bool, int, int]]:
-        """Return this rank's steps in this tree as tuples (time, True if downward, tree index, segment index).
+        """Return this rank's steps in this tree: (time, True if downward, tree index, segment index).
 
-        The rank executes its steps in the order of their times. An upward step adds the children's sums and sends the
-        result to the parent. A downward step passes the total from the parent to the children.
+        The rank executes its steps in the order of their times.
         """
+        # Upward: add the children's sums, send the result to the parent. Downward: pass the total to the children.
         count, depth = len(self.segments), self.place.depth
         turns = [(segment - depth, False, self.index, segment) for segment in range(count)]
         if self.place.parent is not None:

@@ -78,14 +78,14 @@ class _Partial:
 
 
 class FixedTree:
-    """Reduction over the ranks of ``comm`` in a summation order that does not depend on the number of ranks.
+    """Reduction over ``comm`` in a summation order that does not depend on the number of ranks.
 
-    ``shards``: number of logical shards, with one buffer each, all of the same size and dtype. ``op``: the reduction.
-    Each rank calls `add` for each of its shards (`shards_of`), in ascending order. Then it calls `reduce` or
-    `reduce_scatter`, and may start again. 16-bit floats are summed and sent in float32, and rounded once.
-    Raises UsageError for fewer shards than ranks, or an unknown reduction.
+    Call `add` for each of this rank's buffers (`shards_of`) in ascending order, then `reduce` or `reduce_scatter`.
+    Raises UsageError for an unknown ``op``.
     """
 
+    # ``shards``: total number of buffers, at least the number of ranks, all of the same size and dtype. 16-bit floats
+    # are summed and sent in float32, and rounded once.
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
         if shards < comm.size:
             raise UsageError(f"{shards} logical shards for {comm.size} ranks: use at least {comm.size} shards")
@@ -162,7 +162,7 @@ class FixedTree:
         comm.events.end(token)
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
-        """Exchange partial sums. Return {first shard of a partial sum: its elements ``chunks[rank]``}. Collective."""
+        # Returns {first shard of a partial sum: its elements ``chunks[rank]``}.
         comm, share = self._comm, chunks[self._comm.rank]
         rows = {partial.node.start: partial.total[share.slice] for partial in self._partials}
         nothing = Range(0, 0)

@@ -42,9 +42,10 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place over a grid of ranks: first in each row, then between the rows. Collective.
 
-    ``intra``: communicator of this rank's row, usually a node. Rows have equally many ranks. ``inter``: communicator of
-    the ranks with this local rank, in row order. ``collectives.release(intra)`` frees the shared memory of a row.
+    ``intra``: communicator of this rank's row, usually a node. ``inter``: communicator of the ranks with equal local
+    rank.
     """
+    # Rows have equally many ranks. `collectives.release(intra)` frees the shared memory of a row.
     combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))
     _reduce(place, buffer, op)
@@ -52,18 +53,12 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Communicators of this rank, and the index of its node among ``count`` nodes.
-
-    Only the first ``streams`` ranks of each node send to other nodes, over the communicator ``inter``. On these ranks,
-    ``ranks[n]`` is the rank in ``inter`` of the peer on node n. On other ranks, ``ranks`` is empty.
-    """
-
     intra: Communicator
-    inter: Communicator
-    index: int
+    inter: Communicator  # of the ranks that send to other nodes: the first ``streams`` of each node
+    index: int  # of this node, among ``count`` nodes
     count: int
     streams: int
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # rank in ``inter`` of the peer on each node; empty if this rank does not send
 
     def peer(self, distance: int) -> int:
         return -1 if not self.ranks else self.ranks[(self.index + distance) % self.count]
@@ -114,10 +109,7 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
 
 
 def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
-    """Ring allreduce between k nodes: a reduce-scatter, followed by an all-gather.
-
-    ``wire``: messages to the peer nodes. ``turns[h]``: buffer ranges that this node sends in step h and in step h + k.
-    """
+    # ``turns[h]``: buffer ranges that this node sends in step h and in step h + k, of k nodes.
     node, nodes = wire.node, wire.place.count
     expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]
     ahead = min(AHEAD, len(turns[0]))  # do not receive a total into a sum that is still being sent

@@ -54,11 +54,8 @@ def hierarchical_all_to_all(
 def _between(
     comm: Communicator, nodes: Nodes, mine: list[int], brought: Parts, sizes: np.ndarray, like: Array
 ) -> Parts:
-    """Exchange the data of all ranks of this node with the nodes ``mine``, for which this rank is the gateway.
-
-    ``brought[i]``: arrays from local rank i, one for each rank of these nodes. ``sizes``: result of `gather_sizes`.
-    ``like``: any array of the same dtype and device. Returns, for each local rank, the list of its received arrays.
-    """
+    # This rank is the gateway of its node to the nodes ``mine``. ``brought[i]``: arrays from local rank i, one per rank
+    # of these nodes. ``like``: array of the same dtype and device. Returns the received arrays of each local rank.
     arrived: Parts = [[] for _ in brought]
     requests, first, opened = [], 0, []
     for node in mine:
@@ -86,10 +83,7 @@ def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_range
 
 
 def _exchange(intra: Communicator, name: str, parts: Parts, expected: list[list[int]], like: Array) -> Parts:
-    """Send the arrays ``parts[i]`` to each local rank i. Return the arrays received from each local rank. Collective.
-
-    ``expected[i]``: sizes of the arrays from local rank i. Scratch buffers ``name`` have the dtype of ``like``.
-    """
+    # ``expected[i]``: sizes of the arrays from local rank i.
     flat, lengths = [part for row in parts for part in row], [size for row in expected for size in row]
     send = scratch(f"{name} out", sum(part.size for part in flat), like.dtype, like)
     _views(send, [part.size for part in flat], flat)

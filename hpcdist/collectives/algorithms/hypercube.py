@@ -26,15 +26,11 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class Hypercube:
-    """Hypercube whose vertices are 2^k ranks of a communicator. These ranks execute an algorithm.
+    """Hypercube whose vertices are 2^k ranks of a communicator. Only these ranks execute the algorithm."""
 
-    ``size``: 2^k. ``rank``: this rank's vertex number, or None if it is not a vertex. The first 2 * ``pairs`` ranks of
-    the communicator form pairs: ranks 0 and 1, 2 and 3, ... Only the odd rank of a pair is a vertex.
-    """
-
-    size: int
-    rank: int | None
-    pairs: int
+    size: int  # 2^k
+    rank: int | None  # this rank's vertex number; None: not a vertex
+    pairs: int  # the first 2 * pairs ranks form pairs (0, 1), (2, 3), ...; only the odd rank is a vertex
 
     @classmethod
     def of(cls, comm: Communicator) -> "Hypercube":
@@ -111,11 +107,9 @@ HALVES_BYTES: Final = 8 << 20
 def rabenseifner_allreduce(
     comm: Communicator, buffer: Array, op: str = "sum", *, halves_bytes: int = HALVES_BYTES
 ) -> None:
-    """Reduce ``buffer`` in place by Rabenseifner's algorithm, with equal bits on every rank. Collective over ``comm``.
-
-    If the number of ranks is not a power of two, some ranks form pairs. In a buffer of at least ``halves_bytes`` bytes
-    (keyword-only), each rank of a pair reduces one half. In a smaller buffer, one rank of the pair reduces both halves.
-    """
+    """Reduce ``buffer`` in place by Rabenseifner's algorithm: equal bits on every rank. Collective over ``comm``."""
+    # If the number of ranks is not a power of two, some ranks form pairs. From ``halves_bytes`` bytes on, each rank of
+    # a pair reduces one half; below, one rank reduces both.
     combine = combiner(buffer, op)
     if comm.size & (comm.size - 1) and buffer.nbytes >= halves_bytes:
         _in_halves(comm, buffer, combine)
@@ -233,10 +227,7 @@ def _reduce_scatter(
     chunks: Sequence[Range],
     combine: Combine,
 ) -> None:
-    """Reduce ``buffer`` over 2 * ``width`` vertices by recursive halving. The result is in ``buffer[chunks[vertex]]``.
-
-    ``rank_of(vertex)``: rank of a vertex. ``arrival``: scratch buffer. ``combine``: see `fold`.
-    """
+    # Recursive halving over 2 * ``width`` vertices; the result is in ``buffer[chunks[vertex]]``. ``arrival``: scratch.
     while width:
         partner = vertex ^ width  # has the other half of the aligned window of 2 width chunks
         target, outgoing = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]

@@ -156,11 +156,8 @@ def _in_segments(buffer: Array, lanes: Sequence[_Lane], segment_bytes: int) -> b
 
 
 def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int, combine: Combine | None) -> None:
-    """Pass chunks of ``buffer`` around the ring until each rank has received all chunks but one.
-
-    Each of ``lanes`` is a direction with its chunks. Rank r first sends chunk r - ``first``, then what it receives. If
-    ``combine`` is not None, a rank first reduces received data with its own: ``combine(left, right, out)``.
-    """
+    # Rank r first sends chunk r - ``first``, then the chunks it receives, reduced with its data if ``combine`` is not
+    # None.
     sends: list[Request] = []
     inboxes, arrivals = [], []
     for tag, lane in enumerate(lanes):

@@ -75,10 +75,7 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
 
 
 def _exchange_and_reduce(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str) -> None:
-    """Reduce to ``buffer[ranges[rank]]``: exchange the operands by NCCL, and reduce them by cupy kernels. Collective.
-
-    This replaces NCCL's reductions, which round 16-bit floats at each partial sum, and lose NaNs in max and min.
-    """
+    # NCCL's reductions round 16-bit floats at each partial sum, and lose NaNs in max and min: reduce by cupy kernels.
     check_buffer(buffer)
     check_op(op)
     if comm.size == 1 or buffer.size == 0:

@@ -108,11 +108,11 @@ def export(array: Array) -> IpcHandle:
 
 
 def open_handle(memory: IpcHandle) -> IpcMapping:
-    """Map ``memory``, an IPC handle that another process of the node exported. Local.
+    """Map the GPU memory of another process of the node, exported as the IPC handle ``memory``. Local.
 
-    Raises MissingCapabilityError if the driver rejects the handle: the other GPU is hidden from this process, or there
-    is no peer access between the GPUs.
+    Raises MissingCapabilityError if the driver rejects the handle.
     """
+    # The driver rejects it if the other GPU is hidden from this process, or there is no peer access between the GPUs.
     if memory.process == process_identity():
         return IpcMapping(memory.pointer, memory.nbytes, opened=False)
     runtime = device.cupy().cuda.runtime

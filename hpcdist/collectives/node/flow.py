@@ -28,10 +28,10 @@ ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """Reduction of ``buffer`` over the ranks of one node by messages, segment by segment. Collective over the node.
+    """Reduction of ``buffer`` over the ranks of one node by messages. Collective over the node.
 
-    ``order`` lists the segments (buffer ranges) in the order of summation. The first ``owners`` ranks divide each
-    segment; each of these ranks sums its range. All ranks must make the same calls in the same order.
+    ``order``: segments of the buffer in the order of summation. ``owners``: number of ranks that divide the summation
+    of each segment.
     """
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
@@ -219,12 +219,13 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def flow_of(
     intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range], part_bytes: int
 ) -> NodeFlow:
-    """Return an object that reduces ``buffer`` over the ranks of ``intra`` (one node). Collective.
+    """Return an object that reduces ``buffer`` over the ranks of a node, segment by segment. Collective over ``intra``.
 
-    The object is a `SharedFlow`, or a `NodeFlow` if the ranks cannot share memory. ``order``: segments of the buffer in
-    the order of summation. The first ``owners`` ranks divide each segment; a rank's range has at most ``part_bytes``
-    bytes. Raises CommunicationError if an earlier reduction over ``intra`` was aborted.
+    ``order``: segments in the order of summation. ``owners``: number of ranks that sum. Raises CommunicationError after
+    an aborted reduction over ``intra``.
     """
+    # The first ``owners`` ranks divide each segment; a rank's range has at most ``part_bytes`` bytes. The object is a
+    # `NodeFlow` if the ranks cannot share memory.
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
     memory = _memory.get(intra)

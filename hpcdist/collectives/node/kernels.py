@@ -164,9 +164,9 @@ def scaled(block: Any, scale: Any) -> None:
 
 @jit
 def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
-    """Sum 2 to 4 buffers elementwise, multiply the sum by ``scale``, and write it back to each of the buffers.
+    """Sum 2 to 4 buffers elementwise, multiply by ``scale``, and write the result to all buffers.
 
-    ``buffers`` holds their addresses. Each buffer has ``size`` elements of the dtype of the array ``like``.
+    ``buffers``: addresses. ``size``: elements of each buffer, with the dtype of ``like``.
     """
     a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
     if buffers.size == 2:
@@ -211,11 +211,11 @@ def reduce_at(
 ) -> None:
     """Reduce the data at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    - ``inputs_at``: address of an array of ``ranks`` input addresses.
-    - ``outputs_at``: address of an array of ``copies`` output addresses. It may equal ``inputs_at``.
-    - ``nbytes``: number of bytes at each address. ``op``: SUM, MAX or MIN.
-    - ``pointer``: typed pointer to a scratch buffer of BLOCK elements. Its type sets the dtype of all data.
+    ``inputs_at``, ``outputs_at``: addresses of arrays with ``ranks`` input and ``copies`` output addresses.
+    ``pointer``: typed pointer to scratch memory.
     """
+    # ``outputs_at`` may equal ``inputs_at``. ``op``: SUM, MAX or MIN. The scratch has BLOCK elements, and sets the
+    # dtype of all data.
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize
     words = np.empty(0, np.int64)
@@ -246,8 +246,7 @@ def reduce_halves_at(
 ) -> None:  # fmt: skip
     """Reduce 16-bit floats at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    The floats are bfloat16 if ``is_bfloat16``, else float16. ``pointer`` is the address of a scratch buffer of 2 *
-    BLOCK float32 values. For the other arguments see `reduce_at`.
+    Like `reduce_at`, but summed in float32. ``pointer``: address of 2 * BLOCK float32 scratch values.
     """
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)

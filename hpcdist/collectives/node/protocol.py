@@ -120,15 +120,13 @@ def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -
 
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy this rank's data for the other ranks from its buffer to its staging area.
+    """Copy this rank's data of one step for the other ranks from its buffer to its shared staging area.
 
-    - ``mode``: nothing is copied unless it has the bit REDUCE.
-    - ``rank``: this rank. ``data``, ``area``: addresses of its buffer and its staging area.
-    - ``bounds``, of shape (2, ranks): first byte and end of each rank's range of the buffer.
-    - ``piece``: number of the step. Each step copies the next ``row`` bytes of every range.
-
-    The bytes of rank q's range go to offset q * ``row`` of the area.
+    ``bounds``: start and end byte of each rank's range of the buffer. Each step copies the next ``row`` bytes of every
+    range.
     """
+    # ``piece``: number of the step. ``data``, ``area``: addresses of buffer and staging area. Rank q's data goes to
+    # offset q * ``row``. Nothing is copied unless ``mode`` has the bit REDUCE.
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
         for other in range(bounds.shape[1]):
@@ -142,15 +140,12 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce or copy the bytes of step ``piece`` in this rank's range of the buffer.
+    """Reduce or copy the bytes of one step of a collective, in this rank's range of the buffer.
 
-    - reduce-scatter: reduce all ranks' data into the array at address ``target``.
-    - allreduce: also write the result to this rank's staging area.
-    - all-gather: copy the data from ``target`` to this rank's staging area.
-
-    ``areas``: address of each rank's staging area. ``scratch``: space for ranks + 2 addresses. For the other arguments
-    see `stage_piece` and `start_call`.
+    ``areas``: address of each rank's shared staging area. ``target``: address of the result array.
     """
+    # reduce-scatter: reduce all ranks' data to ``target``. allreduce: also to this rank's staging area. all-gather:
+    # copy from ``target`` to this rank's staging area. ``scratch``: ranks + 2 addresses.
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
     nbytes = min(row, bounds[1, rank] - first)
@@ -181,10 +176,10 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 @jit
 def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Continue a collective that exchanges data through staging areas. Return DONE, or WAITING if a rank is late.
+    """Continue a collective through shared staging areas. Return DONE, or WAITING if another rank is late.
 
-    ``flags``: address of each rank's progress counters. ``staging``, of shape (2, ranks): addresses of the two halves
-    of each rank's staging area. ``data``: address of this rank's buffer. For the other arguments see `start_call`.
+    ``staging``: addresses of the two halves of each rank's staging area. ``flags``: address of each rank's progress
+    counters.
     """
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
@@ -217,11 +212,11 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 @jit
 def record_call(line: int, parity: int, record: Any) -> None:
-    """Copy ``record``, the description of this rank's call, to shared memory for the other ranks.
+    """Copy the description of this rank's collective call to shared memory, for the other ranks.
 
-    ``line``: address of this rank's progress counters. Two descriptions follow them in memory. ``parity``, the call
-    number modulo 2, is the index of the description to overwrite.
+    ``line``: address of this rank's counters. ``parity``: call number modulo 2.
     """
+    # Two descriptions follow the counters; ``parity`` is the index of the description to overwrite.
     words = array_at(line, RECORDS + 2 * RECORD_WORDS, record)
     for word in range(record.size):
         words[RECORDS + parity * RECORD_WORDS + word] = record[word]
@@ -257,11 +252,12 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
-    """Write the number of the shared region that contains a buffer, and the buffer's offset, to ``record``.
+    """Write the number of the shared memory region of a buffer, and the buffer's offset, to ``record``.
 
-    The buffer has ``nbytes`` bytes at ``address``. In private memory, the number is -1. ``regions[i]``: start and end
-    address of region i on this rank, then the local address of each rank's memory in region i.
+    The number is -1 for private memory.
     """
+    # ``regions[i]``: start and end address of region i on this rank, then the local address of each rank's memory in
+    # region i.
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
         if regions[row, 0] <= address and address + nbytes <= regions[row, 1]:
@@ -270,14 +266,12 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 
 @jit
 def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Execute the collective ``plan[MODE]`` for this rank, on buffers in shared memory.
+    """Execute an allreduce, reduce-scatter or all-gather for this rank, on buffers in shared memory.
 
-    - allreduce: reduce this rank's range, and write the result to all buffers.
-    - reduce-scatter: reduce this rank's range, and write the result only to the array at address ``target``.
-    - all-gather: copy each other rank's range from its buffer to this rank's buffer.
-
-    ``buffers``: address of each rank's buffer. ``scratch``: integer array. For the other arguments see `start_call`.
+    ``buffers``: address of each rank's buffer. ``bounds``: start and end byte of each rank's range.
     """
+    # allreduce: reduce this rank's range into all buffers. reduce-scatter: reduce it to ``target``. all-gather: copy
+    # each other rank's range from its buffer to this rank's buffer.
     mode, rank = plan[MODE], plan[RANK]
     offset, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
     if mode == REDUCE | GATHER:
@@ -297,13 +291,12 @@ def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan
 def barrier(
     state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
 ) -> int:
-    """Wait a limited time until all ranks have started this call, then check that their calls are equal.
+    """Wait a limited time until all ranks have started this collective, then compare their calls.
 
     Returns DIFFERENT for different calls, DONE after a small allreduce, else WAITING: call `advance` to continue.
-
-    ``flags``: address of each rank's progress counters. ``slots``, of shape (2, ranks): addresses of each rank's two
-    slots for small buffers. ``data``, ``nbytes``: this rank's buffer. For the other arguments see `start_call`.
     """
+    # ``flags``: address of each rank's progress counters. ``slots`` (2, ranks): addresses of each rank's two slots for
+    # small buffers. ``data``, ``nbytes``: this rank's buffer.
     rank, number = plan[RANK], state[CALL]
     parity, record = number % 2, state[OWN_RECORD:SCRATCH]
     if not all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
@@ -347,17 +340,14 @@ def advance(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale
 def start_call(
     state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int
 ) -> int:
-    """Start a call of a collective, then continue it by `advance`. Return the status that `advance` returns.
+    """Start a collective through shared memory, and return its status, as `advance` does.
 
-    - ``state``: int64 array with this rank's progress, used by all calls.
-    - ``places``, of shape (5, ranks): for each rank, addresses of its progress counters, of its two slots for small
-      buffers, and of the two halves of its staging area.
-    - ``regions``: shared regions, see `find_region`.
-    - ``bounds``, of shape (2, ranks): first byte and end of each rank's range of the buffer.
-    - ``plan``: constants of the call, such as mode, rank and sizes.
-    - ``scale``: factor of the result.
-    - ``buffer``: this rank's buffer, as bytes. ``target``: address of the shared result array, or 0.
+    ``state``: int64 array with this rank's progress. ``plan``: constants such as mode and rank. ``scale``: factor of
+    the result. ``buffer``: this rank's data, as bytes.
     """
+    # ``places`` (5, ranks): for each rank, addresses of its counters, of its two slots for small buffers, and of the
+    # two halves of its staging area. ``bounds`` (2, ranks): first byte and end of each rank's range. ``target``:
+    # address of the shared result array, or 0.
     state[CALL] += 1
     state[STAGE], state[PIECE] = MEET, 0
     state[TARGET] = target if target != 0 else buffer.ctypes.data

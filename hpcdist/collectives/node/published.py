@@ -28,10 +28,10 @@ def part_bytes(nbytes: int) -> int:
 
 
 class PublishedMemory:
-    """Named arrays of each rank in shared memory. The rank writes its arrays, all ranks read them. Collective.
+    """Arrays in a node's shared memory: each rank writes its arrays and reads all. Construction is collective.
 
-    All ranks of ``comm`` must be on one node. `grow` allocates the arrays. The attribute ``head`` has one more shared
-    array per rank, of ``numbers`` int64 values. The attribute ``is_shared`` is False if the ranks cannot share memory.
+    ``is_shared``: False if the ranks cannot share memory. ``head``: an array of ``numbers`` int64 values per rank.
+    `grow` allocates the other arrays.
     """
 
     def __init__(self, comm: Communicator, numbers: int) -> None:

@@ -117,10 +117,10 @@ class NodeMemory:
     ) -> bool:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode`` is REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). The flag ELSEWHERE in ``mode``
-        means that all ranks share one result array. ``ranges``: one range per rank, or None for an even split. The
-        result, times ``scale``, is written to ``buffer``, or to the address ``target`` if this is not 0.
+        ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). ``target``: address of the result,
+        0 for ``buffer``.
         """
+        # The flag ELSEWHERE in ``mode``: all ranks share one result array. ``ranges`` None: an even split.
         if self._given_up is not None:
             raise CommunicationError(
                 "an earlier collective in this shared memory was aborted, so the ranks may be at different calls; end "
@@ -209,10 +209,10 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
     """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, on one node.
 
-    Keyword-only ``scale`` multiplies the result. 16-bit floats are summed in float32, rounded once. Raises UsageError
-    if the ranks are on several nodes, MissingCapabilityError if memory cannot be shared, and CommunicationError if the
-    ranks' calls differ or a rank has died.
+    Keyword-only ``scale``: factor of the result. Raises UsageError for several nodes, MissingCapabilityError without
+    shared memory, and CommunicationError if the calls differ or a rank died.
     """
+    # 16-bit floats are summed in float32 and rounded once.
     check_buffer(buffer)
     check_op(op)
     _check_scale(buffer, scale)
@@ -231,9 +231,9 @@ def allreduce_into(
 ) -> None:
     """Reduce ``buffer`` into ``result``, an array from `allocate_common`. Collective over ``comm``, on one node.
 
-    The keyword-only ``scale`` multiplies the result. For p ranks and n bytes, this moves (p+1) n bytes, and
-    `node_shared_allreduce` moves 2 p n bytes. No rank may call this before all ranks have read the previous ``result``.
+    Call only after all ranks have read the previous ``result``. Keyword-only ``scale``: factor of the result.
     """
+    # For p ranks and n bytes, this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes.
     check_buffer(buffer)
     check_buffer(result)
     check_op(op)
@@ -261,9 +261,8 @@ def reduce_scatter(
 ) -> None:
     """Reduce ``buffer``. Each rank gets range ``ranges[rank]`` of the result. Collective over ``comm``, on one node.
 
-    ``ranges`` has one range per rank, without overlaps, and is equal on every rank. If ``result`` is None, the range is
-    written to ``buffer``, and the rest of ``buffer`` is undefined. Otherwise the range is written to ``result``, a host
-    array of its size, and ``buffer`` is not changed.
+    ``ranges``: disjoint, equal on every rank. ``result``: array for the range; None writes the range to ``buffer``,
+    whose rest is then undefined.
     """
     check_buffer(buffer)
     check_op(op)
@@ -291,11 +290,11 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
 
 
 def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return zeroed memory that the other ranks of the node can read, kept until `release`. Collective over ``comm``.
+    """Return zeroed memory that the other ranks of the node can read, until `release`. Collective over ``comm``.
 
-    Every rank must pass the same ``size``. Collectives over ``comm`` or ``comm.nodes().intra`` need no extra copy of
-    this memory. If memory cannot be shared, it is private.
+    Every rank must pass the same ``size``. The memory is private if it cannot be shared.
     """
+    # Collectives over ``comm`` or ``comm.nodes().intra`` need no extra copy of this memory.
     nodes = comm.nodes()
     on = comm if nodes.count == 1 else nodes.intra
     memory = None if on.size == 1 else _memory_of(on)

@@ -79,12 +79,13 @@ class _Operation:
 
 
 class PollEngine(ProgressEngine):
-    """Progress engine that makes progress only in calls of `progress`, `Handle.test` and `Handle.wait`.
+    """Engine of nonblocking collectives that advance only in `progress`, `Handle.test` and `Handle.wait`.
 
-    It supports the algorithms in `progress.RESUMABLE`. If an operation fails, all operations stop. "ring" gives the
-    same bits as the blocking ring. "native" gives the same bits as MPI_Iallreduce, but not always as MPI_Allreduce.
+    If an operation fails, all operations stop.
     """
 
+    # "ring" gives the same bits as the blocking ring. "native" gives the same bits as MPI_Iallreduce, but not always as
+    # MPI_Allreduce.
     algorithms: ClassVar = {operation: tuple(known) for operation, known in RESUMABLE.items()}
 
     def __init__(self, comm: Communicator) -> None:
@@ -244,12 +245,12 @@ def _end(jobs: "queue.SimpleQueue[_Job | None]", thread: threading.Thread, limit
 
 
 class ThreadEngine(ProgressEngine):
-    """Progress engine that runs all operations in one thread, in the order of their start. It needs a free core.
+    """Engine that runs all nonblocking collectives in one thread, in the order of their start. Needs a free core.
 
-    Raises MissingCapabilityError without MPI_THREAD_MULTIPLE. The thread ends at `close`, when the engine is
-    garbage-collected, or when the process ends.
+    Raises MissingCapabilityError without MPI_THREAD_MULTIPLE.
     """
 
+    # The thread ends at `close`, when the engine is garbage-collected, or when the process ends.
     algorithms: ClassVar = {
         ALLREDUCE: tuple(collectives.ALLREDUCE),
         REDUCE_SCATTER: tuple(SHARDED),

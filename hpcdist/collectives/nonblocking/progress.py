@@ -62,12 +62,12 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 
 
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return generators that run a ring allreduce, one generator per segment of the buffer of ``task``.
+    """Return generators that run a ring allreduce, one generator per segment of the buffer. Collective.
 
-    A generator yields lists of MPI requests. Resume it when all requests of a list are complete. The caller may
-    interleave the generators. Each rank of ``comm`` must finish all its generators. ``scratch(n)`` returns a buffer of
-    n elements. ``tags()`` returns an unused message tag, equal on all ranks.
+    A generator yields MPI requests; resume it after their completion. Each rank must finish all generators.
     """
+    # The caller may interleave the generators. ``scratch(n)``: buffer of n elements. ``tags()``: unused message tag,
+    # equal on all ranks.
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
     def lane(chunks: Sequence[Range], arrival: Array, tag: int) -> Lane:
@@ -155,11 +155,11 @@ class Handle(Protocol):
 class ProgressEngine(ABC):
     """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``.
 
-    The attribute ``own`` is a duplicate of ``comm`` named ``label``, over which shared buffers must be allocated. The
-    attribute ``algorithms`` maps operations to algorithms. A ``with`` block closes the engine at its end. If the block
-    raises an exception, closing does not wait for other ranks.
+    ``own``: duplicate of ``comm``, over which shared buffers must be allocated. ``algorithms``: algorithms of each
+    operation. A ``with`` block closes the engine.
     """
 
+    # If the ``with`` block raises an exception, closing does not wait for other ranks.
     algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def __init__(self, comm: Communicator, label: str) -> None:
@@ -232,7 +232,7 @@ class ProgressEngine(ABC):
 
     @abstractmethod
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        """In checked mode, tell all other ranks that this rank raises ``error`` instead of making ``call``."""
+        """Tell all other ranks, in checked mode, that this rank raises ``error`` instead of making ``call``."""
 
     @abstractmethod
     def progress(self) -> None:
@@ -240,7 +240,7 @@ class ProgressEngine(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Wait for all operations in flight, and raise the error of an operation that failed."""
+        """Wait for all operations in flight. Raise the error of a failed operation."""
 
     def close(self) -> None:
         """Wait for all operations and free all resources. Collective; further calls do nothing.

@@ -39,8 +39,8 @@ MOST_REPEATS: Final = 8
 class Tournament:
     """Timed comparison of candidate algorithms on ``comm``.
 
-    ``everyone``: communicator of all ranks that compare at the same time. Times are maxima over its ranks.
-    ``candidates``: {name: function that calls the algorithm once}. ``clock()`` returns seconds.
+    ``candidates``: {name: function that calls the algorithm once}. ``everyone``: communicator of all comparing ranks;
+    times are maxima over these ranks.
     """
 
     def __init__(
@@ -52,10 +52,9 @@ class Tournament:
         self._began = clock()
 
     def run(self, share_s: float, protected: str) -> dict[str, float]:
-        """Return the median seconds of each candidate by name, measured in about ``share_s`` seconds in total.
+        """Return {candidate: median seconds}, measured for about ``share_s`` seconds in total. Collective.
 
-        The result lacks candidates that cannot run or are too slow. ``protected``: a candidate to keep, even if slow.
-        Collective over all ranks of this comparison.
+        Candidates that cannot run or are too slow are left out. ``protected``: a candidate to keep, even if slow.
         """
         start_s = self.clock()
         self._drop_refusals()
@@ -94,10 +93,8 @@ class Tournament:
         }
 
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
-        """Time each candidate ``repeats[name]`` times, in a random order. ``turn``: seed of the order. Collective.
-
-        Returns {name: seconds per call}, and the seconds since the comparison began. Both are maxima over all ranks.
-        """
+        # ``turn``: seed of the order. Returns {name: seconds per call} and the seconds since the comparison began, both
+        # maxima over all ranks.
         names = list(self.candidates)
         seconds = np.zeros(len(names) + 1)
         for index in np.random.default_rng(turn).permutation(len(names)):
@@ -133,18 +130,14 @@ Allocator = Callable[[int], Array]  # number of elements -> memory of the kind t
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
-    """Description of the buffers to tune for.
-
-    ``buffer`` is "host" or "device". ``kind`` is ALLREDUCE_KIND, or SHARDED_KIND for a reduce-scatter and an
-    all-gather. ``allocate(n)`` returns n zeroed elements; None uses normal memory. ``budget_s``: time limit to measure.
-    """
+    """Description of the buffers for which collectives are tuned."""
 
     max_bytes: int
     dtype: np.dtype
-    kind: str = ALLREDUCE_KIND
-    buffer: str = "host"
-    allocate: Allocator | None = None
-    budget_s: float = BUDGET_S
+    kind: str = ALLREDUCE_KIND  # ALLREDUCE_KIND, or SHARDED_KIND: a reduce-scatter and an all-gather
+    buffer: str = "host"  # or "device"
+    allocate: Allocator | None = None  # (n) -> n zeroed elements; None: normal memory
+    budget_s: float = BUDGET_S  # time limit of the measurement
 
     def memory(self) -> Array:
         """Return a zeroed buffer of the largest size to measure. Collective, because it may be in shared memory."""
@@ -165,14 +158,12 @@ def select(
     clock: Clock = time.perf_counter,
     announce: Callable[[], object] = lambda: None,
 ) -> Tuning:
-    """Return the fastest algorithms for reductions over ``comm``, the same on all ranks. Collective over ``everyone``.
+    """Return the fastest algorithms for reductions over ``comm``, equal on all ranks. Collective over ``everyone``.
 
-    - ``everyone``: communicator of all ranks that tune at the same time, each in a ``comm`` of equal size.
-    - ``request``: description of the buffers. ``library``: the MPI library's version text.
-    - Keyword-only ``cached`` (bool) allows a stored result for the same ranks, machines and software.
-    - Keyword-only ``renewed`` (bool) forces a new measurement.
-    - Keyword-only ``announce`` is a function to call before a measurement.
+    ``everyone``: all ranks that tune now, each in a ``comm`` of equal size. ``library``: MPI library version.
+    Keyword-only ``cached``: allow a stored result.
     """
+    # ``renewed``: force a new measurement. ``announce``: function to call before a measurement.
     start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
         return Tuning(NATIVE, source="default")
@@ -323,8 +314,7 @@ class CostModel:
 class SizeSweep:
     """Timings of allreduce algorithms over ``comm`` at several sizes of ``buffer``, within ``budget_s`` seconds.
 
-    ``everyone``: communicator of all ranks that measure at the same time. ``model`` predicts the times. ``clock()``
-    returns seconds. Methods are collective over ``everyone`` unless marked local.
+    Methods are collective over ``everyone``, all measuring ranks. ``model`` predicts the times.
     """
 
     def __init__(

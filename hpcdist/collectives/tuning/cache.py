@@ -86,8 +86,8 @@ def key(
 ) -> dict[str, Any]:
     """Return the cache key of a tuning result for the operation ``kind``. Collective over ``everyone``.
 
-    ``library`` is the MPI library's version string. ``buffer`` names the memory of the buffers, such as "host".
-    ``max_bytes`` is the largest buffer size.
+    ``library``: MPI version string. ``buffer``: memory of the buffers, such as "host". ``max_bytes``: largest buffer
+    size.
     """
     hosts = sorted(set(everyone.allgather_object(_host())))
     settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")
@@ -125,11 +125,11 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return a pair: the cached tuning for the key ``query`` or None, and the reason for ignoring the file. Local.
+    """Return (tuning, reason): the cached tuning for ``query`` or None, and why the file is ignored, or "". Local.
 
-    The reason is "" if the file is used or does not exist. ``load_now``: load average per processor of the busiest
-    node. If the machine is idle now, a result from a busy machine is ignored.
+    ``load_now``: load average per processor of the busiest node.
     """
+    # If the machine is idle now, ignore a result from a busy machine.
     try:
         path = path_of(query)
     except StorageError:

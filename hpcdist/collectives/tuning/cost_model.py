@@ -50,10 +50,8 @@ class Topology:
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the link class of messages between all ranks r and r XOR ``distance``.
-
-        The class is NODE if all these messages stay within nodes, else CROWDED: all ranks of a node send at once.
-        """
+        """Return the link class of messages between all ranks r and r XOR ``distance``."""
+        # NODE if all these messages stay within nodes, else CROWDED: all ranks of a node send at once.
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
 
@@ -193,10 +191,9 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Measure the costs of messages on ``comm`` and of additions. Collective over ``everyone``, a superset of ``comm``.
+    """Measure the costs of messages and additions: the maxima over all ranks. Collective over ``everyone``.
 
-    The results are the slowest values of all ranks of ``everyone``. ``topology`` has the link classes to measure, equal
-    on all ranks. The data is on the device of the array ``like``. ``clock()`` returns seconds.
+    ``comm``: subset of ``everyone`` to measure. ``topology``: link classes. ``like``: array on the device to measure.
     """
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"
@@ -218,10 +215,7 @@ def slowest_rank(everyone: Communicator, *seconds: float) -> float:
 
 
 def _link(comm: Communicator | None, everyone: Communicator, on: str, clock: Clock) -> LinkParameters:
-    """Measure latency and seconds per byte while all pairs of ranks 2i and 2i + 1 of ``comm`` exchange data.
-
-    Collective over ``everyone``; if ``comm`` is None, wait. ``on``: device of the data. ``clock()`` returns seconds.
-    """
+    # All pairs of ranks 2i and 2i + 1 of ``comm`` exchange data at the same time. If ``comm`` is None, wait.
     partner = None if comm is None else comm.rank ^ 1
     if comm is None or partner is None or partner >= comm.size:
         comm = None

@@ -46,11 +46,11 @@ def _numbering(numbers: Sequence[int | None], who: str) -> str:
 
 
 def check_gpus(table: RankTable, device_kind: str, held: bool) -> Check:
-    """Check that each rank has a separate GPU, and that the GPUs of its node are visible to it.
+    """Check that each rank has a separate GPU, and that all GPUs of its node are visible to the rank.
 
-    ``table``: facts of all ranks. ``device_kind``: the recipe's "gpu" or "cpu", or "" without a recipe. ``held``: True
-    if the scheduler allocated GPUs to the job.
+    ``held``: True if the scheduler allocated GPUs to the job.
     """
+    # Without a recipe, `device_kind` is "".
     name = "GPUs"
     if device_kind == "cpu" or not any(row.facts.gpu.count for row in table.rows):
         reason = table.by_node([rows[0].facts.gpu.reason for rows in table.nodes])

@@ -75,17 +75,17 @@ class Volume:
 class NodeFacts:
     """Hardware, software versions, environment variables and directories of a node.
 
-    ``numa``: cores of each NUMA domain, if known. ``hardware_threads``: numbers of the hardware threads of each
-    physical core, if it has several. In all other names of this package, a "core" is a hardware thread.
+    A "core" is a hardware thread, except in ``hardware_threads``: the numbers of the hardware threads of each physical
+    core.
     """
 
     processor: str
     cores: int
-    numa: tuple[tuple[int, ...], ...]
+    numa: tuple[tuple[int, ...], ...]  # cores of each NUMA domain, if known
     software: Mapping[str, str]
     settings: Mapping[str, str]
     volumes: tuple[Volume, ...]
-    hardware_threads: tuple[tuple[int, ...], ...] = ()
+    hardware_threads: tuple[tuple[int, ...], ...] = ()  # only if a physical core has several
 
 
 @dataclass(frozen=True)

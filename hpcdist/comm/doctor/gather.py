@@ -42,14 +42,15 @@ class Gathered:
 
 
 class StageDeadline:
-    """Time limit of ``limit_s`` seconds for each stage of a job's check by `hpcdist doctor`. Methods are local.
+    """Time limit of ``limit_s`` seconds for each stage of `hpcdist doctor`'s check of a job. Local.
 
-    On a timeout, a separate thread calls ``fail(error)``, which ends the job. ``where`` names this rank in the error.
+    On a timeout, a separate thread calls ``fail(error)``, which ends the job.
     """
 
     def __init__(
         self, where: str, limit_s: float = LIMIT_S, fail: Callable[[BaseException], object] = failfast.fail
     ) -> None:
+        # `where` names this rank in the error.
         self._where, self._limit_s, self._fail = where, limit_s, fail
         self._timer: threading.Timer | None = None
 
@@ -78,12 +79,9 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Test messages, clocks and file visibility. Return the results on rank 0, and None on other ranks. Collective.
+    """Test messages, clocks and shared files between all ranks. Return the results on rank 0, else None. Collective.
 
-    - ``facts``: facts of this rank. ``describe()`` returns the facts of the node; one rank per node calls it.
-    - ``directory``: rank 0 creates a file here, whose name begins with ``prefix``. The result names the nodes that do
-      not see the file within ``look_s`` seconds.
-    - ``stage(text)`` is called before each test. ``clock()``: this node's time in seconds.
+    ``describe()`` returns facts of this node. ``stage(text)`` is called before each test.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()
@@ -91,6 +89,7 @@ def gather(
     stage("comparing clocks")
     offsets = () if nodes.leaders is None else compare_clocks(nodes.leaders, clock)
     stage(f"looking for a new file in {directory}")
+    # The result names the nodes that do not see rank 0's new file within `look_s` seconds.
     name, text, failure = comm.broadcast_object(_leave_text(directory, prefix) if comm.rank == 0 else None)
     try:
         machine, unseen = None, ""
@@ -140,7 +139,6 @@ def _neighbours(ring: Sequence[int], rank: int) -> str:
 
 
 def _ring(comm: Communicator) -> tuple[bool, float | None]:
-    """Return (True if all messages around a ring arrived intact, median seconds per small message)."""
     if comm.size == 1:
         return True, None
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -153,6 +151,7 @@ def _ring(comm: Communicator) -> tuple[bool, float | None]:
         comm.sendrecv(small, to, heard, source, _TAG)
         times.append(time.perf_counter() - begin)
         right = right and heard.tolist() == [source, number]
+    # True if all messages arrived intact, and the median seconds per small message.
     return right, float(np.median(times))
 
 

@@ -15,32 +15,24 @@ US: Final = 1e6
 
 @dataclass(frozen=True)
 class Greeting:
-    """Result of a rank's test messages. ``arrived`` is True if all data arrived unchanged.
+    """Result of a rank's test messages."""
 
-    ``inside_s``: seconds of a message inside the node. ``across_s``: seconds of a message to another node. Each is None
-    without such a peer. ``reduced_s``: seconds of an allreduce of 8 bytes.
-    """
-
-    arrived: bool
-    inside_s: float | None
-    across_s: float | None
-    reduced_s: float
+    arrived: bool  # all data arrived unchanged
+    inside_s: float | None  # of a message inside the node; None without such a peer
+    across_s: float | None  # of a message to another node; None without such a peer
+    reduced_s: float  # of an allreduce of 8 bytes
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """Facts of a rank, and ``greeting``, the result of its test messages.
-
-    On one rank per node, ``machine`` has the facts of the node. There, ``unseen`` is the reason why the node does not
-    see the run directory, or "".
-    """
+    """Facts of a rank, and results of its test messages."""
 
     node: int
     local_rank: int
     facts: RankFacts
     greeting: Greeting
-    machine: NodeFacts | None = None
-    unseen: str = ""
+    machine: NodeFacts | None = None  # only on one rank per node
+    unseen: str = ""  # reason why the node does not see the run directory; only on the rank with `machine`
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,7 @@ _installed: _Installed | None = None  # one per process, as sys.excepthook is
 def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
     """From now on, end the job by ``abort(code)`` at any uncaught exception. Local.
 
-    ``code`` is the exit code of the exception. ``rank`` is this process's rank in reports. ``title(text)`` sets MPI's
-    abort message; None leaves the message unchanged.
+    ``code`` is the exit code of the exception. ``title(text)`` sets MPI's abort message, if passed.
     """
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
@@ -108,7 +107,7 @@ def answer_requests_for_stacks() -> None:
 
 
 def _label_stacks(rank: int) -> Callable[[], None]:
-    """Show ``rank``, the host name and the process id in later stack dumps. Return a function that undoes this."""
+    # Stack dumps show the threads' file names. This thread's file name is the label.
     end = threading.Event()
     code = compile("wait()", f"<rank {rank} on {socket.gethostname()}, process {os.getpid()}>", "exec")
     threading.Thread(target=exec, args=(code, {"wait": end.wait}), name="label of stacks", daemon=True).start()
@@ -137,10 +136,10 @@ os.register_at_fork(after_in_child=_restore)
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
     """Set the function by which failing ranks compare their errors or exit codes. Local.
 
-    ``all_agree(text, seconds)`` is collective. It returns True if all ranks pass the same text within ``seconds``.
-    Then only rank 0 prints the error, and each rank leaves MPI by ``withdraw()`` and exits. Else the job is aborted.
+    ``all_agree(text, seconds)`` is collective: it returns True if all ranks pass the same text within ``seconds``.
     """
     assert _installed is not None, "install comes first"
+    # If all ranks agree, only rank 0 prints the error, and each rank leaves MPI by `withdraw()` and exits.
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
 
 
@@ -223,7 +222,6 @@ def guarded(main: Callable[[], int | None]) -> int:
 
 
 def _fail_together(state: _Installed, error: BaseException) -> None:
-    """If all ranks raised an equal ``error``, print it on rank 0 and end this process. Otherwise return."""
     if state.all_agree is None or state.withdraw is None or not isinstance(error, Exception) or _is_symptom(error):
         return
     text, code = "".join(error_lines(error)), exit_code(error)
@@ -237,6 +235,7 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
         return
     if state.recorder is not None:
         state.recorder.note("raised", error_summary(error, None))
+    # All ranks raised an equal error: rank 0 prints the error, and every rank ends here.
     if state.rank == 0:
         publish(0, f"every rank failed alike: exit code {code}", text, alone=True)
     state.withdraw()
@@ -285,11 +284,11 @@ def agreed_exit(code: int) -> NoReturn:
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
     """Report ``error`` and end the job with the exit code of ``error``. Local.
 
-    ``thread``: name of the failed thread, or None for the main thread. ``headline``: first line of the report, "" for
-    the default. If several threads fail, only the first reports its error.
+    ``thread``: name of the failed thread; None: main thread. ``headline``: first line of the report.
     """
     assert _installed is not None, "install comes first"
     state = _installed
+    # If several threads fail, only the first reports its error.
     state.failing.acquire()  # never released: the process ends here
     code = exit_code(error) or FAILURE
     # A failed report, or an abort that waits for a lock of the failed thread, must not keep the process alive.
@@ -311,7 +310,7 @@ def fail(error: BaseException, thread: str | None = None, headline: str = "") ->
 
 
 def _is_symptom(error: BaseException) -> bool:
-    """Return True if an error of this type usually results from the failure of another rank."""
+    # Such an error usually results from the failure of another rank.
     return isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py")
 
 
@@ -332,24 +331,22 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
-    """Report a failure of rank ``rank``: the line ``headline``, then ``text``. Each line is tagged with the rank.
+    """Report a failure of rank ``rank`` on stderr: the line ``headline``, then ``text``. Local.
 
-    - Under `hpcdist run`: to a file that is printed at the end, and, unless keyword-only ``alone`` is True, to stderr.
-    - Under another launcher: to stderr and to a copy in a file. Waits a few seconds for the launcher to read.
-    - Without a launcher: to stderr.
-
-    Returns the path of the copy, or "" if there is no copy.
+    Return the path of a copy of the report, or "" if there is no copy.
     """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
     tagged = tagged.encode(errors="backslashreplace").decode()  # a file name may be invalid text
     left = False
     try:
+        # Under `hpcdist run`: a file that is printed at the end, and, unless `alone`, stderr.
         left = write_for_launcher(rank, tagged)
         if left and alone:
             return ""
     except OSError as error:
         tagged += f"[rank {rank}] (no copy for the launcher: {error})\n"
+    # Under another launcher: stderr and a copy in a file, and a few seconds for the launcher to read.
     launched = not left and environment.launch_environment() is not None
     copy = ""
     if launched:

@@ -23,11 +23,11 @@ _UNUSED_TAG: Final = 32766  # a tag without messages
 def is_rank_failure(
     error: BaseException, comm: Communicator | None = None, patience_s: float = DETECTION_PATIENCE_S
 ) -> bool:
-    """Return True if ``error`` was caused by a rank failure, or by the revocation after a rank failure. Local.
+    """Return True if ``error`` was caused by a dead rank or by a revoked communicator. Local.
 
-    If ``comm`` is passed, any MPI error counts if a rank of ``comm`` is found dead within ``patience_s`` seconds.
-    KeyboardInterrupt never counts.
+    If ``comm`` is passed, any MPI error counts if a rank of ``comm`` is dead.
     """
+    # KeyboardInterrupt never counts.
     if not isinstance(error, Exception):
         return False
     of_mpi = False
@@ -39,6 +39,7 @@ def is_rank_failure(
             if code in _failure_classes():
                 return True
             of_mpi = True
+    # The detection of a dead rank may take up to `patience_s` seconds.
     return of_mpi and comm is not None and comm.supports("ulfm") and _has_failed(comm, patience_s)
 
 
@@ -92,11 +93,12 @@ _DIGEST_BYTES: Final = 16
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
     """Return True if every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
 
-    If some ranks do not call this, the other ranks get False. The ranks must not use ``comm`` after this.
+    Do not use ``comm`` afterwards.
     """
     local_digest = np.frombuffer(
         hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest(), np.uint8
     ).copy()
+    # If some ranks do not call this function, their messages remain outstanding, and the other ranks get False.
     verdict = np.zeros(1, np.uint8)
     # Point-to-point and polled, because a collective cannot be given up after a time limit.
     if comm.rank > 0:
@@ -112,11 +114,11 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
 
 
 def barrier_with_deadline(comm: Communicator, operation: str, patience_s: float) -> None:
-    """Wait until every rank of ``comm`` has called this. Slow, because all ranks send to rank 0. Collective.
+    """Wait until every rank of ``comm`` has called this. Raise DeadlineError after ``patience_s`` seconds. Collective.
 
-    After ``patience_s`` seconds, raises DeadlineError, which names ``operation`` and the missing ranks. The
-    job must then end.
+    After this error, the job must end.
     """
+    # All ranks send to rank 0, which is slow but shows the missing ranks.
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)
     others = range(1, comm.size)
     if comm.rank > 0:

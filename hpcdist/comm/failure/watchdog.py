@@ -21,11 +21,9 @@ NS: Final = 1_000_000_000
 
 
 class Watchdog:
-    """Thread that enforces a deadline of ``deadline_s`` seconds on each operation that ``recorder`` records.
+    """Thread that ends the job if an operation recorded by ``recorder`` takes longer than ``deadline_s`` seconds.
 
-    If an operation exceeds its deadline, all ranks write their stacks to ``rank-N.stacks`` next to the recorder files.
-    The late rank then exits with code 1 without finalising MPI. ``deadline_s=math.inf`` means no deadline. Between
-    `relax` and `tighten` the deadline is ``first_step_factor`` times longer.
+    Between `relax` and `tighten`, the deadline is ``first_step_factor`` times longer.
     """
 
     def __init__(
@@ -35,9 +33,11 @@ class Watchdog:
         first_step_factor: float = 4.0,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
+        # math.inf means no deadline
         if not deadline_s > 0:
             raise ConfigurationError(f"communication.deadline_s is {deadline_s}; give a number of seconds above 0")
         self.recorder, self.deadline_s, self.first_step_factor = recorder, deadline_s, first_step_factor
+        # At a timeout, all ranks write their stacks here. The late rank then exits with code 1 without finalising MPI.
         self.stacks = recorder.path.with_suffix(".stacks")
         self._leave = leave
         self._factor = 1.0

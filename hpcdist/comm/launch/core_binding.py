@@ -22,16 +22,12 @@ _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 @dataclass(frozen=True)
 class NodeCores:
-    """Cores that this process may use. Each core is a tuple of its usable processors (hardware threads).
+    """Cores of this node that this process may use."""
 
-    ``packages``: number of these cores in each socket. ``confined``: True if the control group allows only these cores.
-    ``whole``: True if these are all cores of the node.
-    """
-
-    cores: tuple[tuple[int, ...], ...]
-    packages: tuple[int, ...]
-    confined: bool = True
-    whole: bool = True
+    cores: tuple[tuple[int, ...], ...]  # usable hardware threads of each core
+    packages: tuple[int, ...]  # number of these cores in each socket
+    confined: bool = True  # the control group allows only these cores
+    whole: bool = True  # these are all cores of the node
 
     @property
     def processors(self) -> int:
@@ -46,14 +42,11 @@ class NodeCores:
 
 @dataclass(frozen=True)
 class CoreBinding:
-    """Binding of ranks to cores: ``cores`` is the number of cores per rank, or None if ranks are not bound.
-
-    ``reason``: the reason why ranks are not bound, or "" if no binding is necessary.
-    """
+    """Binding of ranks to cores."""
 
     ranks_per_node: int | None
-    cores: int | None
-    reason: str = ""
+    cores: int | None  # per rank; None: ranks are not bound
+    reason: str = ""  # why ranks are not bound; "": no binding is necessary
 
 
 def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
@@ -88,10 +81,9 @@ def bind_ranks(
     *,
     apart: bool = True,
 ) -> CoreBinding:
-    """Return the binding of a node's ``per_node`` ranks to ``requested`` cores each.
+    """Return the binding of a node's ``per_node`` ranks to ``requested`` cores each; None divides the cores equally.
 
-    ``requested`` None gives each rank an equal number of the cores of ``node``. If keyword-only ``apart`` is True, no
-    rank gets cores of two sockets.
+    Keyword-only ``apart``: True if no rank may get cores of two sockets.
     """
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")
@@ -200,7 +192,6 @@ def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
 
 
 def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
-    """Group ``processors`` by core: return {lowest processor of the core: tuple of the core's processors}."""
     by_first: dict[int, list[int]] = {}
     for processor in sorted(processors):
         first = processor
@@ -211,6 +202,7 @@ def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]
             except (OSError, ValueError):
                 continue
         by_first.setdefault(first, []).append(processor)
+    # {lowest hardware thread of a core: all hardware threads of this core}
     return {first: tuple(group) for first, group in by_first.items()}
 
 

@@ -44,10 +44,8 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 
 
 def write_exit_code(code: int) -> None:
-    """Write the job's exit ``code`` to a file for `hpcdist run`. This is the last action of a rank. Local.
-
-    Every rank should call this. Ranks on other hosts than `hpcdist run` do nothing. Only the first code is kept.
-    """
+    """Write the exit code of the job to a file for `hpcdist run`. Every rank calls this last. Local."""
+    # Ranks on other hosts than `hpcdist run` write nothing. The file keeps only the first code.
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         path = Path(folder) / EXIT_FILE
@@ -127,13 +125,13 @@ def ignore_signals() -> None:
 
 
 class ImmediateExit:
-    """Watcher that ends this process at the first stop signal, even if the main thread is blocked in MPI. Local.
+    """Thread that ends this process at the first stop signal, even if the main thread is blocked in MPI. Local.
 
-    Call `switch` to enable the watcher, which is a thread, while there is nothing to save. No thread can run inside
-    MPI_Init: there `hpcdist run` kills the process instead.
+    Call `switch` to enable the thread while the process has nothing to save.
     """
 
     def __init__(self) -> None:
+        # No thread can run inside MPI_Init: there `hpcdist run` kills the process instead.
         self.on = False
         self._callbacks: list[Callable[[], object]] = []
         self._pipe: tuple[int, int] | None = None

@@ -27,14 +27,14 @@ PASSING_S: Final = 0.1  # a signal to both processes reaches the supervisor dire
 
 
 class Guard:
-    """Forked process that ends the job's processes if the supervisor, which creates this object, is killed.
+    """Forked process that ends the job's processes if the supervisor, its parent process, is killed.
 
-    The supervisor must be single-threaded, and must block the signals ``passed`` before it creates this object. The
-    guard sends these signals, if it receives them, to the supervisor. It finds the job's processes by ``launch_dir`` in
-    their environment.
+    The supervisor must be single-threaded, and must block the signals ``passed`` before it creates this object.
     """
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:
+        # The guard forwards the signals `passed` to the supervisor. Processes of the job have `launch_dir` in their
+        # environment.
         supervisor = os.getpid()
         held, self._holding = os.pipe()
         self.pid = os.fork()

@@ -38,12 +38,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Command-line options of one type of launcher. () means that the launcher lacks an option.
-
-    ``forwards[s]``: signal to send to the launcher, which passes signal s on to the ranks. ``keeps_codes``: True if the
-    launcher returns the exit code of the failed rank. ``teardown_s``: time that the launcher may need to kill all
-    ranks.
-    """
+    """Command-line options of one type of launcher. () means that the launcher lacks an option."""
 
     name: str
     program: tuple[str, ...]
@@ -53,9 +48,10 @@ class LauncherKind:
     cpus: tuple[str, ...] = ()
     pmi: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    # {signal for the ranks: signal to send to the launcher, which then sends the first signal to the ranks}
     forwards: Mapping[signal.Signals, signal.Signals] = field(default_factory=lambda: dict(_USER))
-    keeps_codes: bool = False
-    teardown_s: float = 40.0
+    keeps_codes: bool = False  # the launcher returns the exit code of the failed rank
+    teardown_s: float = 40.0  # time that the launcher may need to kill all ranks
 
 
 MPIRUN: Final = LauncherKind(
@@ -136,12 +132,10 @@ def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> Launch
 
 
 def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environment`` for a restart in the same Slurm job.
-
-    The new srun step may share cores and memory with the old step. After a node crash the old step keeps both until
-    Slurm declares the node down.
-    """
+    """Return a copy of ``environment`` for the restart of srun in the same Slurm job."""
     kept = {name: value for name, value in environment.items() if name not in _MEMORY}
+    # The new step may share cores and memory with the old step: after a node crash, the old step keeps both until Slurm
+    # declares the node down.
     return kept | {"SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}
 
 
@@ -260,7 +254,7 @@ def choose_starter(
 ) -> Starter:
     """Return a `Starter`, which builds command lines of the launcher ``kind`` for the ranks in ``layout``.
 
-    ``survive`` is the value of the option --survive, or None. Raises UsageError if ``kind`` cannot start such a job.
+    ``survive``: value of --survive. Raises UsageError if ``kind`` cannot start such a job.
     """
     _refuse(kind, layout, survive)
     if kind is MPIRUN:

@@ -49,8 +49,8 @@ def rank_listeners() -> list[str]:
 
 
 def _address(text: str) -> str:
-    """Convert an address of /proc/net/tcp (hexadecimal words in host byte order) to "address:port"."""
     host, _, port = text.partition(":")
+    # /proc/net/tcp has hexadecimal words in host byte order.
     words = [bytes.fromhex(host[index : index + 8]) for index in range(0, len(host), 8)]
     address = ipaddress.ip_address(b"".join(word[::-1] if sys.byteorder == "little" else word for word in words))
     return f"[{address}]:{int(port, 16)}" if address.version == 6 else f"{address}:{int(port, 16)}"
@@ -72,12 +72,12 @@ def restrict_to_loopback() -> None:
 
 
 def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set ``environment`` to exclude MPI's TCP transports if all ranks are on this host. Call before MPI starts. Local.
+    """Set ``environment`` to exclude MPI's TCP transports if a plain mpirun started all ranks on this host.
 
-    Only for ranks that a plain mpirun started. Jobs with fault tolerance keep TCP, because new ranks need it. A
-    transport that ``environment`` already selects is kept.
+    Call this before MPI starts. Local.
     """
     if environment.get(SURVIVE) or _FAULT_TOLERANCE in environment:
+        # With fault tolerance, new ranks need TCP.
         return
     for world_size, local_size, transports in _MPIRUN_SIZES:
         if world_size in environment and environment[world_size] == environment.get(local_size):

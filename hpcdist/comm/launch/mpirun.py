@@ -209,13 +209,13 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return environment variables that give this mpirun separate folders for its session and its shared memory.
+    """Return environment variables that give this mpirun separate session and shared-memory directories.
 
-    ``folder`` becomes the session directory. If all ranks are on this host, they get a new directory in /dev/shm.
-    Folders set by the environment, ``options`` or a parameter file are not changed. Returns {} without Open MPI 5.
+    ``folder``: session directory. Returns {} without Open MPI 5.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
+    # Folders that the environment, `options` or a parameter file set are not changed.
     words = (*environment, *options, *_parameters(launcher))
     session = {} if any(base in word for word in words for base in _BASES) else {_SESSION_BASE: str(folder)}
     if not _is_one_host(launcher, options, environment) or any("backing_directory" in word for word in words):
@@ -234,16 +234,16 @@ def transports(
     *,
     surviving: bool = False,
 ) -> dict[str, str]:
-    """Return environment variables that select MPI's transports, unless the user (``options``) or the site sets them.
+    """Return environment variables that select MPI's transports, unless the user or the site has set them.
 
-    If all ranks are on one host, TCP is disabled. Keyword-only ``surviving`` keeps TCP, by which Open MPI connects new
-    ranks. With Open MPI, libfabric is excluded.
+    ``options``: the user's mpirun options. Keyword-only ``surviving``: True if the job survives rank failures.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
         return {UCX_TRANSPORTS: "^tcp"} if here and not _is_set(UCX_TRANSPORTS, launcher, options, environment) else {}
     if launcher.vendor != OPEN_MPI or not (surviving or not is_managed(environment)):
         return {}
+    # TCP is unnecessary on one host, but Open MPI connects new ranks of a surviving job by TCP.
     chosen = {OPEN_MPI_TRANSPORTS: "^ofi,tcp" if here and not surviving else "^ofi"}
     if here and surviving:
         chosen[TCP_INTERFACE] = "lo"
@@ -269,13 +269,14 @@ def daemons(
 ) -> dict[str, str]:
     """Return environment variables that let mpirun's daemons ignore the SIGTERM of a Slurm preemption.
 
-    Otherwise the job would end before the ranks have saved. Returns {} without Open MPI 5 or Slurm, or if the user or
-    the site has set the daemons' command.
+    Returns {} without Open MPI 5 or Slurm.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
+    # The user or the site has set the daemons' command.
     if any(_AGENT in word for word in (*environment, *options, *_parameters(launcher))):
         return {}
+    # If the daemons ended at SIGTERM, the job would end before the ranks have saved.
     words: tuple[str, ...] = (sys.executable, "-ISc", _UNHEEDING_CODE)
     with suppress(OSError, subprocess.TimeoutExpired):
         line = [*_UNHEEDING, "true"]
@@ -312,9 +313,9 @@ def answer_to_signals(launcher: Launcher) -> str:
 
 
 def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
-    """Return mpirun options for the number of ranks per node and their binding to cores.
+    """Return mpirun options for the number of ranks per node and the binding of ranks to cores.
 
-    ``ranks`` is the number of ranks per node, or None for any number. If ``bound.cores`` is None, ranks are not bound.
+    None for ``ranks``: any number. None for ``bound.cores``: no binding.
     """
     if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:

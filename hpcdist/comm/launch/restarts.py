@@ -47,15 +47,13 @@ def repeat(
     give_up: Callable[[str], None],
     nodes: NodePool,
 ) -> int:
-    """Start a job, and restart it after failures up to ``most`` times. Return the last exit code.
+    """Start a job, and restart it up to ``most`` times after failures. Return the last exit code.
 
-    There is no restart after two starts in a row without a new checkpoint. If ``nodes``, which tracks failed nodes,
-    reports too few nodes for a restart, the exit code is 75. The other arguments are functions:
-    - ``start(n)``: run the n-th start, from 1.
-    - ``saved()``: return the latest version number of each checkpoint by name.
-    - ``pause(seconds)``: wait, and return the stop signal that ended the wait, or None.
-    - ``give_up(why)``: called if a failed job is not restarted. ``say(text)``: called for other messages.
+    ``start(n)`` runs the n-th start, from 1. ``saved()`` returns {checkpoint name: latest version}.
     """
+    # No restart after two starts in a row without a new checkpoint. The exit code is 75 if `nodes`, which tracks failed
+    # nodes, reports too few nodes. `pause` returns the stop signal that ended the wait, or None. `give_up` is called
+    # instead of `say` if a failed job is not restarted.
     fruitless = pauses = 0
     there = saved()
     for number in itertools.count(1):

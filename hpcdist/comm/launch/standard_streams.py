@@ -108,10 +108,9 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 
 
 class Relay:
-    """Forwarder of a child's ``stdout`` and ``stderr`` to this process's streams. Continues after write errors.
+    """Forwarder of a child's stdout and stderr to this process's streams. Continues after write errors.
 
-    NUL bytes are removed from stderr, and from stdout if both streams of this process go to one file. Open MPI's
-    notices about the end of a rank are held back until `release`.
+    Open MPI's notices about the end of a rank are held back until `release`.
     """
 
     def __init__(self) -> None:
@@ -120,6 +119,7 @@ class Relay:
         pipes = [os.pipe() for _ in ours]
         self.stdout, self.stderr = pipes[0][1], pipes[-1][1]
         self._held: list[tuple[int, int | None, bytes]] = []  # descriptor, exit code if named, text of each notice
+        # NUL bytes are removed from stderr, and from stdout if both streams go to one file.
         self._threads = [
             Thread(target=self._pass_on, args=(source, number, number == 2 or len(ours) == 1), daemon=True)
             for (source, _), number in zip(pipes, ours, strict=True)

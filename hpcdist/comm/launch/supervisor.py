@@ -104,31 +104,21 @@ class _PendingSignal:
 
 @dataclass(eq=False)
 class Supervision:
-    """Supervisor of a launcher command. Create it inside `signals_held`, which yields the signal ``mask``.
+    """Supervisor of a launcher command, which forwards signals to the ranks. Create it inside `signals_held`.
 
-    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the ranks. After a SIGINT, SIGTERM or SIGHUP, the
-    ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, all processes are killed.
-
-    The exit code is usually the ranks' code. It is 130 after a SIGINT, and 128 + signal number after a kill for another
-    signal.
-
-    - ``line``: the launcher command.
-    - ``launch_dir``: directory in which the ranks write their process ids and the exit code of the job.
-    - ``surviving``: True if the job continues after a rank failure.
-    - ``telling``: True if every started rank writes the exit code file, so that a job without this file has failed.
-    - ``kind``: properties of the launcher.
-    - ``foreign``: True if the program is not a command of hpcdist. Its ranks may not write their process ids.
+    After a stop signal, the ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, the ranks
+    are killed.
     """
 
-    line: Sequence[str]
+    line: Sequence[str]  # the launcher command
     environment: Mapping[str, str]
-    launch_dir: Path
+    launch_dir: Path  # for process ids and the exit code of the job, written by ranks
     grace_s: float
-    mask: set[signal.Signals]
-    surviving: bool = False
-    telling: bool = False
+    mask: set[signal.Signals]  # yielded by `signals_held`
+    surviving: bool = False  # the job continues after a rank failure
+    telling: bool = False  # every started rank writes the exit code file: without this file, the job has failed
     kind: LauncherKind = MPIRUN
-    foreign: bool = False
+    foreign: bool = False  # not a command of hpcdist: its ranks may not write their process ids
 
     def __post_init__(self) -> None:
         self._stop_signal: signal.Signals | None = None  # the signal that began the grace period
@@ -235,7 +225,7 @@ class Supervision:
         return LaunchOutcome(code if code >= 0 else 128 - code, self._first_signal, agreed)
 
     def _ended_while_importing(self, code: int) -> bool:
-        """Return True if exit ``code`` is due to a signal before the training script installed signal handlers."""
+        # The signal came before the training script installed signal handlers.
         if not self._trains_in_script or self._killed or self._first_signal is None or self._announced_pids():
             return False
         return (code if code >= 0 else 128 - code) == 128 + _PASSED[self._first_signal]
@@ -308,7 +298,7 @@ class Supervision:
             self._request(signal.SIGTERM)
 
     def _pass_on(self) -> None:
-        """Send pending signals to the ranks on this host. Ranks on other hosts learn of a stop from these ranks."""
+        # Ranks on other hosts learn of a stop from the ranks on this host.
         # A rank announces itself when it has signal handlers. Without them, a signal would end the job.
         pids = [pid for pid in self._announced_pids() if self._is_ours(pid)]
         for pending in self._pending:

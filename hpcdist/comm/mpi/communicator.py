@@ -27,7 +27,7 @@ _EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH uses a slow algorithm 
 
 @functools.cache  # MPI has few slots for user-defined operators; these live as long as MPI
 def _extreme(mpi: Any, op: str, code: str) -> Any:
-    """Return an MPI operator for ``op`` "max" or "min" that propagates NaN. ``code``: NumPy type code."""
+    # MPI.MAX and MPI.MIN need not propagate NaN. `code` is a NumPy type code.
     ufunc, dtype = _EXTREMES[op], np.dtype(code)
 
     def reduce(left: Any, right: Any, datatype: Any) -> None:
@@ -61,9 +61,8 @@ class _MpiRequests:
 
 
 class _MpiMessage:
-    """A message that MPI_Mprobe has reserved."""
-
     def __init__(self, message: Any, status: Any, mpi: Any, handover: Handover) -> None:
+        # reserved by MPI_Mprobe
         self._message, self._mpi, self._handover = message, mpi, handover
         self.source, self.tag, self.nbytes = status.Get_source(), status.Get_tag(), status.Get_elements(mpi.BYTE)
 
@@ -221,7 +220,7 @@ class MpiCommunicator(Communicator):
         receive_ranges: Sequence[Range],
         largest: int,
     ) -> None:
-        """Do an all-to-all: exchange ranges of more than ``largest`` elements as messages, others by MPI_Alltoallv."""
+        # Ranges of more than `largest` elements are separate messages. MPI_Alltoallv exchanges the others.
         tag = large_messages.PAIR_TAG
         requests = [
             self._irecv(receive[part.slice], peer, tag)

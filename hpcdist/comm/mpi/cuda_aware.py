@@ -39,7 +39,7 @@ CACHE_SETTINGS: Final = ("MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_",
 def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
     """Return the cache key for the test of device pointers, or None if the GPU cannot be determined. Local.
 
-    ``library`` is the version string of the MPI library. ``launcher`` is the path of the mpirun that runs this test.
+    ``library``: version of the MPI library. ``launcher``: path of mpirun.
     """
     if not library:
         return None
@@ -157,7 +157,7 @@ def detect(
 ) -> DevicePointerSupport | None:
     """Return the operations that accept device pointers, or None if another rank of this node tests them. Local.
 
-    Call this before MPI starts, because it forks. ``launch`` has the world size and local rank of this process.
+    Call this before MPI starts.
     """
     answer = requested_answer(environment)
     if answer == "yes":
@@ -168,6 +168,7 @@ def detect(
         return DevicePointerSupport(frozenset(), "there is only one rank, so nothing is sent")
     if launch.local_rank not in (None, 0):
         return None
+    # The test forks, so MPI must not have started.
     return probe_cached(environment)
 
 
@@ -211,8 +212,7 @@ def probe(
 ) -> DevicePointerSupport:
     """Test which MPI operations accept device pointers, in child processes. Local; takes seconds.
 
-    ``on`` is "gpu", or "cpu" to test with host buffers. ``run(command, environment, seconds)`` runs a child process.
-    All children end by ``ends_at`` (monotonic clock), by default `BUDGET_S` seconds from now.
+    ``on``: "gpu", or "cpu" to test host buffers. ``ends_at``: time limit on the monotonic clock.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
@@ -241,11 +241,7 @@ def probe(
 def _try(
     run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
 ) -> tuple[list[str], dict[str, str], set[str]]:
-    """Test the MPI ``operations`` in child processes, started by ``run``, until the monotonic time ``ends_at``.
-
-    ``launch``: mpirun command for two ranks, or []. Returns the operations that passed, {failed operation: reason},
-    and a set that contains "two" if two ranks ran.
-    """
+    # `launch` is the mpirun command for two ranks, or []. The third result contains "two" if two ranks ran.
     passed: list[str] = []
     failures: dict[str, str] = {}
     notes: set[str] = set()

@@ -41,9 +41,9 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return a new scratch buffer for copies of the ``ranges`` of ``buffer``, and the position of each copy. Local.
+    """Return a new scratch buffer for copies of ``ranges`` of ``buffer``, and the range of each copy. Local.
 
-    The scratch buffer has no space for a range of more than ``largest`` elements: its position is an empty range.
+    A range of more than ``largest`` elements gets an empty range.
     """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

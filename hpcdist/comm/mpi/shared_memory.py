@@ -53,12 +53,10 @@ class Members:
         return ulfm.is_revoked(self._mpi, self._comm)
 
     def check_alive(self, since: float) -> None:
-        """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead process. Local.
-
-        After the first call, the caller may still read data that the dead process wrote. ``since`` has no effect.
-        """
+        """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead process. Local."""
         self.progress()
         dead = self._dead()
+        # After the first detection, the caller may still read data that the dead process wrote.
         was_seen, self._was_seen = self._was_seen, bool(dead) or self._is_notified
         if was_seen and self._was_seen:
             death_report = self._describe(dead)

@@ -24,26 +24,22 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined it.
+    """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined.
 
-    A new rank sends only ``host``, and takes the communicator's ``name``, ``checked`` (True if ranks compare their
-    calls) and ``pointers`` (operations that accept GPU pointers) from an old rank. ``declared_node``: simulated node
-    number, or None.
+    A new rank sends only ``host``, and takes the other values from an old rank.
     """
 
     host: str
     name: str = ""
-    checked: bool = False
-    pointers: frozenset[str] = frozenset()
-    declared_node: int | None = None
+    checked: bool = False  # ranks compare their collective calls
+    pointers: frozenset[str] = frozenset()  # operations that accept GPU pointers
+    declared_node: int | None = None  # number of the simulated node, or None
 
 
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
-    """Start ``count`` Python processes (`python -P`) with ``arguments``. Return a communicator that includes them.
+    """Start ``count`` Python processes with ``arguments``. Return a communicator of old and new processes.
 
-    The communicator has the name ``label``. The new processes get the highest ranks. They must call `join_parent`, and
-    exit if they cannot join. Collective over ``comm`` and the new processes. If a rank dies, raises an error for which
-    `rank_failures.is_rank_failure` is true.
+    The new processes get the highest ranks, and must call `join_parent`. Collective over all processes.
     """
     assert isinstance(comm, Communicator)
     if count < 1:
@@ -52,6 +48,7 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
     pointers = frozenset(comm.handover.pointers)
     try:
         larger.allgather_object(SpawnMember(socket.gethostname(), label, comm.checked, pointers, comm.declared_node))
+    # `rank_failures.is_rank_failure` is true for the error after a rank failure.
     except Exception:
         larger.revoke()  # releases new processes that wait here for others
         raise
@@ -85,13 +82,11 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return the simulated node number of each rank in ``members``, or None for each if no nodes are simulated.
-
-    A new rank has no number yet. It gets the number of the node with the fewest ranks. Local.
-    """
+    """Return the simulated node number of each rank in ``members``; all None if no nodes are simulated. Local."""
     nodes = [member.declared_node for member in members]
     declared = [node for node in nodes if node is not None]
     for rank, node in enumerate(nodes):
+        # A new rank gets the node with the fewest ranks.
         if node is None and declared:
             nodes[rank] = min(sorted(set(declared)), key=declared.count)
             declared.append(nodes[rank] or 0)

@@ -127,12 +127,11 @@ _keyvals: Final[list[int]] = []  # key of the attribute that stores our communic
 
 
 def init(device: str = "cpu") -> World:
-    """Start MPI and return the world of all ranks. Without a launcher, the world has only this process. Collective.
+    """Start MPI and return the world of all ranks. Later calls return the same world. Collective.
 
-    Later calls return the same world. With ``device`` "gpu", each rank uses the GPU with its local rank. After the
-    call, an uncaught exception on any rank ends the job. Operations are recorded for `hpcdist hang` if
-    HPCDIST_DEADLINE_S is set, or under `hpcdist run --out`. Raises ConfigurationError if the launcher belongs to
-    another MPI library. Raises UsageError if ``device`` is not "cpu" or "gpu", or in a child process of a rank.
+    Without a launcher, the world has only this process. ``device``: "gpu" gives each rank the GPU with its local rank.
+    After the call, an uncaught exception on any rank ends the job. Raises ConfigurationError if the launcher belongs to
+    another MPI library.
     """
     refuse_worker()
     fail_alike(launched=True)
@@ -140,6 +139,7 @@ def init(device: str = "cpu") -> World:
         raise UsageError(f"device = {device!r}; choose 'cpu' or 'gpu'")
     if not _worlds:
         world = start_world(device)
+        # Records are for `hpcdist hang`.
         if any(world.bcast((os.environ.get(RUN_DIR), os.environ.get(DEADLINE)))):
             record(world)
     return _worlds[0]
@@ -157,14 +157,14 @@ def start_world(device: str) -> World:
 
 
 def record(world: World, default_s: float = DEADLINE_S) -> None:
-    """Record communication operations from now on, each with a deadline. Does nothing if recording is on. Collective.
+    """Record communication operations from now on, each with a deadline. Collective.
 
-    The records are in the directory of `hpcdist run --out`, or else in a temporary directory. A successful end removes
-    the temporary directory. The deadline is HPCDIST_DEADLINE_S, or else ``default_s`` seconds. Raises
-    ConfigurationError for an invalid deadline.
+    ``default_s``: deadline in seconds, unless HPCDIST_DEADLINE_S is set. Raises ConfigurationError for an invalid
+    deadline.
     """
     if world.size == 1 or failfast.is_recording():
         return
+    # The directory of `hpcdist run --out`, or else a temporary directory, which a successful end removes.
     run_dir = world.bcast(os.environ.get(RUN_DIR))
     folder = Path(run_dir or world.bcast(tempfile.mkdtemp(prefix=RECORDS) if world.rank == 0 else ""))
     if not run_dir and world.local_rank == 0:
@@ -217,8 +217,7 @@ def session(device: str = "cpu") -> Iterator[World]:
 def communicator_of(comm: AnyComm = None) -> Communicator:
     """Convert ``comm`` to a communicator of this package. None means the communicator of `init`'s world.
 
-    The first call with an mpi4py communicator duplicates it. This call and the first call with None are collective.
-    Raises UsageError for other types.
+    The first call with None or an mpi4py communicator is collective. Raises UsageError for other types.
     """
     refuse_worker()
     if comm is None:
@@ -236,10 +235,10 @@ def communicator_of(comm: AnyComm = None) -> Communicator:
 
 
 def _adopted(comm: Any) -> Communicator:
-    """Return the cached duplicate of mpi4py's ``comm``. The first call for ``comm`` creates it, and is collective."""
     mpi = import_mpi()
     if not _keyvals:
         _keyvals.append(mpi.Comm.Create_keyval(delete_fn=_freed))
+    # The first call for `comm` duplicates it, which is collective. Later calls return the duplicate.
     kept: Communicator | None = comm.Get_attr(_keyvals[0])
     if kept is None:
         if comm.Is_inter():

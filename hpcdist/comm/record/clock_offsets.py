@@ -44,22 +44,18 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class HostTable:
-    """Hosts of a job: ``of_rank`` holds each rank's host index. ``names`` and ``boots`` are indexed by host.
+    """Hosts of a job."""
 
-    A boot id (in ``boots``) identifies a running kernel. All processes of a kernel, also in containers, share one
-    monotonic clock.
-    """
-
-    of_rank: tuple[int, ...]
-    names: tuple[str, ...]
+    of_rank: tuple[int, ...]  # host index of each rank
+    names: tuple[str, ...]  # by host index
+    # boot ids by host: processes of one running kernel, also in containers, share a monotonic clock
     boots: tuple[str, ...]
 
 
 class HostClocks:
-    """Offsets of the hosts' clocks to rank 0's clock. Construction is collective over ``comm``.
+    """Offsets of the hosts' clocks to rank 0's clock, in ns. Construction is collective over ``comm``.
 
-    ``boot``: identifier of this host, by default the kernel's boot id. ``clock()`` returns ns, by default of the
-    monotonic clock. With more than ``flat`` hosts, most hosts are measured through an intermediate host.
+    ``clock()`` returns ns. With more than ``flat`` hosts, most hosts are measured through an intermediate host.
     """
 
     def __init__(
@@ -69,6 +65,7 @@ class HostClocks:
         clock: Callable[[], int] = time.monotonic_ns,
         flat: int = FLAT,
     ) -> None:
+        # `boot` identifies this host, by default by the kernel's boot id.
         hosts = comm.allgather_object((boot_id() if boot is None else boot, os.uname().nodename))
         boots = list(dict.fromkeys(boot for boot, _ in hosts))  # in the order of their first ranks
         firsts = [next(rank for rank, (boot, _) in enumerate(hosts) if boot == first_boot) for first_boot in boots]
@@ -94,12 +91,12 @@ class HostClocks:
 def measure_offsets(
     comm: Communicator, clock: Callable[[], int], rounds: int = ROUNDS, flat: int = FLAT
 ) -> tuple[ClockReading, ...]:
-    """Measure the offset of each rank's ``clock`` to rank 0's clock. Collective over ``comm``.
+    """Measure the offset of each rank's ``clock`` to rank 0's clock, in ns. Collective over ``comm``.
 
-    On rank 0, returns one `ClockReading` per rank, in rank order, with the rank number as its ``host``. Other ranks
-    return (). ``clock()`` returns ns. Each reading is the fastest of ``rounds`` round trips. With more than ``flat``
-    ranks, most ranks are measured through an intermediate rank. Then both error bounds add up.
+    Return one `ClockReading` per rank on rank 0, and () on other ranks.
     """
+    # The fastest of `rounds` round trips counts. With more than `flat` ranks, most ranks are measured through a head,
+    # and both error bounds add up.
     # Groups of `size` = ceil(sqrt(n)) consecutive ranks, each led by its first rank, the head.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1
     head = comm.rank - comm.rank % size
@@ -130,7 +127,6 @@ def measure_offsets(
 
 
 def _ask(comm: Communicator, peer: int, clock: Callable[[], int], rounds: int) -> tuple[int, int, int]:
-    """Return (local time, clock offset of ``peer``, round-trip time), in ns: the fastest of ``rounds`` round trips."""
     answer = np.zeros(1, np.int64)
     best = (0, 0, -1)
     for _ in range(rounds):
@@ -141,6 +137,7 @@ def _ask(comm: Communicator, peer: int, clock: Callable[[], int], rounds: int) -
         if best[2] < 0 or 0 <= round_trip < best[2]:  # negative: a wall clock was set back meanwhile
             middle = begin + round_trip // 2
             best = (middle, int(answer[0]) - middle, round_trip)
+    # local time, clock offset of `peer` and round-trip time of the fastest round, in ns
     return best
 
 

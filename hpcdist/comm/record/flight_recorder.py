@@ -258,11 +258,11 @@ def has_ended(pid: int, began: int) -> bool:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """Return (state letter, start tick since boot) of process ``pid``, or ("", 0) if it has ended. Raises OSError."""
     try:
         fields = process_fields(pid)
     except (FileNotFoundError, ProcessLookupError):
         return "", 0
+    # state letter, and start time in clock ticks since boot
     return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))
 
 
@@ -285,10 +285,9 @@ def _sources(folder: str) -> frozenset[str]:
 
 
 class Recorder(EventSink):
-    """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``.
+    """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``. Thread-safe.
 
-    Any thread may record operations. Records of operations in flight are not overwritten. Raises StorageError if the
-    file cannot be created.
+    Raises StorageError if the file cannot be created.
     """
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = 8192) -> None:
@@ -300,6 +299,7 @@ class Recorder(EventSink):
         self._words = memoryview(self._map).cast("q")
         self._ring = RING
         self._first_end = (RING + END_OFFSET) // 8
+        # Records of operations in flight are not overwritten.
         self._open: dict[int, int] = {}  # record number -> start in ns
         self._advance = counter(1).__next__
         self._clocks: dict[tuple[str, bool], Callable[[], int]] = {}
@@ -398,7 +398,7 @@ class Recorder(EventSink):
     def note(self, kind: str, text: str) -> None:
         """Write ``text``, truncated to about 1 KiB, as the note of type ``kind``, one of `KINDS`.
 
-        A note replaces the previous note of its type. But for a type in `FINAL`, the first note is kept.
+        The text replaces an earlier note of this type, except for types in `FINAL`.
         """
         data = text.encode(errors="backslashreplace")[: NOTE_BYTES - NOTE.size]
         start = NOTES + KINDS.index(kind) * NOTE_BYTES

@@ -47,37 +47,29 @@ def size_bytes(capacity: int) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """A named time interval of a rank, in ns of its node's monotonic clock.
-
-    ``step``, ``microbatch`` and ``unit`` are indices, or -1 if the span belongs to none. A unit is the model's
-    embedding, a layer, or the head.
-    """
+    """A named time interval of a rank. ``step``, ``microbatch`` and ``unit`` are indices, or -1 for none."""
 
     phase: str
     name: str
     step: int
     microbatch: int
-    unit: int
-    begin_ns: int
+    unit: int  # index of the embedding, a layer or the head in the model
+    begin_ns: int  # of the node's monotonic clock
     end_ns: int
 
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Content of one rank's spans file. ``spans`` are sorted by end.
-
-    ``wall_ns`` and ``monotonic_ns`` are readings of the two clocks at the same moment. Ranks with the same ``boot_id``,
-    so the same running kernel, share the monotonic clock.
-    """
+    """Content of one rank's spans file."""
 
     path: Path
     rank: int
     world: int
     host: str
-    boot_id: str
-    wall_ns: int
+    boot_id: str  # ranks of the same running kernel share the monotonic clock
+    wall_ns: int  # the two clocks at the same moment
     monotonic_ns: int
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...]  # sorted by end
 
 
 def read(path: Path) -> RankSpans:
@@ -146,10 +138,9 @@ class SpanSink:
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Add the interval ``name`` from ``begin_ns`` to ``end_ns``, both times of `now_ns`.
+        """Record a span named ``name`` from ``begin_ns`` to ``end_ns``, both from `now_ns`.
 
-        ``phase`` is one of `PHASES`. ``unit``: index of the embedding, layer or head in the model. -1 for ``unit`` or
-        ``microbatch`` means none.
+        ``phase``: one of `PHASES`. ``unit``: index of the embedding, layer or head, or -1.
         """
 
 
@@ -200,16 +191,15 @@ class Spans(SpanSink):
                 del fresh[: -self.capacity]
 
     def drain(self) -> np.ndarray:
-        """Return the spans since the last call, int64 of shape (spans, 3): phase, begin in ns and end in ns. Local.
+        """Return the spans since the last call: index in `PHASES`, begin and end in ns. Local.
 
-        The phase is an index into `PHASES`. Adjacent spans of the same phase are merged. Spans of the phase "step", and
-        the oldest spans beyond the capacity, are left out.
+        The result is int64 of shape (spans, 3). Spans of the phase "step" are left out.
         """
+        # Adjacent spans of the same phase are merged. The oldest spans beyond the capacity are lost.
         fresh, self._fresh = self._fresh[-self.capacity :], []
         return np.array(fresh, np.int64).reshape(-1, 3)
 
     def _new_label(self, phase: str, name: str) -> tuple[int, int]:
-        """Write the label (``phase``, ``name``). Return its index, or `_UNNAMED` if full, and the phase index."""
         code = PHASES.index(phase)
         data = name.encode()[:255]
         start = TEXTS + self._text_used

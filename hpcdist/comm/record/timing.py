@@ -61,27 +61,19 @@ _OUTERMOST, _STARTED_ONLY = 1, 2
 
 
 class OperationTotal(NamedTuple):
-    """Totals of one operation, such as allreduce, on a rank: number of ended calls, their seconds and bytes.
+    """Totals of one operation, such as allreduce, on a rank. ``bytes / seconds`` is the algorithm bandwidth."""
 
-    ``bytes``: size of the buffers that the caller passed, or NaN for Python objects. bytes / seconds is the algorithm
-    bandwidth.
-    """
-
-    calls: int
+    calls: int  # ended calls
     seconds: float
-    bytes: float
+    bytes: float  # size of the buffers that the caller passed, or NaN for Python objects
 
 
 class BytesMoved(NamedTuple):
-    """Bytes that left a rank, by transport.
+    """Bytes that left a rank, by transport."""
 
-    ``messages``: bytes in messages of this package. ``shared``: bytes that other ranks of the node read in shared
-    memory. ``unknown``: sizes of buffers passed to MPI's collectives, which do not report their traffic.
-    """
-
-    messages: float = 0.0
-    shared: float = 0.0
-    unknown: float = 0.0
+    messages: float = 0.0  # in messages of this package
+    shared: float = 0.0  # read by other ranks of the node in shared memory
+    unknown: float = 0.0  # buffers passed to MPI's collectives, which do not report their traffic
 
     def described(self) -> str:
         """Return text that lists each transport with its bytes, without transports that moved nothing."""
@@ -118,13 +110,13 @@ class _ThreadTotals:  # only the thread writes its totals
 
 
 class OperationTiming(EventSink):
-    """Event sink that adds up calls, seconds and bytes by operation. Forwards every event to the sink ``inner``.
+    """Event sink that adds up calls, seconds and bytes by operation. Thread-safe.
 
-    An operation inside another operation is not counted. Non-blocking operations last until they complete.
-    Any thread may record operations. After a failed operation, create a new object.
+    Forwards every event to the sink ``inner``. Operations inside other operations are not counted.
     """
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
+        # Non-blocking operations last until they complete. After a failed operation, create a new object.
         self.inner = inner
         self._inner_begin, self._inner_end = inner.begin, inner.end
         self._local = threading.local()

@@ -241,8 +241,8 @@ def run_threads(
     """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results in rank order.
 
     If a rank raises an exception, waiting ranks are released, and the first exception is raised here.
-    ``ranks_per_node`` simulates nodes. ``deadline_s``: timeout of an operation. With keyword-only ``fault_tolerant``, a
-    rank that raises `RankDeath` dies with the result None, and the other ranks can continue.
+    ``ranks_per_node`` simulates nodes. ``deadline_s``: timeout of an operation. Keyword-only ``fault_tolerant``: True
+    if other ranks continue after a rank raises `RankDeath`.
     """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size

@@ -50,18 +50,14 @@ class SurvivorAgreement:
 
 @dataclass
 class ThreadGroup:
-    """State that the threads of one communicator share. ``members`` are their world ranks, in rank order.
+    """State that the threads of one communicator share."""
 
-    - ``failed`` (exceptions) and ``dead`` (world ranks) are common to all communicators of a world.
-    - ``fault_tolerant``: the other ranks continue after the death of a rank.
-    - ``changed`` guards all message queues. The attribute ``met`` guards the values exchanged in collectives.
-    """
-
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # world ranks, in rank order
     deadline_s: float
+    # guards all message queues; `met` guards the values exchanged in collectives
     changed: threading.Condition = field(default_factory=threading.Condition)
-    failed: list[BaseException] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
+    failed: list[BaseException] = field(default_factory=list)  # common to all communicators of a world
+    dead: set[int] = field(default_factory=set)  # world ranks, common to all communicators of a world
     fault_tolerant: bool = False
 
     def __post_init__(self) -> None:
@@ -160,15 +156,15 @@ class FailureDetector:
         self.check_deaths(peer, what)
 
     def check_deaths(self, peer: int | None, what: str) -> None:
-        """Raise RankDiedError if operation ``what`` needs a dead rank, or if the communicator was revoked.
+        """Raise RankDiedError if the communicator was revoked, or if a rank that operation ``what`` needs is dead.
 
-        The operation needs rank ``peer``, or all ranks if ``peer`` is ANY or None. On a rank that was marked as dead,
-        raise RankDeath instead, which ends its thread.
+        ``peer``: the rank that ``what`` needs; ANY or None means all ranks.
         """
         group = self._group
         if not group.dead and not group.revoked:
             return
         if group.members[self.rank] in group.dead:
+            # This rank was marked as dead: end its thread.
             raise RankDeath
         dead_ranks = group.dead_ranks()
         if group.revoked:

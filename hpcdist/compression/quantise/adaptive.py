@@ -48,13 +48,13 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
     """Return (bin edges, bin centres, initial levels) for histograms of magnitudes. ``xp``: numpy or cupy.
 
-    The BINS + 1 edges are float64 numbers from 0 to 1. The initial levels are evenly spaced, and given as LEVELS + 1
-    indices of bins.
+    Edges: BINS + 1 float64 numbers from 0 to 1. Levels: indices of bins.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
     at[0] = 0.0
     centres = (at[1:] + at[:-1]) / 2
+    # LEVELS + 1 evenly spaced levels
     evenly = xp.arange(LEVELS + 1, dtype=np.float64) / LEVELS
     return at, centres, (centres[None, :] < evenly[:, None]).sum(axis=1)
 

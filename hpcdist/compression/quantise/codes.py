@@ -34,11 +34,12 @@ def packed_bytes(n: int, bits: int) -> int:
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
     """Pack the first ``count`` codes of the uint8 array ``codes`` into the bytes ``packed``, ``bits`` bits per code.
 
-    ``codes`` has shape (GROUP,). Its other elements are set to 0. Codes must be less than 2^bits. For compiled kernels.
+    For compiled kernels.
     """
     # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
     # vectorisation.
     stride = packed.size
+    # `codes` has shape (GROUP,), and all codes are less than 2^bits.
     codes[count:] = 0
     if bits == 4:
         high = codes[stride:]
@@ -142,9 +143,9 @@ def largest(values: Any) -> Any:
 
 @jit
 def folded(sums: Any) -> Any:
-    """Return the sum of the float64 array ``sums``, by repeatedly adding its upper half to its lower half.
+    """Return the sum of the float64 array ``sums``, which is overwritten. The size must be a power of two.
 
-    The size of ``sums`` must be a power of two. ``sums`` is overwritten. Callable from compiled kernels.
+    Callable from compiled kernels.
     """
     half = sums.size // 2
     while half:
@@ -170,9 +171,9 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return the power of two f for which 1 / (f * ``scale``) does not overflow in float32, even if ``scale`` is tiny.
+    """Return the power of two f for which 1 / (f * ``scale``) does not overflow in float32, or 0 if ``scale`` is 0.
 
-    f is 1 if ``scale`` is at least 2^-62, and 0 if ``scale`` is 0. Callable from compiled kernels.
+    Callable from compiled kernels.
     """
     if scale == _ZERO:
         return _ZERO
@@ -191,12 +192,12 @@ def inverse_of(scale: Any, levels: Any) -> Any:
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
     """Return the float32 scale of each row of ``rows``, of shape (blocks, values), on the host or a GPU.
 
-    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm). ``width``: for NORM, a power of two >= the number of values
-    per row.
+    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm).
     """
     xp = namespace(rows)
     if kind == MAXIMUM:
         return xp.absolute(rows).max(axis=1)
+    # `folded_arrays` needs a power of two as width.
     squares = xp.zeros((rows.shape[0], width), np.float64)
     wide = rows.astype(np.float64)
     squares[:, : rows.shape[1]] = wide * wide
@@ -213,12 +214,10 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return two float32 factors for each scale in ``scales``, which map the block's values to [-levels, levels].
-
-    Multiply values by the first factor, and then by the second. The product of the factors could overflow.
-    """
+    """Return two float32 factors for each scale, whose product maps the block's values to [-levels, levels]."""
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)
     reached = xp.where(scales == _ZERO, _ONE, scales * lift)
     inverse = xp.where(scales == _ZERO, _ZERO, np.float32(levels) / reached)
+    # Callers multiply by one factor after the other, because the product could overflow.
     return lift, inverse.astype(np.float32)

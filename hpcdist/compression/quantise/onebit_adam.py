@@ -54,12 +54,7 @@ def places(sizes_bytes: list[int]) -> list[Range]:
 class OneBitAdam:
     """State of 1-bit Adam for ``n`` elements on rank ``rank`` of ``ranks`` ranks. All methods are local.
 
-    Each rank owns one of ``ranks`` chunks of the elements. A warm-up step calls `warm`. After the warm-up, `freeze`
-    fixes the variance. Keyword-only ``compressor``: by default `SignSgd`. A later step has three stages:
-
-    - `accumulate` adds the gradient. `encode_worker` encodes each chunk, and the caller sends it to the chunk's owner.
-    - `add_worker` adds each received payload, in rank order. `encode_server` encodes the mean, to be all-gathered.
-    - `receive` decodes each chunk. `direction` returns the Adam step.
+    A warm-up step calls `warm`; `freeze` ends the warm-up. Keyword-only ``compressor``: by default `SignSgd`.
     """
 
     def __init__(
@@ -73,6 +68,10 @@ class OneBitAdam:
         on: str = "cpu",
     ) -> None:
         assert 0 <= rank < ranks, f"rank {rank} of {ranks}"
+        # Each rank owns one chunk of the elements. A step after the warm-up: `accumulate` adds the gradient.
+        # `encode_worker` encodes each chunk, for the chunk's owner. The owner adds the payloads by `add_worker`, in
+        # rank order, and encodes the mean by `encode_server`. All ranks gather and `receive` the means. `direction`
+        # returns the Adam step.
         self.moments, self.rank, self.ranks = moments, rank, ranks
         self.compressor = compressor or SignSgd()
         self.chunks = split(n, ranks, np.dtype(np.float32).itemsize)
@@ -132,8 +131,9 @@ class OneBitAdam:
     def encode_worker(self, owner: int, payload: Array, key: RandomKey) -> None:
         """Compress the local momentum in the chunk that rank ``owner`` owns, and write the result to ``payload``.
 
-        The compression error is added to this momentum in the next step. ``key`` is the compressor's random stream.
+        ``key``: random stream of the compressor.
         """
+        # The compression error stays in `worker_error`, and is added to the momentum of the next step.
         self._encode(self.worker_error[self.chunks[owner].slice], payload, key)
 
     def add_worker(self, payload: Array) -> None:
@@ -164,11 +164,9 @@ class OneBitAdam:
         run(out, self.m, self.v, correction, np.float32(self.moments.epsilon))
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the arrays to save in a checkpoint, by name. Also save the attributes ``count`` and ``is_frozen``.
-
-        ``server_error`` has only this rank's chunk. ``worker_error`` has all elements, and differs between ranks. For
-        another number of ranks, restore the mean of all saved ``worker_error`` on every rank.
-        """
+        """Return the arrays to save in a checkpoint, by name. Also save the attributes ``count`` and ``is_frozen``."""
+        # `server_error` has only this rank's chunk. `worker_error` has all elements, and differs between ranks: for
+        # another number of ranks, restore the mean of all saved `worker_error` on every rank.
         return {"m": self.m, "v": self.v, "worker_error": self.worker_error, "server_error": self.server_error}
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:

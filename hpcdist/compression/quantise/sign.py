@@ -70,14 +70,15 @@ class SignSgd(DenseCompressor):
 
 
 def magnitude(values: Array, *, is_norm: bool) -> Any:
-    """Return the scale of n > 0 values v: |v|_1 / n, or |v|_2 / sqrt(n) if keyword-only ``is_norm`` is True.
+    """Return the float32 scale of the n > 0 ``values``: the mean magnitude, or the root mean square.
 
-    The result is a float32 number, or on a GPU a 0-dimensional array. The float64 sum has a fixed order.
+    Keyword-only ``is_norm``: True for the root mean square.
     """
     if is_device(values):
         return _magnitude_arrays(values, is_norm)
     sums = np.empty(-(-values.size // GROUP), np.float64)
     _row_sums(values, sums, is_norm)
+    # in a fixed order, so that the result is reproducible
     while sums.size > 1:
         rest = np.empty(-(-sums.size // GROUP), np.float64)
         _fold_rows(sums, rest)

@@ -22,7 +22,7 @@ MOST_ELEMENTS: Final = (1 << 31) - 1  # the largest count that int32 indices rea
 def count_of(n: int, density: float) -> int:
     """Return the number of elements to send of ``n`` elements: max(1, ceil(density n)), or 0 if ``n`` is 0.
 
-    The product uses the exact decimal value of ``density``. Raises UsageError if n is too large for int32 indices.
+    Raises UsageError if ``n`` is too large for int32 indices.
     """
     if n > MOST_ELEMENTS:
         raise UsageError(

@@ -43,9 +43,9 @@ def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
 
 
 class DeepGradientCompression:
-    """State of deep gradient compression for one tensor of ``n`` elements: velocity u and unsent values v.
+    """State of deep gradient compression for one tensor of ``n`` elements: velocity and unsent values.
 
-    ``held``: existing float32 arrays of shape (n,) to use for u and v. By default, arrays of zeros are allocated.
+    Keyword-only ``held``: existing float32 arrays to use for the two states, instead of new arrays.
     """
 
     def __init__(
@@ -68,26 +68,26 @@ class DeepGradientCompression:
     def accumulate(self, gradient: Array, scale: float = 1.0) -> None:
         """Add ``scale`` times the float32 ``gradient``, of shape (n,), to the velocity and the unsent values.
 
-        ``gradient`` does not change. Pass the result of `clip_factor` as ``scale``, divided by the number of ranks if
-        gradients are to be averaged.
+        ``gradient`` does not change.
         """
         if gradient.dtype != np.float32 or gradient.shape != self.velocity.shape:
             raise UsageError(
                 f"got a {gradient.dtype} gradient of shape {gradient.shape}; pass a float32 gradient of shape "
                 f"{self.velocity.shape}, the shape of this state"
             )
+        # `scale` is the result of `clip_factor`, divided by the number of ranks to average gradients.
         run = _accumulate_ufuncs if is_device(gradient) else _accumulate
         real = np.float32
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the k largest values of the attribute ``unsent`` to ``payload``, and set them to 0 in ``unsent``.
+        """Write the k largest unsent values to ``payload``, and set these unsent values to 0.
 
-        ``payload`` has 8 bytes per value. If the attribute ``masks_velocity`` is True, the velocity of these elements
-        becomes 0.
+        ``payload`` has 8 bytes per value.
         """
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
+        # momentum factor masking
         if self.masks_velocity:
             coo.clear(payload, self.velocity)
 

@@ -28,7 +28,7 @@ _MULTIPLIER: Final = 0x9E3779B1  # scatters the sample within its strides, again
 class TopK(Compressor):
     """Compressor that sends the fraction ``density`` of the values with the largest magnitudes, at least one value.
 
-    On the host, NaN and infinity raise NonFiniteError. On a GPU the caller must check for NaN and infinity first.
+    On the host, NaN and infinity raise NonFiniteError. On a GPU, the caller must check for NaN and infinity.
     """
 
     density: float
@@ -78,11 +78,9 @@ def select(values: Array, payload: Array) -> None:
 
 
 def _threshold(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Find the k largest of the magnitudes ``words`` (float32 bits). Return (candidates, indices, threshold, ties).
-
-    The k largest are all candidates above the threshold, and ``ties`` of the candidates equal to the threshold.
-    ``indices``: element indices of the candidates, or empty if all elements are candidates.
-    """
+    # Returns (candidates, element indices of the candidates, threshold, ties). The k largest of the magnitudes `words`
+    # (float32 bits) are all candidates above the threshold, and `ties` of the candidates equal to the threshold.
+    # Without indices, all elements are candidates.
     n = words.size
     room = 2 * k + 1024
     everywhere = np.empty(0, np.int32)

@@ -30,12 +30,11 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return bounds of the update times of an energy counter: a list of array pairs (earliest, latest), in ns.
+    """Return bounds of the update times of an energy counter: pairs of arrays (earliest, latest), in ns.
 
-    The reading at ``seen_ns[i]`` was the first to see update i. The preceding reading was at ``before_ns[i]``.
-    ``update_s`` is the expected period of updates in seconds, or NaN. The list has more than one pair if several
-    sequences of update times are possible.
+    ``update_s``: expected period, or NaN. Each pair is one possible sequence of updates.
     """
+    # The reading at `seen_ns[i]` was the first after update i. The preceding reading was at `before_ns[i]`.
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
     if not (expected > 0 and span > 0):
@@ -99,23 +98,18 @@ TIMEOUT_NS: Final = 60_000_000_000  # limit of the wait for a rank or source tha
 
 @dataclass(frozen=True)
 class CounterSamples:
-    """New samples of one energy counter: ``times_ns`` and ``energy_mj``, int64 arrays of shape (n,).
-
-    ``ranks`` are the indices of the ranks that use the counter's device, or None for all ranks of the node.
-    `Attribution.add` ignores repeated samples.
-    """
+    """New samples of one energy counter. `Attribution.add` ignores repeated samples."""
 
     name: str
     kind: str
-    times_ns: np.ndarray
-    energy_mj: np.ndarray
-    ranks: tuple[int, ...] | None = None
+    times_ns: np.ndarray  # int64 (n,)
+    energy_mj: np.ndarray  # int64 (n,)
+    ranks: tuple[int, ...] | None = None  # indices of the ranks that use the device; None: all ranks of the node
 
 
 @dataclass
 class _SourceSums:
-    """Sums over readings of one energy counter, for a least squares fit of the mean watts in each training phase."""
-
+    # sums over readings of one counter, for a least squares fit of the watts in each phase
     sensor: PowerSensor
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     energy_mj: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -248,11 +242,8 @@ def _reach_ns(sums: _SourceSums) -> int:
 
 
 def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, joules: np.ndarray) -> None:
-    """Add n consecutive time intervals to the least squares ``sums``. Interval i used ``joules[i]``.
-
-    Each row of ``moments`` has possible end points of the intervals: n + 1 times in ns. The row with the best fit is
-    used. ``mixtures`` has the seconds in each training phase.
-    """
+    # Interval i used `joules[i]`. Each row of `moments` has possible end points of the n intervals: n + 1 times in ns.
+    # The row with the best fit is used. `mixtures` has the seconds in each training phase.
     sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
     looks, use = moments[:, :-1], lengths > 0
@@ -281,11 +272,9 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return the joules of one energy counter in each phase: a dict from phase names to results.
+    """Return the energy of one counter in each phase, as {phase name: result}, from least squares ``sums``.
 
-    ``sums`` is the least squares fit of the counter to phase seconds. A result is a dict with "joules", "error_j" (the
-    standard error), "seconds", and "reason" (the reason why the joules are unreliable, or None). The joules of all
-    phases add up to the counter's total.
+    A result has "joules", "error_j" (standard error), "seconds" and "reason" (explanation of unreliable joules).
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):
@@ -293,6 +282,7 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
     seconds, gram = sums.seconds[used], sums.gram[np.ix_(used, used)]
     solution = part_time_sensor.solve(gram, sums.right[used], sums.square, sums.rows)
     fitted = solution.values * seconds
+    # The joules of all phases add up to the counter's total.
     scale = sums.joules / fitted.sum() if fitted.sum() > 0 else 0.0
     errors = np.sqrt(np.maximum(np.diag(solution.covariance), 0)) * seconds * scale
     if sums.intervals_used >= MIN_FOLDED:
@@ -312,7 +302,7 @@ def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
 
 
 def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
-    """Return jackknife errors (Quenouille 1956, Tukey 1958) of the watts of phases ``used`` (indices); 0 if unknown."""
+    # Jackknife (Quenouille 1956, Tukey 1958) of the watts of the phases with indices `used`. 0 means unknown.
     inner = np.ix_(np.arange(FOLDS), used, used)
     grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]  # (folds, used, used): the sums without each fold
     rights = sums.right[used] - sums.rights[:, used]
@@ -324,10 +314,10 @@ def _jackknife_error(sums: _SourceSums, used: np.ndarray) -> np.ndarray:
 
 
 def _collinear_phases(gram: np.ndarray) -> list[list[int]]:
-    """Return, for each phase, the phases that a fit with Gram matrix ``gram`` cannot separate from this phase."""
     scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
     values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
     parts = (np.abs(vectors[:, values < COLLINEAR * len(gram)]) > MIN_COMPONENT).T
+    # for each phase, the phases that the fit cannot separate from this phase
     return [
         sorted({int(other) for part in parts if part[at] for other in np.flatnonzero(part)}) for at in range(len(gram))
     ]

@@ -32,18 +32,15 @@ MIN_LOSSES: Final = 5  # in this average
 
 @dataclass(frozen=True)
 class SourceHistory:
-    """Energy of one source in one start of a run: ``joules[i]`` were used in the first ``seconds[i]`` seconds.
+    """Energy of one source in one start of a run."""
 
-    ``declared`` is True if the joules are modelled, not measured. ``node`` is the index of the source's node.
-    """
-
-    node: int
+    node: int  # index
     kind: str
     name: str
     note: str
-    declared: bool
-    seconds: np.ndarray
-    joules: np.ndarray
+    declared: bool  # the joules are modelled, not measured
+    seconds: np.ndarray  # since the start
+    joules: np.ndarray  # used until `seconds`
     gaps: bool = False  # some joules are unknown
 
     @property
@@ -162,14 +159,14 @@ def _text(value: bytes | str) -> str:
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return the joules that a run had used at each of n times, as an array of shape (n,).
 
-    Time i is ``seconds[i]`` seconds after the start with index ``session[i]``. ``starts``: energy histories of all
-    starts of the run. The joules of earlier starts are included.
+    Time i is ``seconds[i]`` seconds after start number ``session[i]`` of the run.
     """
     joules = np.full(len(seconds), math.nan)
     before = 0.0
     for start in starts:
         is_here = session == start.session
         joules[is_here] = before + start.until(seconds[is_here])
+        # joules of earlier starts
         before += start.joules
     return joules
 
@@ -225,12 +222,11 @@ def over_time(
 ) -> tuple[float, float, float]:
     """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in some time intervals.
 
-    Interval i, from ``begins_s[i]`` to ``ends_s[i]``, used ``joules[i]`` at constant power. The carbon intensity is
-    ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``, on the same clock. The results are NaN if an interval is
-    outside of ``edges_s``.
+    The results are NaN if an interval is outside of ``edges_s``.
     """
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
+    # Interval i used `joules[i]` at constant power. The intensity is g_per_kwh[j] from edges_s[j] to edges_s[j + 1].
     sums = np.append(0.0, np.cumsum(np.diff(edges_s) * g_per_kwh))
     lengths = ends_s - begins_s
     integral = np.interp(ends_s, edges_s, sums) - np.interp(begins_s, edges_s, sums)
@@ -272,7 +268,7 @@ def to_target(
 ) -> EnergyToTarget:
     """Return the interpolated step, seconds and joules at which the smoothed loss first reached the loss ``target``.
 
-    Arrays have one element per step: step number, loss, and the seconds and joules until the step's end.
+    Arrays have one element per step. ``seconds``, ``joules``: until the step's end.
     """
     is_finite = np.isfinite(losses)
     steps, losses, seconds, joules = (values[is_finite] for values in (steps, losses, seconds, joules))
@@ -307,14 +303,14 @@ def figures(
 ) -> dict[str, Any]:
     """Return a dict of metrics of ``energy_j`` joules used in ``seconds`` seconds, such as the mean power.
 
-    The values are JSON values, or None if unknown. Energy x delay is from Gonzalez, Horowitz, IEEE J. Solid-State
-    Circuits 31, 1996, and energy x delay^2 from Martin, Nystroem, Penzes, 2001.
+    The values are JSON values, or None if unknown.
     """
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)
     unknown = NO_ENERGY if math.isnan(energy_j) else None
     return {
         "average_w": json_number(energy_j / seconds) if seconds > 0 else None,
+        # Gonzalez, Horowitz, IEEE J. Solid-State Circuits 31, 1996; squared: Martin, Nystroem, Penzes, 2001
         "energy_delay_product_js": json_number(energy_j * seconds),
         "energy_delay_squared_js2": json_number(energy_j * seconds**2),
         "energy_kwh": json_number(kwh(energy_j)),

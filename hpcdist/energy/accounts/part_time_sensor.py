@@ -29,9 +29,10 @@ def solve(
 ) -> NnlsSolution:
     """Return the x >= 0 with the smallest |A x - y|, and the covariance of x. Local.
 
-    ``gram``: A^T A, ``right``: A^T y, ``square``: y^T y. ``rows``: number of independent rows of A. With ``penalty``, a
-    positive semidefinite matrix P, x minimises |A x - y|^2 + x^T P x.
+    ``gram``: A^T A. ``right``: A^T y. ``square``: |y|^2. ``rows``: rank of A.
     """
+    # The penalty P, positive semidefinite, adds x^T P x to |A x - y|^2.
+    # `rows` is the number of independent rows of A.
     whole = gram if penalty is None else gram + penalty
     # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
     scale = 1 / np.sqrt(np.maximum(np.diag(whole), np.finfo(np.float64).tiny))
@@ -46,7 +47,7 @@ def solve(
 
 
 def _active_set(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimises x^T gram x - 2 x^T right, by the algorithm of Lawson and Hanson."""
+    # Minimise x^T gram x - 2 x^T right over x >= 0, by the algorithm of Lawson and Hanson.
     free = np.linalg.lstsq(gram, right, rcond=TOLERANCE)[0]
     if free.min(initial=0.0) >= 0:
         return np.asarray(free)

@@ -135,11 +135,11 @@ def job_activities(
 ) -> dict[str, Any]:
     """Return the energy of each activity of a job, such as communication.
 
-    The result has the dicts ``joules``, ``error_j``, ``seconds`` and ``reason``, each by activity. Unknown values are
-    NaN, with a reason. ``rows`` are the `Attribution.rows` of all nodes. ``kinds`` are the kinds of counters to use.
-    ``training_j``: joules since the last start or resume, or NaN. ``reason``: cause of the NaN. ``earlier``: the result
-    of `activities_state` before the last start or resume, or None.
+    Return the dicts ``joules``, ``error_j``, ``seconds`` and ``reason`` by activity. ``rows``: `Attribution.rows` of
+    all nodes.
     """
+    # `training_j` and `earlier` (result of `activities_state`) are from after and before the last start or resume.
+    # `training_j` is NaN for the reason `reason`.
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())
     scale = training_j / whole if whole > 0 else math.nan

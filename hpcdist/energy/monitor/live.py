@@ -55,10 +55,10 @@ class LiveFigures:
     def power(self) -> dict[str, float]:
         """Return the job's watts by type of energy source, such as "gpu", summed over nodes.
 
-        The watts are NaN if a node uses energy of this type but cannot measure it. The type "node" (whole nodes) is
-        included only if all nodes have it.
+        The watts are NaN if a node cannot measure all energy of this type.
         """
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)
+        # Watts of whole nodes are a total only if all nodes have them.
         if not all(NODE in row.watts for row in self._rows):
             kinds.pop(NODE, None)
         return {
@@ -80,7 +80,7 @@ class LiveFigures:
     def network(self) -> dict[str, float]:
         """Return the network bytes "sent" and "received" by all nodes since the construction of the monitor.
 
-        A value is NaN if it is unknown on a node. Before the first sample, the result is {}.
+        A value is NaN if unknown. Before the first sample, the result is {}.
         """
         if not self._bytes:
             return {}

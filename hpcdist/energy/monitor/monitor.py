@@ -49,10 +49,10 @@ class WatchInterval:
 
 
 class EnergyWatch:
-    """Energy measurement of one machine until `finish`. Raises MissingCapabilityError if there is no energy source.
+    """Energy measurement of one machine until `finish`. Samples are appended to the file ``output``.
 
-    Measures the GPUs in CUDA_VISIBLE_DEVICES, by default all. Samples are appended to the file ``output``. Raises
-    StorageError if it cannot be written at the start; the attribute ``lost_output`` reports a later error.
+    Raises MissingCapabilityError if there is no energy source, and StorageError if ``output`` cannot be written at the
+    start.
     """
 
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
@@ -67,6 +67,7 @@ class EnergyWatch:
         self.sampler = EnergySampler(self.sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = PhaseWindows(len(self.sources.counters))
         self._power, self._live = MeanPower(), LiveFigures()
+        # `lost_output` describes a later write error.
         self._output, self.lost_output = output, ""
         self._session = 0 if output is None else _next_session(output)
         self._began_ns = time.monotonic_ns()
@@ -184,14 +185,7 @@ def _no_synchronisation() -> None:
 class EnergyMonitor:
     """Energy monitor between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
 
-    The first rank of each node reads the node's sensors. On these ranks, the attribute ``live`` has the power,
-    utilisation and network traffic of all nodes.
-
-    Keywords:
-        bus_id: PCI address of the GPU that this rank computes on; None means the CPU.
-        synchronise: Function that waits for this GPU, called at the begin and end of a `window`.
-        host: Name of the machine; None means its boot id. Ranks with equal names form one node.
-        deadline_s: Construction, `report` and `state` raise DeadlineError if a rank is missing after this time.
+    The first rank of each node reads the node's sensors, and has the figures of all nodes in the attribute ``live``.
     """
 
     def __init__(
@@ -205,6 +199,9 @@ class EnergyMonitor:
         host: str | None = None,
         deadline_s: float = CommunicationConfig.deadline_s,
     ) -> None:
+        # `bus_id` is the PCI address of this rank's GPU; None: CPU. A `window` calls `synchronise`, which waits for
+        # this GPU, at its begin and end. Ranks with equal `host` (None: the boot id) form a node. Construction,
+        # `report` and `state` raise DeadlineError if a rank is missing after `deadline_s`.
         self._comm, self._deadline_s = comm, deadline_s
         self._meet("the construction of Monitor")
         host = boot_id() if host is None else host
@@ -298,21 +295,21 @@ class EnergyMonitor:
         self._earlier = state
 
     def intervals(self) -> list[SourceSamples]:
-        """Return this node's samples of each energy source since the previous call of `intervals`. Local.
+        """Return this node's samples of each energy source since the previous call. Local.
 
-        The last sample of the previous call comes first. Only the first rank of a node gets samples, other ranks get
-        []. Call this before each `collect`, which drops old samples.
+        Other ranks than the node's first rank get []. Call this before `collect`, which drops old samples.
         """
+        # The last sample of the previous call comes first.
         return self.sampler.intervals()
 
     def collect(self) -> list[NodeRows]:
-        """Return new data of all nodes, one `NodeRows` per node; [] on ranks that are not the first of their node.
+        """Return new energy data, one `NodeRows` per node; [] on ranks that are not the first of their node.
 
-        The data are the samples and phases that ended since the last call. Also updates the attribute ``live``.
         Collective over the nodes' first ranks.
         """
         if not self._watches or self._leaders is None:
             return []
+        # samples and phases that ended since the last call
         drained = self.sampler.drain()
         watts = self._power.by_source(len(self.sampler.tracks), drained)
         lacking = frozenset(self._sources.missing) - frozenset(self._sources.unused)

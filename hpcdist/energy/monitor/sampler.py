@@ -25,23 +25,13 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 @dataclass(frozen=True)
 class DrainedSamples:
-    """Samples from `EnergySampler.drain`. Times are in ns of the monotonic clock.
+    """Samples from `EnergySampler.drain`. Times are in ns of the monotonic clock."""
 
-    A source is given by its index in the sampler's list of counters.
-
-    - ``samples``, int64 of shape (n, 3): time, source and energy in mJ.
-    - ``powers``, int64 of shape (n, 3): time, source and power in mW.
-    - ``gaps``, int64 of shape (n, 2): time and source. The energy just before this time is unknown.
-    - ``looks``, int64 of shape (n,): times of the utilisation samples.
-    - ``shares``, of shape (n, columns): utilisation of the node at these times, ordered as
-      `hpcdist.energy.sources.utilisation.COLUMNS`.
-    """
-
-    samples: np.ndarray
-    powers: np.ndarray
-    gaps: np.ndarray
-    looks: np.ndarray
-    shares: np.ndarray
+    samples: np.ndarray  # int64 (n, 3): time, index of the counter in the sampler's list, energy in mJ
+    powers: np.ndarray  # int64 (n, 3): time, index of the counter, power in mW
+    gaps: np.ndarray  # int64 (n, 2): time, index of the counter, whose energy just before is unknown
+    looks: np.ndarray  # int64 (n,): times of the utilisation samples
+    shares: np.ndarray  # (n, columns): utilisation at these times, by `hpcdist.energy.sources.utilisation.COLUMNS`
 
 
 @dataclass(frozen=True)
@@ -63,8 +53,8 @@ def _to_stderr(message: str) -> None:
 class EnergySampler:
     """Background thread that reads the energy ``counters`` every ``interval_s`` seconds, from `start` to `stop`.
 
-    ``look``: function called every ``look_s`` seconds. It returns the node's utilisation as a float64 array, ordered as
-    `hpcdist.energy.sources.utilisation.COLUMNS`. ``tell``: function called with a message if a source fails.
+    ``look()``, called every ``look_s`` seconds, returns the node's utilisation. ``tell(text)`` reports the failure of a
+    source.
     """
 
     def __init__(
@@ -77,6 +67,7 @@ class EnergySampler:
     ) -> None:
         self.tracks = [CounterReader(counter) for counter in counters]
         self._interval_s, self._look_s = interval_s, look_s
+        # The utilisation is ordered as `hpcdist.energy.sources.utilisation.COLUMNS`.
         self._look, self._tell = look, tell
         self._lock = threading.Lock()
         self._samples: list[Row] = []

@@ -79,36 +79,29 @@ _OF_NODES: Final = ("utilisation", "sampler")
 
 @dataclass(frozen=True)
 class NodeRows:
-    """Energy data of one node since the last `EnergyMonitor.collect`, to append to the metrics file.
-
-    - ``sources``: (type, name, `SourceInfo`) of each energy source of the node.
-    - ``windows``: phases of the training that have ended, with their energy.
-    - ``busy_s``: processor seconds used to read the sensors.
-    - ``lasted_s``: seconds since the measurement began.
-    - ``watts``: mean power by type of source, NaN if unknown.
-    - ``lacking``: types of energy that the node uses but cannot measure completely.
-    """
+    """Energy data of one node since the last `EnergyMonitor.collect`, to append to the metrics file."""
 
     node: int
-    sources: Sequence[tuple[str, str, SourceInfo]]
+    sources: Sequence[tuple[str, str, SourceInfo]]  # type, name and properties
     drained: DrainedSamples
-    windows: Sequence[PhaseWindow]
+    windows: Sequence[PhaseWindow]  # phases of the training that have ended, with their energy
     now_ns: int = 0
-    busy_s: float = 0.0
-    lasted_s: float = 0.0
-    watts: Mapping[str, float] = field(default_factory=dict)
-    lacking: frozenset[str] = frozenset()
+    busy_s: float = 0.0  # processor seconds used to read the sensors
+    lasted_s: float = 0.0  # since the measurement began
+    watts: Mapping[str, float] = field(default_factory=dict)  # mean power by type of source, NaN if unknown
+    lacking: frozenset[str] = frozenset()  # types of energy that the node uses but cannot measure completely
 
 
 def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
     """Append the data of ``nodes`` to the tables of ``file``, an open HDF5 metrics file. Local.
 
-    ``session`` is 0 for the first start of a run, 1 for its first restart. Energy sources are written once per session.
+    ``session``: number of earlier starts of the run.
     """
     has_sources = any(node.sources for node in nodes)
     for name, table in TABLES.items():
         if has_sources or name in _OF_NODES:
             table.create(file)
+    # Energy sources are written once per session.
     is_written = not has_sources or session in TABLES["sources"].read(file)["session"]
     for node in nodes:
         for name, rows in _rows(node, new=not is_written):

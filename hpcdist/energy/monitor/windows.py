@@ -18,13 +18,10 @@ class PhaseWindow:
 
 
 class PhaseWindows:
-    """Energy and time of one rank's windows. A window is a `with` block whose energy counts for a named phase.
-
-    The attribute ``total_mj`` is the energy of all windows together in mJ, by energy source.
-    """
+    """Energy and time of one rank's windows. A window is a `with` block whose energy counts for a named phase."""
 
     def __init__(self, sources: int) -> None:
-        self.total_mj = [0.0] * sources
+        self.total_mj = [0.0] * sources  # of all windows together, by energy source
         self.closed: list[PhaseWindow] = []  # since the last `take`
         self._sums: dict[str, dict[str, Any]] = {}  # of all closed windows, as in `phases`
         self._open: list[PhaseWindow] = []

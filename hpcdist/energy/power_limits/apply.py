@@ -126,10 +126,9 @@ class TemporaryLimits:
         self.in_force = tuple(knob.in_force() for knob, _ in self._wanted)
 
     def end(self) -> None:
-        """Restore the changed limits, and then remove the journal record. After success, a second call does nothing.
+        """Restore the changed limits, and then remove the journal record.
 
-        Raises MissingCapabilityError if a limit cannot be restored, after restoring the others. Then the journal record
-        keeps only this limit.
+        Raises MissingCapabilityError if a limit cannot be restored, after restoring all other limits.
         """
         if os.getpid() != self._owner:
             return  # in a forked child: the limits belong to its parent
@@ -144,6 +143,7 @@ class TemporaryLimits:
                 reasons.append(f"{knob.name} could not be restored ({error}): {knob.cure(change.before)}")
         self._left = failed
         if failed:
+            # The journal record keeps only these limits.
             self._path = journal.write(self._folder, [change for _, change in failed], self._path)
             raise MissingCapabilityError(
                 f"device limits are still changed: {'; '.join(reasons)}; to restore, run {journal.RESTORE_COMMAND}"
@@ -155,14 +155,12 @@ class TemporaryLimits:
 
 @contextmanager
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
-    """Limit devices in the ``with`` block. Yield each device's limit in W or MHz, or None if it is unknown. Local.
+    """Limit devices in the ``with`` block. Yield each device's limit in W or MHz, or None if unknown. Local.
 
-    ``requested``: pairs (device limit, new value). The value None keeps the limit. ``folder``: journal directory.
-
-    - ConfigurationError: a value is out of range.
-    - StorageError: no journal record can be written.
-    - MissingCapabilityError: a limit cannot be set or restored, or another process has changed it.
+    ``requested``: pairs (device limit, new value or None). ``folder``: journal directory.
     """
+    # ConfigurationError: a value is out of range. StorageError: no journal record can be written.
+    # MissingCapabilityError: a limit cannot be set or restored, or another process has changed it.
     change = TemporaryLimits(requested, journal.directory() if folder is None else folder)
     atexit.register(change.end)  # in case of an exception between the statements below
     try:
@@ -218,10 +216,9 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
 
 
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
-    """Restore the limits that killed processes left changed. Return False if this failed for a limit. Local.
+    """Restore the limits that killed processes left changed. Return False if a limit was not restored. Local.
 
-    ``folder`` has the journal records. ``say`` gets a line of text per limit. Limits of other machines, and limits that
-    another process has changed since, are left alone.
+    ``folder``: directory of the journal records. ``say``: called with a text per limit.
     """
     if not folder.is_dir():
         say("no changed limits were left")
@@ -233,6 +230,7 @@ def put_back(folder: Path, say: Callable[[str], None]) -> bool:
             say(line)
             well = False
         for record in records:
+            # Limits of other machines, and limits that another process has changed since, are left alone.
             well &= _put_back(record, stack, say)
         if not records and not unreadable:
             say("no changed limits were left")

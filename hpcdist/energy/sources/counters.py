@@ -51,36 +51,24 @@ class CounterResetError(SensorReadError):
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Properties of an energy source that limit the meaning of its joules.
+    """Properties of an energy source that limit the meaning of its joules."""
 
-    - ``model``: name of the device.
-    - ``ranks``: number of this job's ranks that use the device. 0: it belongs to the whole node.
-    - ``power_field``: kind of power reading: "instant", "average", or "usage" if the driver does not specify it.
-    - ``power_scope``: the hardware that the power includes: "gpu", "module" (the GPU and its module) or "node".
-    - ``note``: limitations of the joules, or "" without limitations.
-    - ``declared``: True if the joules are estimates from declared watts.
-    """
-
-    model: str = ""
-    ranks: int = 0
-    power_field: str = ""
-    power_scope: str = ""
-    note: str = ""
-    declared: bool = False
+    model: str = ""  # name of the device
+    ranks: int = 0  # number of this job's ranks that use the device; 0: it belongs to the whole node
+    power_field: str = ""  # "instant", "average", or "usage" if the driver does not specify the kind of power
+    power_scope: str = ""  # "gpu", "module" (the GPU and its module) or "node"
+    note: str = ""  # limitations of the joules
+    declared: bool = False  # the joules are estimates from declared watts
 
 
 class EnergyCounter(Protocol):
-    """Protocol of a cumulative energy counter with ``per_mj`` counts per mJ.
-
-    The counter wraps to 0 at ``span`` counts (None: never, or unknown). ``gaps`` is the number of
-    intervals between readings whose energy is unknown.
-    """
+    """Protocol of a cumulative energy counter with ``per_mj`` counts per mJ."""
 
     name: str
     kind: str
     per_mj: int
-    span: int | None
-    gaps: int
+    span: int | None  # counts at which the counter wraps to 0; None: never, or unknown
+    gaps: int  # number of intervals between readings whose energy is unknown
 
     @property
     def about(self) -> SourceInfo:
@@ -249,16 +237,13 @@ class IntegratedPower:
         self._twice_pj = 0  # sum of (a + b) dt of the trapezia, in integers, so that no rounding adds up
 
     def read(self) -> int:
-        """Return the energy in pJ since the first call, integrated from power readings. Raises SensorReadError.
-
-        If the previous call was too long ago, add no energy for the time since then, and increment the attribute
-        ``gaps``.
-        """
+        """Return the energy in pJ since the first call, integrated from power readings. Raises SensorReadError."""
         power = self._power_mw()
         now_ns = self._clock_ns()
         if self._last is not None:
             then_ns, before = self._last
             if now_ns - then_ns > self._bridge_ns:
+                # The previous call was too long ago: its power says nothing about this interval.
                 self.gaps += 1
             else:
                 self._twice_pj += (power + before) * (now_ns - then_ns)  # mW x ns = pJ

@@ -28,20 +28,14 @@ class GpuClaim:
 
 @dataclass
 class NodeSources:
-    """Energy sources of a node, opened for reading.
-
-    - ``counters``: energy counters of the node.
-    - ``missing``: the reason for each of "gpu", "cpu", "dram" and "node" that is not measured completely.
-    - ``needed``: contains "gpu" if the job's total energy must include GPUs.
-    - ``unused``: contains "gpu" if no rank of this node uses a GPU.
-    - ``sensors``: readers of the utilisation of the GPUs.
-    """
+    """Energy sources of a node, opened for reading."""
 
     counters: list[EnergyCounter] = field(default_factory=list)
+    # reason for each of "gpu", "cpu", "dram" and "node" that is not measured completely
     missing: dict[str, str] = field(default_factory=dict)
-    needed: set[str] = field(default_factory=set)
-    unused: set[str] = field(default_factory=set)
-    sensors: list[nvml.GpuSensor] = field(default_factory=list)
+    needed: set[str] = field(default_factory=set)  # contains "gpu" if the job's total energy must include GPUs
+    unused: set[str] = field(default_factory=set)  # contains "gpu" if no rank of this node uses a GPU
+    sensors: list[nvml.GpuSensor] = field(default_factory=list)  # for the utilisation of the GPUs
     driver: nvml.NvmlDriver | None = None
 
     def close(self) -> None:
@@ -54,9 +48,9 @@ class NodeSources:
 def claim_gpus(
     config: EnergyConfig, bus_id: str | None, environment: Mapping[str, str], process: RankProcess | None = None
 ) -> GpuClaim:
-    """Return the GPUs that this rank uses, or the reason why they are unknown. Local.
+    """Return the GPUs that this rank uses, or the reason why these GPUs are unknown. Local.
 
-    ``bus_id`` is the PCI address of the rank's GPU, or None for the CPU. ``process`` is copied to the result.
+    ``bus_id``: PCI address of the rank's GPU, or None for the CPU.
     """
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
     if not needs_gpus or (bus_id is None and nvml.VISIBLE not in environment):
@@ -70,12 +64,13 @@ def claim_gpus(
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open the energy sources of this node that ``config`` selects. A GPU of several ranks is opened once. Local.
+    """Open the energy sources of this node that ``config`` selects. Local.
 
-    ``claims`` has the GPUs of each rank of the node. ``computing``: True if the ranks compute on GPUs.
+    ``claims``: GPUs of each rank of the node. ``computing``: True if the ranks compute on GPUs.
     """
     sources = NodeSources()
     claims = list(claims)
+    # A GPU of several ranks is opened once.
     ranks = Tally(uuid for claim in claims for uuid in claim.gpus)
     reasons = [claim.reason for claim in claims if claim.reason]
     if config.wants("nvml") or config.sources == "declared":  # otherwise GPUs are not measured
@@ -164,17 +159,14 @@ MODEL_NOTE: Final = (
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return one dict for each energy source of this machine, readable or not.
 
-    The keys are ``kind``, ``name``, ``readable``, and ``reason`` (the reason why it is not readable, or None). A GPU
-    also has ``model`` and ``held``: True if CUDA_VISIBLE_DEVICES in ``environment`` lists the GPU. A readable GPU also
-    has:
-
-    - ``note``: limitations of the energy readings.
-    - ``power``: meaning of a power reading, such as "average of the module".
-    - ``sensor``: [seconds between updates, seconds measured per update, source of these numbers], or None if unknown.
+    Keys: ``kind``, ``name``, ``readable``, ``reason`` (None if readable), and for GPUs ``model``, ``held`` and others.
     """
     rows: list[dict[str, Any]] = []
     try:
         with nvml.NvmlDriver() as driver:
+            # A GPU also has `model`, and `held` (listed in CUDA_VISIBLE_DEVICES). A readable GPU also has `note`,
+            # `power` (meaning of a power reading, such as "average of the module") and `sensor`: [seconds between
+            # updates, seconds measured per update, source of these numbers] or None.
             rows += _gpu_rows(driver, environment)
     except MissingCapabilityError as error:
         rows.append({"kind": "gpu", "name": "nvml", "reason": str(error)})

@@ -31,12 +31,12 @@ class NvmlGpu:
 def cuda_visible(
     gpus: Sequence[NvmlGpu], environment: Mapping[str, str], parent: Callable[[str], str | None]
 ) -> tuple[str, ...]:
-    """Return the UUIDs of the ``gpus`` in CUDA_VISIBLE_DEVICES, in this order, or () if the variable is not set.
+    """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, in this order, or () if the variable is unset.
 
-    As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list.
-    ``parent(instance)`` returns the UUID of the GPU of a MIG instance. Raises MissingCapabilityError for an index if
-    CUDA may number the GPUs in another order than NVML.
+    ``parent(instance)``: UUID of a MIG instance's GPU. Raises MissingCapabilityError for an ambiguous index.
     """
+    # As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list. An index is
+    # ambiguous if CUDA may number the GPUs in another order than NVML.
     seen: list[str] = []  # entries so far: a repeated entry ends the list, as an invalid entry does
     chosen: list[str] = []
     for entry in (environment.get(VISIBLE) or "").split(","):
@@ -239,9 +239,9 @@ class NvmlDriver:
     def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> EnergyCounter:
         """Return the energy counter of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError.
 
-        GPUs before Volta have no energy counter: their power, read every ``interval_s`` seconds, is integrated. A GPU
-        in MIG mode has one counter for all its instances.
+        ``interval_s``: seconds between power readings of a GPU without energy counter.
         """
+        # A GPU in MIG mode has one counter for all its instances. GPUs before Volta have no counter.
         handle, gpu = self._look_up(uuid)
         sensor = GpuSensor(self._nvml, handle, uuid)
         about = replace(self.about(uuid, ranks), power_field=sensor.field, power_scope=sensor.scope)
@@ -260,9 +260,9 @@ class NvmlDriver:
 def gpus_in_use(driver: NvmlDriver, bus_id: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs that this rank uses. Raises MissingCapabilityError. Local.
 
-    A rank that computes on a GPU uses the GPU at ``bus_id``. A CPU rank (``bus_id`` None) occupies all GPUs in
-    CUDA_VISIBLE_DEVICES, because no other job can use them.
+    ``bus_id``: PCI address of the GPU on which the rank computes, or None for a CPU rank.
     """
     if bus_id is not None:
         return (driver.at(bus_id),)
+    # A CPU rank occupies all visible GPUs, because no other job can use them.
     return cuda_visible(driver.gpus(), environment, driver.parent)

@@ -119,10 +119,9 @@ class PmCounter:
 
 
 def find(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return (list of readable Cray energy counters in ``directory``, errors). Local.
+    """Return the readable Cray energy counters in ``directory``, and {"node": reason} if there are none. Local.
 
-    The counter of the whole node comes first. If this counter is unreadable, the result is ([], {"node": reason});
-    otherwise the errors are {}.
+    The counter of the whole node comes first.
     """
     if not directory.is_dir():
         return [], {"node": f"{directory} does not exist: this is not a Cray, or its node does not show its counters"}

@@ -174,15 +174,12 @@ _STARTED: Final = 19  # index of the start time in the words of /proc/<pid>/stat
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Process of a rank on its node. The start time ``started`` detects a later process with the same pid.
-
-    ``space``: PID namespace in which ``pid`` is valid. ``cpus``: processors that the process may run on.
-    """
+    """Process of a rank on its node."""
 
     pid: int
-    started: str
-    space: str
-    cpus: frozenset[int] = field(default_factory=frozenset)
+    started: str  # start time, to detect a later process with the same pid
+    space: str  # PID namespace of `pid`
+    cpus: frozenset[int] = field(default_factory=frozenset)  # processors that the process may run on
 
 
 def this_process() -> RankProcess:
@@ -285,7 +282,7 @@ def _share(
 
 
 def _kibibytes(path: Path, names: Sequence[str]) -> dict[str, float]:
-    """Return the sizes ``names`` in bytes, NaN if missing, from a file with lines like "MemTotal:  16314260 kB"."""
+    # Lines like "MemTotal:  16314260 kB". The sizes are in bytes.
     sizes = dict.fromkeys(names, math.nan)
     try:
         for line in counters.read_text(path).splitlines():

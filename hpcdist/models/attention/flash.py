@@ -56,10 +56,9 @@ def fused_forward(
 ) -> None:
     """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``kv``: keys and values, or None if ``qkv`` has them. ``sums``, float32 of shape (batch * heads, context): receives
-    log2 of each query's softmax sum. ``window``: sliding window in tokens, or 0. ``dropped``: dropout mask.
-    ``documents``: boundaries of packed documents, or None.
+    ``kv``: None if ``qkv`` has keys and values.
     """
+    # `sums`, float32 of shape (batch * heads, context), receives log2 of each query's softmax sum.
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
     FUSED_KERNELS.launch(
@@ -153,13 +152,12 @@ class LocalAttention:
     ) -> Array:
         """Return the attention, of shape (batch, context, width). Raises UsageError for invalid shapes.
 
-        ``qkv``: contiguous queries, keys and values, of shape (batch, context, 3 width). Keyword-only:
-        - ``kv``: keys and values, of shape (batch, context, 2 kv width), if ``qkv`` has only queries. Consecutive query
-          heads then share a key head.
-        - ``part``: (index of the first local query head, number of query heads of the layer), if heads are sharded.
-        - ``y``: output array. If ``y`` is passed, `backward` needs the keyword ``dots``.
+        ``qkv``: contiguous, of shape (batch, context, 3 width), or only queries if keyword-only ``kv`` is passed.
         """
         assert causal or not window, "a sliding window needs causal attention"
+        # `kv`, of shape (batch, context, 2 kv width), has keys and values; consecutive query heads then share a key
+        # head. `part` is (index of the first local query head, query heads of the layer) if heads are sharded. If the
+        # output array `y` is passed, `backward` needs the keyword `dots`.
         heads = heads_of(qkv, kv, head_size)
         if y is None:
             y = saved.empty("attention.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
@@ -184,10 +182,9 @@ class LocalAttention:
     def backward(
         self, dy: Array, saved: Saved, *, keep: bool = False, dots: Array | None = None
     ) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or the gradients of the queries and kv if `forward` got the keyword ``kv``.
+        """Return the gradient of qkv, or of (queries, kv) if `forward` got the keyword ``kv``.
 
-        dy: contiguous output gradient, of shape (batch, context, width). If `forward` got the keyword ``y``, pass the
-        keyword ``dots``: the result of `dots_of`.
+        dy: contiguous output gradient. Keyword-only ``dots``: result of `dots_of`; required if `forward` got ``y``.
         """
         if dots is None:
             dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
@@ -227,26 +224,26 @@ def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
 def begin_backward(
     saved: Saved, *, keep: bool
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
-    """Return (heads, (qkv, kv, sums), (dqkv, dkv), (causal, window), dropout mask) for an attention backward pass.
+    """Return values from ``saved``, and arrays for gradients, to start an attention backward pass.
 
-    The values of the forward pass come from ``saved``. dqkv and dkv are uninitialised arrays for the gradients. They
-    are scratch memory if keyword-only ``keep`` is False. kv and dkv are None if qkv has the keys and values.
+    Keyword-only ``keep``: False if the gradients may be scratch memory.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
     dq = take("attention.dqkv", qkv.shape, qkv.dtype)
     dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
     heads = heads_of(qkv, kv, saved["attention.head_size"])
+    # (heads, (qkv, kv, sums), (dqkv, dkv), (causal, window), dropout mask). kv and dkv are None if qkv has the keys and
+    # values.
     return heads, (qkv, kv, sums), (dq, dkv), saved["attention.seen"], saved["attention.dropped"]
 
 
 def mask_of_heads(
     saved: Saved, dropout: float, queries: int, context: int, part: tuple[int, int] | None
 ) -> Mask | None:
-    """Return the dropout mask of the attention probabilities of ``queries`` local query heads, or None without dropout.
+    """Return the attention's dropout mask for this rank's heads, or None without dropout.
 
-    ``dropout``: drop probability. ``context``: tokens per sample. ``part``: (index of the first local head, number of
-    heads of the layer), or None if this rank has all heads.
+    ``queries``: number of local heads. ``part``: (first local head, heads of the layer); None: all heads are local.
     """
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
@@ -262,13 +259,11 @@ class _Memory:
 
 
 class KeyRows:
-    """Keys ``k`` and values ``v``: views of the array ``kv``, or of ``qkv`` if ``kv`` is None.
-
-    ``skipped``: index, among this rank's key heads, of the first head in the array. ``pieces``: token positions of the
-    array's rows.
-    """
+    """Keys ``k`` and values ``v``: views of the array ``kv``, or of ``qkv`` if ``kv`` is None."""
 
     def __init__(self, heads: Heads, pieces: Pieces, qkv: Array, kv: Array | None, skipped: int = 0) -> None:
+        # `pieces` has the token positions of the array's rows. `skipped` is the index of the array's first head among
+        # this rank's key heads.
         self.pieces, self.skipped = pieces, skipped
         first, array = (1, qkv) if kv is None else (0, kv)
         self.k, self.v = (heads.view(array, first + part, of_queries=False) for part in range(2))
@@ -288,8 +283,7 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 class TiledForward:
     """Attention forward pass that computes the scores in tiles of queries and keys. Local.
 
-    ``sums``: output array for the maximum score and the sum of exponentials of each query. ``most``: largest number of
-    keys that another rank sends at once, or 0 if all keys are local.
+    ``sums``: output array for the softmax maximum and sum of each query.
     """
 
     def __init__(
@@ -300,6 +294,7 @@ class TiledForward:
         self._q, self._out = heads.view(qkv, 0, of_queries=True), heads.view(y, 0, of_queries=True)
         pairs, short, long = heads.most_pairs(y), min(QUERY_BLOCK, heads.context), min(LONG, max(most, heads.context))
         self._scores = _Memory(saved, "scores", pairs * short * long, y)
+        # `most` is the largest number of keys that another rank sends at once; 0: all keys are local.
         one_tile = not most and heads.context <= LONG
         self._part = _Memory(saved, "part", 0 if one_tile else pairs * short * heads.size, y)
         self._shrink = _Memory(saved, "shrink", pairs * short, y)
@@ -317,9 +312,7 @@ class TiledForward:
     ) -> None:
         """Add the attention of a block of queries over the visible ``keys`` to the output array.
 
-        ``chunk``: samples and heads to compute. ``rows``: (first query, end, token position of the first query).
-        ``dropped``: dropout mask. Keywords: ``span``: range of the keys; ``causal``: hide keys after a query;
-        ``begins``: overwrite the output instead of adding.
+        ``chunk``: samples and heads. ``rows``: (first query, end, token position of the first query).
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -329,6 +322,8 @@ class TiledForward:
         shrink = self._shrink.tile(count, last - first)
         # Tiles of keys in order. The output so far is relative to the maximum so far and is rescaled when that grows.
         # `finish` divides by the sum. A causal block skips keys after its last query.
+        # A causal block hides keys after a query. `span` is the range of the keys. If `begins`, the output is
+        # overwritten.
         stop, window = min(last, span[1]) if causal else span[1], self._window
         positions = (position + 1 - window, EVERYTHING[1]) if window else EVERYTHING
         for number, (start, end, column) in enumerate(blocks(keys.pieces, LONG, span[0], stop, positions)):
@@ -358,8 +353,7 @@ class TiledForward:
 class TiledBackward:
     """Attention backward pass that recomputes the scores in tiles of keys and queries. Local.
 
-    ``arrays``: (qkv, output gradient, output array for the query gradient). ``pieces``: token positions of the rows of
-    ``arrays``. ``sums``: softmax sums from the forward pass. ``dots``: result of `dots_of`.
+    ``arrays``: (qkv, output gradient, array for the query gradient). ``dots``: result of `dots_of`.
     """
 
     def __init__(
@@ -373,6 +367,7 @@ class TiledBackward:
         window: int,
         most: int = 0,
     ) -> None:
+        # `pieces` has the token positions of the rows of `arrays`. `sums` is from the forward pass.
         qkv, dy, dq = arrays
         self._heads, self._pieces, self._dots, most = heads, pieces, dots, max(most, heads.context)
         self._top, self._total = sums
@@ -400,13 +395,13 @@ class TiledBackward:
     ) -> None:
         """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
 
-        ``chunk``: samples and heads to compute. ``rows``: (first key, end, token position of the first key).
-        ``dropped``: dropout mask. Keywords: ``span``: range of the queries; ``causal``: hide keys after a query;
-        ``begins``: True in the first call for a range of queries, whose gradients are then overwritten.
+        ``rows``: (first key, end, token position of the first key).
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))
         begin = start if causal else span[0]  # earlier queries do not see these keys
+        # `span` is the range of the queries. `begins` is True in the first call for a range of queries, whose gradients
+        # are then overwritten.
         positions = (0, column + end - start + window - 1) if window else EVERYTHING
         for number, (first, last, position) in enumerate(blocks(self._pieces, LONG, begin, span[1], positions)):
             q, do = (chunk.of(view)[..., first:last, :] for view in (self._q, self._do))

@@ -21,16 +21,14 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    """Overwrite a tile of attention scores s with ``exp(scale (s - top))``, where ``top`` is the maximum of each row.
+    """Overwrite a tile of attention scores s with ``exp(scale (s - top))``, where ``top`` is the running row maximum.
 
-    s has the shape (pairs, rows, columns): a pair is a head of a sample, a row is a query, a column is a key. ``tile``:
-    position of s in the full score matrix, and range of visible keys. Hidden keys become 0 in s. Call this for the
-    tiles of a row from left to right.
-
-    - ``top``, ``total``, of shape (all pairs, all rows): running maximum and running sum of exponentials of each row.
-    - ``shrink``, of shape (pairs, rows): receives exp(scale (old top - new top)), the factor by which the caller must
-      multiply earlier output rows. The first tile leaves it unchanged.
+    Call this for the tiles of a row from left to right.
     """
+    # s has the shape (pairs, rows, columns): sample and head, query, key. Hidden keys become 0. `top` and `total`, of
+    # shape (all pairs, all rows), are the running maximum and sum of exponentials. `shrink`, of shape (pairs, rows),
+    # receives exp(scale (old top - new top)), by which the caller must multiply earlier output rows. The first tile
+    # leaves `shrink` unchanged.
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
     else:
@@ -38,14 +36,12 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 
 
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
-    """Overwrite a tile of attention scores s with probabilities p, and the gradient d of p with the gradient of s.
+    """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s.
 
-    s and d have the shape (pairs, rows, columns): a pair is a head of a sample, a row is a query, a column is a key.
-    ``tile``: position of s in the full score matrix. The gradient of s is ``scale p (d - dots)``.
-
-    - ``top``, ``total``: maximum and sum of exponentials of each row, from `softmax_advance`.
-    - ``dots``, of shape (all pairs, all rows): sum of p d over all columns of each row.
+    ``dots``: sum of p d over all keys of each query.
     """
+    # s and d have the shape (pairs, rows, columns): sample and head, query, key. The gradient of s is scale p (d -
+    # dots). `top` and `total` are from `softmax_advance`. All three have the shape (all pairs, all rows).
     if is_device(s):
         _softmax_gradient_device(s, d, tile, scale, top, total, dots)
     else:
@@ -137,11 +133,9 @@ for _softmax_dtype in SAMPLE_DTYPES:
 
 
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Compute y <- ``shrink`` * y + ``part`` in place, for a block of heads and tokens of the attention output y.
-
-    y has the shape (batch, context, heads * head size). ``part[p, i]`` and ``shrink[p, i]`` belong to token ``first +
-    i``, and to sample b and head h with b * heads + h = ``pair + p``.
-    """
+    """Compute y <- ``shrink`` * y + ``part`` in place, for a block of heads and tokens of the attention output y."""
+    # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first + i, and to
+    # sample b and head h with b * heads + h = pair + p.
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
     else:
@@ -149,11 +143,9 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 
 
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide the attention output y by the softmax sums ``total``, for a block of heads and tokens.
-
-    y has the shape (batch, context, heads * head size). ``total`` has the shape (batch * heads, context). The block is
-    ``total[pair : pair + pairs, first : first + rows]``.
-    """
+    """Divide the attention output y by the softmax sums ``total``, for a block of heads and tokens."""
+    # y has the shape (batch, context, heads * head size). The block is total[pair : pair + pairs, first : first +
+    # rows], for `total` of shape (batch * heads, context).
     if is_device(y):
         size = y.shape[2] // heads
         n = pairs * rows * size
@@ -176,12 +168,10 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 def accumulate(
     part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
 ) -> None:
-    """Sum ``part`` over each group of query heads. Write the sums to ``target``, or add them if ``add``.
-
-    ``part`` has the shape (pairs * groups, rows, head size): ``groups`` consecutive query heads share a key head.
-    ``target`` has the shape (batch, context, columns). Its ``heads`` key heads begin at ``column``. Sum number p, row
-    i, goes to token ``first + i``, and to sample b and key head h with b * heads + h = ``pair + p``.
-    """
+    """Sum ``part`` over each group of query heads. Write the sums to ``target``, or add them if ``add``."""
+    # `part` has the shape (pairs * groups, rows, head size): `groups` consecutive query heads share a key head.
+    # `target` has the shape (batch, context, columns). Its `heads` key heads begin at `column`. Sum number p, row i,
+    # goes to token first + i, and to sample b and key head h with b * heads + h = pair + p.
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)
     else:

@@ -41,11 +41,11 @@ class Heads:
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """Return the queries, keys or values in x as a 5-dimensional view.
+        """Return a view of array number ``part`` in the columns of x: queries, keys or values.
 
-        The columns of x consist of several arrays. ``part``: index of the array to view. Axes of the view: samples,
-        key heads, query heads per key head (1 for keys and values), tokens, columns of a head.
+        Axes: samples, key heads, query heads per key head, tokens, columns of a head.
         """
+        # keys and values: 1 head per key head
         group = self.group if of_queries else 1
         width = self.shared * group * self.size
         columns = x[:, :, part * width : (part + 1) * width]
@@ -63,9 +63,9 @@ class Heads:
     def chunks(
         self, everything: bool, first_head: int = 0, last_head: int | None = None, *, apart: bool = False
     ) -> Iterator["HeadChunk"]:
-        """Yield `HeadChunk` objects that cover all samples and the key heads [first_head, last_head), by default all.
+        """Yield `HeadChunk` objects that cover all samples and the key heads [first_head, last_head).
 
-        If ``everything`` is True, a chunk may have any size. If keyword-only ``apart`` is True, it has one sample.
+        ``everything``: True to allow chunks of any size. Keyword-only ``apart``: True for one sample per chunk.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -171,10 +171,10 @@ def blocks(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield blocks of the rows [``first``, ``last``): (start row, end row, token position of the start row).
 
-    ``pieces``: token positions of all rows. A block has at most ``long`` rows, with consecutive token positions. Only
-    token positions in the range ``places`` are needed: blocks outside it may be left out.
+    A block has at most ``long`` rows, with consecutive token positions.
     """
     for begin, end, position in pieces:
+        # Blocks outside the token positions `places` may be left out.
         low, stop = max(begin, first), end if last is None else min(end, last)
         here = position + low - begin
         stop = min(stop, low - (here - places[1]) // QUERY_BLOCK * QUERY_BLOCK)
@@ -184,10 +184,9 @@ def blocks(
 
 
 def band(distance: int, window: int, *, causal: bool) -> Span:
-    """Return (low, high): query i of a tile of attention scores sees the keys [low + i, high + i) of the tile.
+    """Return (low, high): query i of an attention tile sees the keys [low + i, high + i) of the tile.
 
-    Queries and keys are counted from the tile's first query and key. Without a limit, -low and high are very large.
-    ``distance``: token position of the first query minus the position of the first key. ``window``: number of tokens
-    that a query sees, or 0 for no limit. The keyword-only ``causal`` hides keys after a query.
+    ``distance``: position of the first query minus position of the first key.
     """
+    # Without a limit (window 0, not causal), -low and high are very large.
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

@@ -24,9 +24,10 @@ def _by_warps(name: str, warps: int, *args: Any, real: Any) -> None:
 def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Array) -> None:
     """Choose experts for each token: write int32 indices to ``chosen``, and weights to ``gates``. On a GPU.
 
-    Scores are the sigmoids of the router ``logits`` if ``sigmoid``, else their softmax. The experts with the largest
-    sums of score and ``bias`` are chosen. ``bias``: one float64 per expert.
+    ``bias``: one float64 per expert, for the choice only.
     """
+    # Scores are the sigmoids of `logits` if `sigmoid`, else their softmax. The experts with the largest sums of score
+    # and `bias` are chosen.
     tokens, experts = logits.shape
     _by_warps("choose", tokens, logits, bias, chosen, gates, tokens, experts, chosen.shape[1], int(sigmoid),
               real=logits.dtype)  # fmt: skip
@@ -39,12 +40,10 @@ def count(chosen: Array, runs: Array, counts: Array) -> None:
 
 
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
-    """Assign a buffer row to each token and chosen expert. Rows are sorted by expert. On a GPU.
-
-    - ``places[t, j]``: receives the row for token t and expert ``chosen[t, j]``. Unchanged if the expert is full.
-    - ``runs[s, r]``: a range [first, end) of tokens of sample s.
-    - ``table[s, r, e]``: first row and largest number of rows of expert e for this token range.
-    """
+    """Assign a buffer row to each token and chosen expert. Rows are sorted by expert. On a GPU."""
+    # places[t, j] receives the row for token t and expert chosen[t, j], and is unchanged if the expert is full. runs[s,
+    # r] is a range [first, end) of tokens of sample s. table[s, r, e] has the first row and the largest number of rows
+    # of expert e for this range.
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],
               real=np.float32)  # fmt: skip
@@ -55,8 +54,7 @@ def choose_backward(
 ) -> None:
     """Overwrite the router ``logits`` with their gradient, and add to the sums ``figures``. On a GPU.
 
-    ``sigmoid``: as for `choose`, which computed ``chosen`` and ``gates``. ``dgates``: gradient of ``gates``. The
-    arrays ``runs``, ``table`` and ``figures`` are described in `hpcdist.models.experts.router.gradient_of_logits`.
+    Arguments are described in `hpcdist.models.experts.router.gradient_of_logits`. ``sigmoid``: as for `choose`.
     """
     (tokens, experts), (samples, pieces, _) = logits.shape, runs.shape
     if not tokens:
@@ -91,11 +89,11 @@ def _collect(rows: Array, places: Array, gates: Array, y: Array, *, gated: bool)
 
 
 def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates: Array) -> None:
-    """Overwrite the expert outputs ``rows`` with their gradient. ``dy``: gradient of the layer's output. On a GPU.
+    """Overwrite the expert outputs ``rows`` with their gradient. On a GPU.
 
-    ``places[t, j]``: index in ``rows`` for choice j of token t, or -1 if the choice was dropped. ``dgates`` receives
-    the gradient of ``gates``, 0 for dropped choices.
+    ``dy``: gradient of the layer's output. ``dgates`` receives the gradient of ``gates``.
     """
+    # places[t, j] is the row for choice j of token t, or -1 if the choice was dropped: then its gate has gradient 0.
     _by_warps("collect_backward", places.size, dy, places, gates, rows, dgates, places.size, places.shape[1],
               rows.shape[1], real=rows.dtype)  # fmt: skip
 
@@ -103,9 +101,9 @@ def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates
 def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, back: bool) -> None:
     """Copy groups of consecutive rows from ``source`` to ``target`` on a GPU.
 
-    ``blocks``, of shape (n, 3): first source row, first target row, and number of rows of each group. ``longest``:
-    largest number of rows of a group. Keyword-only ``back`` True swaps columns 0 and 1: first target row, then source.
+    ``blocks``, of shape (n, 3): first source row, first target row and number of rows of each group.
     """
+    # `longest` is the largest number of rows of a group. `back` swaps columns 0 and 1 of `blocks`.
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),
                    REAL=source.dtype)  # fmt: skip

@@ -49,9 +49,9 @@ class StayingRows:
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
         """Return an array for the token rows to pass to `send_out`, with the row length and dtype of ``like``.
 
-        The rows of expert e begin at row ``starts[e]``, and ``starts[-1]`` is the number of rows. Only subclasses use
-        ``parameters``, the layer's tensors.
+        ``starts[e]``: first row of expert e. ``starts[-1]``: number of rows.
         """
+        # Subclasses use `parameters`, the tensors of the layer.
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
     def send_out(
@@ -59,12 +59,12 @@ class StayingRows:
     ) -> Callable[[], tuple[Array, np.ndarray]]:
         """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
 
-        The rows of expert e begin at ``starts[e]``. The returned function returns the received rows sorted by expert,
-        and an array with the first row of each local expert. Set the keyword-only ``back`` to True if ``rows`` are
-        gradients.
+        ``starts[e]``: first row of expert e.
         """
         if not back:
             saved.keep("experts.received", rows)
+        # The received rows are sorted by expert. The array has the first row of each local expert. If `back`, `rows`
+        # are gradients.
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
@@ -94,11 +94,11 @@ class StayingRows:
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
-        """Send the experts' results ``rows`` back to the ranks of their tokens.
+        """Send the experts' results ``rows`` back to the ranks of their tokens. Return this rank's results.
 
-        Return the results for this rank's tokens, in the order in which the tokens were sent. ``name``: unique name for
-        this array in ``saved``. Set the keyword-only ``back`` to True if the results are gradients.
+        ``name``: unique array name. Keyword-only ``back``: True for gradients.
         """
+        # in the order in which the tokens were sent
         return rows
 
 
@@ -146,9 +146,9 @@ class WholeSamples:
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each expert's number of choices before each local token range, and in each whole sample.
 
-        ``counts``, of shape (samples, ranges, experts): numbers of choices in each local token range. The results, of
-        this shape and of shape (samples, experts), include the choices of tokens on other ranks.
+        ``counts``: choices in each local token range, of shape (samples, ranges, experts).
         """
+        # Both results include the choices of tokens on other ranks.
         return np.zeros(counts.shape, np.int64), counts[:, 0]
 
 
@@ -159,24 +159,16 @@ UNCUT: Final = WholeSamples()
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """Router and experts of all transformer blocks. Implements `hpcdist.models.stage.ExpertsOperation`.
+    """Router and experts of all transformer blocks. Implements `hpcdist.models.stage.ExpertsOperation`."""
 
-    Shapes before sharding, for E experts, inner width f and hidden width h: ``router.weight`` (E, h),
-    ``experts.up.weight`` (E, f, h), or (E, 2, f, h) for gates and values, ``experts.down.weight`` (E, h, f).
-
-    - ``predictions(tokens)``: number of targets of a sample with ``tokens`` tokens.
-    - ``state``: biases and statistics of the router.
-    - ``travel``: sends token rows to the ranks of their experts, and results back.
-    - ``borders``: gathers and sums inputs and outputs over tensor-parallel ranks.
-    - ``samples``: positions of this rank's tokens in the samples.
-    """
-
+    # E experts of inner width f, hidden width h, before sharding: `router.weight` (E, h), `experts.up.weight` (E, f,
+    # h), or (E, 2, f, h) for gates and values, `experts.down.weight` (E, h, f).
     config: ModelConfig
-    predictions: Callable[[int], int]
-    state: RouterState
-    travel: StayingRows = HERE
-    borders: WholeExperts = WHOLE
-    samples: WholeSamples = UNCUT
+    predictions: Callable[[int], int]  # number of targets of a sample, from its number of tokens
+    state: RouterState  # biases and statistics of the router
+    travel: StayingRows = HERE  # sends token rows to the ranks of their experts, and results back
+    borders: WholeExperts = WHOLE  # gathers and sums inputs and outputs over tensor-parallel ranks
+    samples: WholeSamples = UNCUT  # positions of this rank's tokens in the samples
 
     @property
     def attends(self) -> bool:
@@ -255,7 +247,7 @@ class LocalExperts:
         return travel.bring_back(drows, "experts.drows", saved, back=True)
 
     def _route(self, parameters: Parameters, x: Array, saved: Saved) -> tuple[Array, Array, Array, np.ndarray]:
-        """Choose k experts per token. Return (tokens, row of each choice, its gate, first row of each expert)."""
+        # k experts per token. Returns (tokens, row of each choice, its gate, first row of each expert).
         config, tokens = self.config, x.reshape(-1, x.shape[-1])
         logits = saved.empty("experts.logits", (len(tokens), config.experts), x.dtype)
         namespace(x).matmul(tokens, parameters["router.weight"].T, out=logits)
@@ -318,11 +310,9 @@ def with_experts(operations: Operations, config: ModelConfig, predictions: Calla
 
 
 def _runs(pieces: Pieces, tokens: int, sizes: np.ndarray) -> np.ndarray:
-    """Return the row ranges [first, end) of tokens that are not padding, as an array of shape (samples, ranges, 2).
-
-    ``pieces``: (first row, end row, position in the sample) of each range. ``tokens``: rows of a sample on this rank.
-    ``sizes``: tokens of each whole sample, without padding.
-    """
+    # Row ranges [first, end) without padding, of shape (samples, ranges, 2). `pieces` has (first row, end row, position
+    # in the sample) of each range. `tokens` is the rows of a sample on this rank, `sizes` the tokens of each whole
+    # sample.
     start, end, place = np.array(pieces).T
     first = tokens * np.arange(len(sizes))[:, None] + start
     return np.stack([first, first + np.clip(sizes[:, None] - place, 0, end - start)], axis=-1)

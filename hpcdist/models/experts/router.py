@@ -31,16 +31,14 @@ EXTRA: Final = 4  # entries of `RouterState.seen` after the loads: dropped choic
 
 
 class RouterState:
-    """Load-balancing biases and statistics of the routers of all layers. Local.
-
-    ``seen``, of shape (layers, experts + EXTRA), has sums over all tokens since the last `take`: choices of each expert
-    before drops, dropped choices, entropy in nats, balance loss and z loss (without their coefficients).
-    """
+    """Load-balancing biases and statistics of the routers of all layers. Local."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.experts, self.per_token = config.experts, config.experts_per_token
         self.rate, self.first_layer = config.balance_rate, 1
         self.bias = np.zeros((config.layers, config.experts))
+        # Sums over all tokens since the last `take`: choices of each expert before drops, dropped choices, entropy in
+        # nats, balance loss and z loss (without their coefficients).
         self.seen = np.zeros((config.layers, config.experts + EXTRA))
         self._bias_there: Array | None = None
         self._figures_there: Array | None = None
@@ -71,13 +69,11 @@ class RouterState:
         return row
 
     def take(self) -> np.ndarray:
-        """Return the router statistics since the last call, one row per layer, and reset them to 0.
-
-        Columns: choices of each expert, dropped choices, and the sums over tokens of entropy, balance loss and z loss.
-        """
+        """Return the router statistics since the last call, one row per layer, and reset the statistics to 0."""
         if self._figures_there is not None:
             self.seen[:, self.experts + 1 :] += backend.to_host(self._figures_there)
             self._figures_there = None
+        # columns as in `seen`
         taken, self.seen[...] = self.seen.copy(), 0
         return taken
 
@@ -108,18 +104,19 @@ def capacity(config: ModelConfig, context: int) -> int:
 def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -> None:
     """Choose k of E experts for each token, from the router ``logits`` of shape (tokens, E).
 
-    Write the int32 indices of the experts to ``chosen``, and their weights to ``gates``, both of shape (tokens, k).
-    ``kind``: score function, "softmax" or "sigmoid". ``bias`` affects only the choice.
+    Write int32 indices to ``chosen``, and weights to ``gates``. ``bias`` affects only the choice.
     """
+    # `chosen` and `gates` have the shape (tokens, k). `kind` is the score function, "softmax" or "sigmoid".
     (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
 
 def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
     """Return the number of choices of each expert in each token range: int32 of shape (samples, ranges, experts).
 
-    ``chosen``, of shape (tokens, k): the experts of each token. ``runs``, of shape (samples, ranges, 2), int64 on the
-    same device: ranges [first, end) of tokens that are not padding.
+    ``chosen``: expert indices of shape (tokens, k).
     """
+    # `runs`, int64 of shape (samples, ranges, 2) on the same device, has the ranges [first, end) of tokens that are not
+    # padding.
     counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
     (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
     return backend.to_host(counts)
@@ -128,17 +125,14 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
 def place(
     chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
 ) -> np.ndarray:
-    """Assign each choice (an expert of a token) a row in an array sorted by expert, or drop the choice.
+    """Assign each choice (an expert of a token) a row in ``places``, sorted by expert, or -1 if dropped.
 
-    Return ``starts``: expert e's rows begin at ``starts[e]``, in token order. ``starts[-1]`` is the number of rows.
-
-    - ``chosen``, of shape (tokens, k): the experts of each token.
-    - ``runs``, of shape (samples, ranges, 2): ranges [first, end) of tokens that are not padding.
-    - ``counts``, of shape (samples, ranges, experts): the result of `count`.
-    - ``before``, of the same shape: choices of each expert by earlier tokens of the sample.
-    - ``rooms``, of shape (samples,): number of choices that each expert accepts. Later choices are dropped.
-    - ``places``, of shape (tokens, k): output, the row of each choice, or -1 if dropped.
+    Return the first row of each expert, followed by the number of rows.
     """
+    # Shapes: `chosen` and `places` (tokens, k), `runs` (samples, ranges, 2), `counts` (from `count`) and `before`
+    # (samples, ranges, experts), `rooms` (samples,). `before` has the choices of each expert by earlier tokens of the
+    # sample. Each expert accepts rooms[s] choices of sample s: later choices are dropped. The rows of an expert are in
+    # token order.
     kept = np.clip(rooms[:, None, None] - before, 0, counts).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(0, 1)))])
     by_run = kept.reshape(-1, kept.shape[-1])
@@ -162,16 +156,14 @@ def gradient_of_logits(
     table: np.ndarray,
     figures: Array,
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add statistics of all tokens to ``figures``.
+    """Overwrite the router ``logits`` with their gradient, and add the statistics of all tokens to ``figures``.
 
-    - ``chosen``, ``gates``, of shape (tokens, k): the experts of each token and their weights, from `choose`.
-    - ``dgates``: the gradient of ``gates``.
-    - ``kind``: the score function, "softmax" or "sigmoid".
-    - ``runs``, of shape (samples, ranges, 2): ranges [first, end) of tokens. Padding, outside them, gets gradient 0.
-    - ``table``, of shape (samples, experts + 2): each expert's fraction of the choices, then the coefficients of the
-      balance loss and the z loss.
-    - ``figures``, of shape (3,): sums of entropy, balance loss and z loss.
+    ``dgates``: gradient of ``gates``. ``kind``: "softmax" or "sigmoid".
     """
+    # `chosen` and `gates`, of shape (tokens, k), are from `choose`. `runs`, of shape (samples, ranges, 2), has the
+    # ranges [first, end) of tokens that are not padding; padding gets gradient 0. `table`, of shape (samples, experts +
+    # 2), has each expert's fraction of the choices, then the coefficients of the balance loss and the z loss. `figures`
+    # has the sums of entropy, balance loss and z loss.
     on_device = is_device(logits)
     run = kernels.choose_backward if on_device else _choose_backward
     there = backend.place(table, "gpu") if on_device else table

@@ -25,15 +25,13 @@ KINDS: Final = ("gelu", "relu", "swiglu")
 
 
 class LocalActivation:
-    """Activation functions of contiguous arrays. The kind is "gelu", "relu" or "swiglu".
-
-    "swiglu" maps x of shape (..., 2 w), with w gates followed by w values, to silu(gate) * value of shape (..., w).
-    """
+    """Activation functions of contiguous arrays: "gelu", "relu" or "swiglu"."""
 
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
         assert kind in KINDS, f"unknown activation {kind!r}; choose one of {', '.join(KINDS)}"
+        # swiglu: w gates, then w values; silu(gate) * value
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
         y = saved.empty(f"{name}.y", (*x.shape[:-1], width), x.dtype)
         saved.keep(f"{name}.x", x)

@@ -27,9 +27,10 @@ def output_side(side: int, stride: int) -> int:
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
     """Return the convolution, of shape (n, p, q, outputs), of n pictures x, of shape (n, h, w, inputs).
 
-    x is contiguous and must not change until the backward pass. The kernels ``PREFIX.weight``, of shape (outputs, SIZE,
-    SIZE, inputs), are centred on every pixel whose coordinates are multiples of ``stride``.
+    x is contiguous and must not change until the backward pass.
     """
+    # `PREFIX.weight`, of shape (outputs, SIZE, SIZE, inputs), is centred on every pixel whose coordinates are multiples
+    # of `stride`.
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape
     shape = samples, output_side(height, stride), output_side(width, stride), weight.shape[0]
@@ -82,7 +83,6 @@ def _as_matrix(weight: Array) -> Array:
 
 
 def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> Iterator[tuple[slice, Array]]:
-    """Yield (slice of samples, im2col array of these samples: a row per output pixel). ``shape``: output shape."""
     samples, high, wide = shape[:3]
     columns = SIZE * SIZE * x.shape[-1]
     room = (DEVICE_BYTES if is_device(x) else CACHE_BYTES) // x.dtype.itemsize
@@ -94,6 +94,7 @@ def _unfolded(x: Array, shape: tuple[int, ...], stride: int, saved: Saved) -> It
             _unfold_device(x[part], rows, high, wide, stride)
         else:
             _unfold_rows(x[part], rows, high, wide, stride)
+        # slice of samples, and their im2col array: a row per output pixel
         yield part, rows
 
 
@@ -155,10 +156,8 @@ def _fold_rows(rows: Any, dx: Any, high: Any, wide: Any, stride: Any) -> None:
 
 
 def _shifted(high: int, wide: int, height: int, width: int, stride: int) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (k, slices of outputs, slices of inputs): kernel pixel k times these inputs is added to these outputs.
-
-    ``high``, ``wide``: output size. ``height``, ``width``: input size.
-    """
+    # Kernel pixel k times the inputs is added to the outputs. Output size `high` x `wide`, input size `height` x
+    # `width`.
     for i in range(SIZE):
         for j in range(SIZE):
             outputs, inputs = [slice(None)], [slice(None)]

@@ -111,10 +111,9 @@ def _norm(
 def norm_backward(
     dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, adds: bool, *sums: tuple[Array, bool]
 ) -> None:
-    """Write the gradient of x, the input of `norm` or `rms`, to dx, or add it to dx if ``adds``.
+    """Write the gradient of x, the input of `norm` or `rms`, to dx, or add the gradient to dx if ``adds``.
 
-    ``statistics``: output of `norm` or `rms`. Pass a further argument for the gradient of the scale and, after `norm`,
-    another for the bias: a pair (array, add). If ``add``, the gradient is added to the array, else it overwrites it.
+    ``statistics``: output of `norm` or `rms`.
     """
     rows, hidden = x.shape
     blocks, centred = min(max(1, rows), ROWS), statistics.shape[1] - 1
@@ -123,6 +122,8 @@ def norm_backward(
     for start in range(0, hidden, SPAN):
         NORM.launch("norm_rows_backward", blocks, threads, dy, x, scale, statistics, dx, partial, rows, hidden, start,
                     centred, int(adds), REAL=x.dtype)  # fmt: skip
+    # `sums`: (array, add) for the gradient of the scale and, after `norm`, of the bias. If `add`, the gradient is
+    # added, else it overwrites the array.
     for number, (into, add) in enumerate(sums):
         _join(partial.reshape(-1)[number * hidden :], into, blocks, 2 * hidden, add)
 

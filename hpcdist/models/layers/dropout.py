@@ -30,27 +30,22 @@ def fits_counter(rows: int, columns: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Dropout mask of an array of shape (samples * groups, rows, columns), which may be a shard of each sample.
-
-    A group is, for example, an attention head. The mask of a whole sample has ``rows_per_sample`` rows of ``columns``
-    elements. This rank's group g begins at row ``first_row + g * pitch`` of the sample's mask. ``site`` distinguishes
-    several uses of dropout in a layer.
-    """
+    """Dropout mask of an array of shape (samples * groups, rows, columns), which may be a shard of each sample."""
 
     draw: Draw
     layer: int
-    site: int
+    site: int  # use of dropout in the layer
     rate: float
-    rows_per_sample: int
+    rows_per_sample: int  # of a whole sample's mask, with `columns` elements each
     columns: int
     first_row: int = 0
-    groups: int = 1
-    pitch: int = 0
+    groups: int = 1  # for example attention heads
+    pitch: int = 0  # local group g begins at row first_row + g * pitch of the sample's mask
 
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
         """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
 
-        ``above``, ``left``: row and column of x's first element in each group's mask. ``left`` must be a multiple of 4.
+        ``above``, ``left``: row and column of x in each group's mask.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -70,14 +65,14 @@ class Mask:
 
     @property
     def counters(self) -> tuple[int, int, int, int, int, int]:
-        """Kernel arguments of the Philox random generator: three counter words, two seed words, and the dropout limit.
+        """Kernel arguments of the Philox generator: three counter words, two seed words, and the dropout limit.
 
-        The counter words are: index of the first sample in the batch; layer and site in one number; step. A kernel
-        drops an element if its 32-bit random number is below the limit.
+        A kernel drops an element if its 32-bit random number is below the limit.
         """
         # An element is dropped if its word is below the limit: with probability ``rate``, rounded to 2^-32.
         draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
         site, key = self.layer * MAX_SITES + self.site, (draw.seed & 0xFFFFFFFF, draw.seed >> 32 & 0xFFFFFFFF)
+        # first sample in the batch; layer and site; step; seed; limit
         return draw.first_sample, site, draw.step & 0xFFFFFFFF, *key, limit
 
     @property
@@ -92,13 +87,13 @@ class Mask:
 
 
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
-    """Return the mask of one use of dropout in a layer, or None without dropout.
+    """Return the dropout mask of one use of dropout in a layer, or None without dropout.
 
-    ``saved`` has the layer's data. ``site`` identifies the use, such as `ATTENTION`. Keyword arguments set fields of
-    `Mask`: at least ``rows_per_sample`` and ``columns``.
+    ``site``: number of the use, such as `ATTENTION`. Keywords: fields of `Mask`.
     """
     if not rate or saved.draw is None:
         return None
+    # at least `rows_per_sample` and `columns`
     return Mask(draw=saved.draw, layer=saved.layer, site=site, rate=rate, **layout)
 
 

@@ -106,9 +106,9 @@ class LocalRotary:
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Rotate the heads in the first ``rotated`` columns of x in place, by rotary angles. Return x.
 
-        x is contiguous, of shape (batch, context, columns). ``rotated`` must be a multiple of ``head_size``. Raises
-        ConfigurationError for an odd ``head_size``.
+        x is contiguous, of shape (batch, context, columns).
         """
+        # `rotated` must be a multiple of `head_size`. An odd `head_size` raises ConfigurationError.
         if saved.documents is not None:
             return turn_in_documents(x, head_size, rotated, saved.documents, 1)
         return turn(x, rotated, rotary_table(x.shape[1], head_size, x), 1)
@@ -122,9 +122,9 @@ class LocalRotary:
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
     """Apply rotary angles to the first ``rotated`` columns of x in place, with positions in documents. Return x.
 
-    x is contiguous, of shape (batch, tokens, columns). Position 0 is the start of each document. ``sign``: 1, or -1 to
-    rotate back.
+    x is contiguous, of shape (batch, tokens, columns).
     """
+    # `sign` -1 rotates back.
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
     return x
@@ -133,7 +133,7 @@ def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documen
 def rotary_table(context: int, head_size: int, like: Array) -> Array:
     """Return cosines, then sines, of the rotary angles of ``context`` positions, of shape (context, head_size).
 
-    The angles are computed in float64. The table has the accumulation dtype and the device of ``like``. It is cached.
+    The cached table has the accumulation dtype and the device of ``like``.
     """
     dtype = accumulation_dtype(like.dtype)
     key = head_size, dtype, is_device(like)

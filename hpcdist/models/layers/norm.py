@@ -7,6 +7,9 @@ Upper bounds of the errors for up to a few thousand tokens, with e = machine eps
     dx       ``4 e far (|g| + (1 + |n|) rms(g)) / deviation``
     dscale   ``4 e sum(|dy| far (1 + |n|))``
     dbias    ``4 e sum |dy|``
+
+Layer norm is ``y = (x - mean) / sqrt(variance + EPSILON) * scale + bias``. RMS norm is ``y = x / sqrt(mean of squares +
+EPSILON) * scale``.
 """
 
 from typing import Any, Final
@@ -25,11 +28,7 @@ KINDS: Final = ("layer", "rms")
 
 
 class LocalNorm:
-    """Layer norm or RMS norm over the last dimension.
-
-    "layer": ``y = (x - mean) / sqrt(variance + EPSILON) * scale + bias``;
-    "rms": ``y = x / sqrt(mean of squares + EPSILON) * scale``, without a tensor ``PREFIX.bias``.
-    """
+    """Layer norm ("layer") or RMS norm ("rms") over the last dimension. RMS norm has no bias."""
 
     def forward(
         self,

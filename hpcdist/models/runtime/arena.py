@@ -82,7 +82,7 @@ class Arena:
         return index
 
     def _growing(self, nbytes: int) -> int | None:
-        """Take the largest free block that may be enlarged to ``nbytes`` bytes. Return its index, or None."""
+        # The largest free block that may be enlarged to `nbytes` bytes.
         for slot in reversed(range(bisect_left(self._free, (nbytes, -1)))):
             size, index = self._free[slot]
             if nbytes > MAX_WASTE * size:

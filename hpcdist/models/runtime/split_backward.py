@@ -107,11 +107,10 @@ def release_first_pass(saved: Saved) -> None:
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
     """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 
-    Writes the gradients, or adds them to earlier gradients of this step. ``operations``: argument of
-    `split_operations`. ``saved``: the stage's activations after backward. ``parameters`` may be freed already.
-
-    If two stages share a tensor, call this for the later stage first, and for both stages before the next micro-batch.
+    ``saved``: activations of the stage after its backward pass.
     """
+    # The gradients are written, or added to earlier gradients of this step. `parameters` may be freed already. If two
+    # stages share a tensor, the later stage comes first, and both come before the next micro-batch.
     for prefix, name in saved.deferred.items():
         dy = saved[f"{prefix}.dy"]
         if name in _LINEARS:

@@ -30,9 +30,9 @@ def zeros(*shape: int) -> np.ndarray:
 def add_squares(values: Array, digits: np.ndarray) -> None:
     """Add the squares of float32 or float64 host ``values`` exactly to the accumulator ``digits``, in place.
 
-    ``digits`` has shape (SLOTS,). Afterwards each digit is below 2^32, so accumulators of 2^31 ranks can be added.
-    Raises UsageError for other dtypes.
+    ``digits`` has shape (SLOTS,). Raises UsageError for other dtypes.
     """
+    # Afterwards each digit is below 2^32, so accumulators of 2^31 ranks can be added.
     if values.dtype == np.float32:
         _add_float32(values.view(np.uint32), digits)
     elif values.dtype == np.float64:

@@ -25,11 +25,10 @@ def adam(
     count: int,
     working: Array | None = None,
 ) -> None:
-    """Run an Adam step on the weights w, with moments m and v, and g = scale * gradient.
-
-    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  w -= rate (m' / (sqrt(v') + epsilon) + decay w)
-    m' = m / (1 - beta1^count);  v' = v / (1 - beta2^count); if count is 0, m' = m, v' = v. Scalars are keyword-only.
-    """
+    """Run one Adam step in place on ``weights`` and the moments ``m`` and ``v``."""
+    # g = scale * gradient;  m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
+    # w -= rate (m' / (sqrt(v') + epsilon) + decay w),  m' = m / (1 - beta1^count),  v' = v / (1 - beta2^count)
+    # If count is 0, m' = m and v' = v.
     scalars = (scale, *kernels.moment_factors(betas, count), epsilon)
     if isinstance(decay, TensorOptions):
         kernels.launch_update("adam", weights, gradient, (m, v), working, decay, *scalars, rate)
@@ -57,11 +56,9 @@ def momentum(
     decay: float | TensorOptions,
     working: Array | None = None,
 ) -> None:
-    """Run a momentum step on the weights w, with g = scale * gradient + decay * w.
-
-    velocity = momentum * velocity + g;  w -= rate * velocity. If the keyword-only ``nesterov`` is True:
-    w -= rate * (g + momentum * velocity). ``scale``, ``decay``, ``momentum`` and ``rate`` are keyword-only.
-    """
+    """Run one SGD step with momentum in place on ``weights`` and ``velocity``."""
+    # g = scale * gradient + decay * w;  velocity = momentum * velocity + g;  w -= rate * velocity
+    # With Nesterov momentum: w -= rate * (g + momentum * velocity).
     g_share, v_share = kernels.shares_of_step(momentum, nesterov)
     scalars = (scale, momentum, g_share, v_share)
     if isinstance(decay, TensorOptions):

@@ -47,16 +47,14 @@ def launch_adam_direction(
     gradient: Array,
     m: Array,
     v: Array,
-    step: Array,
-    partial: Array,
-    tensors: TensorOptions,
-    *scalars: float,
+    step: Array,  # may be the gradient array
+    partial: Array,  # result of `partial_sums`
+    tensors: TensorOptions,  # weight decays
+    *scalars: float,  # factor of the gradient, the six results of `moment_factors`, epsilon
 ) -> None:
-    """Update Adam's m and v on a GPU. Write the update direction, without the learning rate, to ``step``.
+    """Update Adam's m and v on a GPU, and write the update direction (without learning rate) to ``step``.
 
-    ``step`` may be the gradient array. The squares of ``weights`` and ``step`` are added to ``partial``, a result of
-    `partial_sums`. ``tensors`` has the weight decays. Arguments after ``tensors``: a factor for ``gradient``, the six
-    results of `moment_factors`, and epsilon.
+    The squares of ``weights`` and ``step`` are added to ``partial``.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -66,24 +64,21 @@ def launch_scaled_direction(
 ) -> None:
     """Write ``scale`` times ``gradient`` to ``step`` on a GPU, and sum squares of ``weights`` and ``step``.
 
-    The sums are added to ``partial``, a result of `partial_sums`. ``tensors`` has the range of each tensor.
+    The sums are added to ``partial``, a result of `partial_sums`.
     """
     _launch("scaled_direction", weights, gradient, (step, partial), step, tensors, (), (scale,))
 
 
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
-    """Return a zeroed GPU array of shape (rows, 2), for partial sums of squares of weights and of their updates.
-
-    The weights are a flat vector of ``size`` elements with ``tensors`` tensors. The sums have the same bits if the
-    vector is processed in ranges that are split at multiples of `TILE` elements.
-    """
+    """Return a zeroed GPU array for partial sums of squares of weights and updates, one pair per row."""
+    # The sums have the same bits if the flat vector is processed in ranges that are split at multiples of `TILE`.
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
 
 def tensor_sums(partial: Array, tensors: TensorOptions) -> Array:  # (tensors, 2)
-    """Return each tensor's sums of squares of weights and of updates, as a float64 array of shape (tensors, 2).
+    """Return each tensor's sums of squares of weights and of updates, as float64 of shape (tensors, 2).
 
-    ``partial``: partial sums from `partial_sums`. ``tensors``: range of each tensor in the flat parameter vector.
+    ``partial``: sums from `partial_sums`. ``tensors``: flat range of each tensor.
     """
     sums = namespace(partial).empty((len(tensors.bounds), 2), np.float64)
     CUDA_SOURCE.launch("tensor_sums", len(sums), THREADS, partial, sums, tensors.bounds, **_types(sums, sums, sums))
@@ -96,20 +91,19 @@ def launch_update(
     gradient: Array,
     slots: Sequence[Array],
     working: Array | None,
-    tensors: TensorOptions,
+    tensors: TensorOptions,  # weight decay and rate factor of each tensor
     *scalars: float,
 ) -> None:
     """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
-    ``slots``: arrays of optimizer state. ``working``: array for the rounded weights, or None. ``tensors``: each
-    tensor's weight decay and rate factor. ``scalars``: further arguments. "scale" multiplies the gradient. Kernels:
-
-    "adam": slots m and v; scalars scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
-    "momentum": slot velocity; scalars scale, momentum, a, b, rate, for the step a * gradient + b * velocity.
-    "plain": no slot; scalars scale, rate.
-    "descend": no slot, no scalar. The gradient is an update direction, and rate factors are learning rates.
-    "descend_with_velocity": slot velocity; scalar momentum. Gradient and rate factors as for "descend".
+    ``slots``: arrays of optimizer state. ``working``: array for the rounded weights, or None.
     """
+    # Kernels, with their slots and scalars ("scale" multiplies the gradient):
+    # "adam": m and v; scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
+    # "momentum": velocity; scale, momentum, a, b, rate, for the step a * gradient + b * velocity.
+    # "plain": no slot; scale, rate.
+    # "descend": no slot, no scalar. The gradient is an update direction, and rate factors are learning rates.
+    # "descend_with_velocity": as "descend", with slot velocity and scalar momentum.
     # Without a working copy the kernel gets the weights instead, and a flag.
     copy = weights if working is None else working
     _launch(name, weights, gradient, (*slots, copy), copy, tensors, (int(working is not None),), scalars)
@@ -169,11 +163,9 @@ def adam_direction(
     decay: float,
     count: int,
 ) -> None:
-    """Update Adam's m and v with scale * gradient. Write the update direction to ``gradient``.
-
-    The direction is m^ / (sqrt(v^) + epsilon) + decay * weights. m^ and v^ are m and v, bias-corrected if ``count``,
-    the number of applied updates, is positive. All arguments after ``v`` are keyword-only.
-    """
+    """Update Adam's m and v, and overwrite ``gradient`` with the update direction."""
+    # The direction is m' / (sqrt(v') + epsilon) + decay * weights, with the gradient scale * gradient. m' and v' are m
+    # and v, bias-corrected if ``count``, the number of applied updates, is positive.
     scalars = (scale, *moment_factors(betas, count), epsilon, decay)
     run = _adam_ufuncs if is_device(weights) else _adam_loop
     run(weights, gradient, m, v, *map(weights.dtype.type, scalars))
@@ -227,11 +219,9 @@ def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, cor
 def momentum_direction(
     weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    """Update ``velocity``, and overwrite ``gradient`` with the momentum step.
-
-    g = scale * gradient + decay * weights;  velocity = momentum * velocity + g. The step is the velocity or, if the
-    keyword-only ``nesterov`` is True, g + momentum * velocity.
-    """
+    """Update ``velocity``, and overwrite ``gradient`` with the momentum step."""
+    # g = scale * gradient + decay * weights; velocity = momentum * velocity + g. The step is the velocity or, with
+    # Nesterov momentum, g + momentum * velocity.
     g_share, v_share = shares_of_step(momentum, nesterov)
     run = _momentum_ufuncs if is_device(weights) else _momentum_loop
     run(weights, gradient, velocity, *map(weights.dtype.type, (scale, momentum, g_share, v_share, decay)))
@@ -312,9 +302,9 @@ def sum_of_squares(values: Array) -> Any:
 def add_squares(values: Any, sums: Any, phase: Any) -> None:
     """Add the squares of the host array ``values``, float32 or float64, to the `LANES` float64 ``sums``.
 
-    Element i goes to ``sums[(phase + i) % LANES]``. Several calls for one tensor give the same bits as a single call,
-    if ``phase`` is the index in the tensor of ``values[0]``, modulo LANES.
+    Element i goes to ``sums[(phase + i) % LANES]``.
     """
+    # If phase is the index of values[0] in its tensor, modulo LANES, several calls give the same bits as one call.
     # First complete the row of lanes that the previous block left. Then element k of each row goes to lane k, without a
     # modulus. The last row may be shorter.
     head = min((LANES - phase) % LANES, values.size)

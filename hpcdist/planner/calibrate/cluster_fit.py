@@ -148,10 +148,7 @@ def _device(base: Cluster, measurements: ClusterMeasurements, lines: list[str]) 
 def _links(
     base: Cluster, measurements: ClusterMeasurements, lines: list[str]
 ) -> tuple[tuple[MeasuredFit, ...], tuple[LinkLevel, ...], tuple[str, ...]]:
-    """Return the time fits of all operations, the link levels, and remarks on the links for the user.
-
-    Without measured messages, the links of ``base`` are used. Appends a description of each fit to ``lines``.
-    """
+    # Without measured messages, the links of ``base`` are used. A description of each fit is appended to ``lines``.
     fits: list[MeasuredFit] = []
     levels: list[TimingSeries] = []
     for series in measurements.series:
@@ -229,7 +226,6 @@ def _fit(series: TimingSeries, pieces: FittedPieces) -> MeasuredFit:
 def _sources(
     base: Cluster, measurements: ClusterMeasurements, remarks: Sequence[str], *, measured_links: bool
 ) -> dict[str, str]:
-    """Return the source of each section of a cluster file: "measured ..." or "assumption: ...", keyed by section."""
     measured = f"measured on {measurements.date}" + (f" with {measurements.by}" if measurements.by else "")
     assumed = f"assumption: as in {base.name}"
     device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]

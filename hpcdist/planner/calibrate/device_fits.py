@@ -74,11 +74,9 @@ def product_seconds(fitted: FittedCurve, product: MeasuredProduct) -> float:
 
 
 def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
-    """Fit the efficiency curve of a device to measured matrix products of one dtype.
+    """Fit the efficiency (FLOP rate / peak rate) of matrix products of one dtype, as a function of size.
 
-    Efficiency is the FLOP rate divided by the highest FLOP rate. The logarithm of the efficiency is piecewise linear in
-    the logarithm of `MeasuredProduct.size`. The fit minimises the Huber loss. Every third product, in order of size, is
-    left out to measure the error. Raises UsageError for fewer than `LEAST_SIZES` different sizes.
+    Raises UsageError for fewer than `LEAST_SIZES` different sizes.
     """
     ordered = sorted(products, key=lambda product: product.size)
     bad = next((product for product in ordered if not (math.isfinite(product.seconds) and product.seconds > 0)), None)
@@ -93,6 +91,8 @@ def fit_curve(products: Sequence[MeasuredProduct]) -> FittedCurve:
             "matrix products of fewer sizes; measure matrix products of more sizes"
         )
     # The smallest and the largest size are fitted: the curve is not extrapolated.
+    # Every third product, in order of size, is left out to measure the error. The fit is piecewise linear in the
+    # logarithms of size and efficiency, and minimises the Huber loss.
     unseen = tuple(product for number, product in enumerate(ordered) if number % 3 == 1 and number < len(ordered) - 1)
     fitted = [product for product in ordered if product not in unseen]
     peak = max(product.flops / product.seconds for product in ordered)

@@ -62,13 +62,12 @@ class FittedPieces:
 
 
 def fit_pieces(nbytes: Sequence[float], seconds: Sequence[float], always: Sequence[float] = ()) -> FittedPieces:
-    """Fit a piecewise linear function of the size in bytes to the message times ``seconds``.
+    """Fit a piecewise linear function of the message size to the message times ``seconds``.
 
-    ``nbytes``: size of each message. The fit uses the median time of each size. Every second size is left out of the
-    fit, to measure the error of the fit. The largest size and the sizes in ``always`` are always fitted. Raises
-    UsageError for fewer than `LEAST_SIZES` sizes, or for invalid times.
+    ``always``: sizes in bytes that must be fitted. Raises UsageError for invalid data.
     """
     sizes, times = _medians(nbytes, seconds)
+    # Every second size is left out, to measure the error of the fit. The largest size is always fitted.
     fitted = _fitted(np.isin(sizes, always))
     rest = np.setdiff1d(np.arange(len(sizes)), fitted)
     pieces = _best(sizes[fitted], times[fitted])
@@ -146,12 +145,10 @@ def _criterion(loss: float, points: int, lines: int) -> float:
 
 
 def weighted_line(sizes: np.ndarray, times: np.ndarray) -> tuple[FittedLine, float]:
-    """Fit a line to ``times`` against ``sizes``. Return the line and its Huber loss of relative errors. Local.
-
-    Uses iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Intercept and slope are at least 0.
-    """
+    """Fit a line to ``times`` against ``sizes``. Return the line and its Huber loss of relative errors. Local."""
     weights = np.ones(len(sizes))
     line = FittedLine(float(np.median(times)), 0.0)
+    # Iterative reweighting (P. J. Huber, Ann. Math. Stat. 35 (1964) 73-101). Intercept and slope are at least 0.
     for _ in range(TURNS):
         line = _least_squares(sizes / times, 1.0 / times, weights)  # divided by times: relative differences
         deviation = np.abs((line.latency_s + line.s_per_byte * sizes) / times - 1.0)

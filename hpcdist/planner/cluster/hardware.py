@@ -71,9 +71,9 @@ _BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # ambiguous: bit
 
 
 def parse(text: str, dimension: str) -> float:
-    """Parse a quantity such as "80 GiB" into the base unit: bytes, B/s, FLOP/s, s, s/B, W or g/kWh.
+    """Parse a quantity such as "80 GiB" into its base unit, such as bytes or s.
 
-    ``dimension`` is a key of `UNITS`. Raises ConfigurationError for an invalid number or unit.
+    ``dimension``: a key of `UNITS`. Raises ConfigurationError for an invalid number or unit.
     """
     units = UNITS[dimension]
     example = f"{_NAMES[dimension]} such as {EXAMPLES[dimension]}"
@@ -135,16 +135,13 @@ def _wrong(unit: str, dimension: str) -> str:
 
 
 class QuantityField(NamedTuple):
-    """Rules for a field of a cluster file: its name, the type of its value, and inclusive bounds in base units.
-
-    ``kind``: "count", "number", "text", or a quantity such as "time". ``zero``: 0 is allowed despite the bounds.
-    """
+    """Rules for a field of a cluster file: its name, type and inclusive bounds."""
 
     key: str
-    kind: str = "text"
-    low: float = 0.0
+    kind: str = "text"  # "count", "number", "text", or a quantity such as "time"
+    low: float = 0.0  # bounds are in base units
     high: float = math.inf
-    zero: bool = False
+    zero: bool = False  # 0 is allowed despite the bounds
 
 
 ACCELERATOR_FLOPS: Final = 10e12
@@ -154,10 +151,9 @@ OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyCurve:
-    """Fraction of the peak FLOP rate that matrix products reach, by the size of the product.
+    """Fraction of the peak FLOP rate that matrix products reach, as a function of the product size."""
 
-    Size of (m, k) times (k, n): the harmonic mean of m, k and n. Between sizes, the fraction is linear in log(size).
-    """
+    # Size of (m, k) times (k, n): the harmonic mean of m, k and n. Between sizes, the fraction is linear in log(size).
 
     sizes: Annotated[tuple[float, ...], QuantityField("sizes", "number", 1, 1e6)]
     shares: Annotated[tuple[float, ...], QuantityField("shares", "number", 1e-6, 1)]
@@ -165,26 +161,23 @@ class EfficiencyCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Computing device: a GPU, a die of a GPU, or a CPU core.
-
-    - ``peak_flops``, ``matmul``: peak FLOP/s, and efficiency curve of matrix products, by data type.
-    - ``memory_share``: fraction of the memory bandwidth that elementwise kernels reach.
-    - ``attention_share``: fraction of the peak FLOP/s that fused attention reaches.
-    - ``kernel_s``: time between two kernels.
-    - ``best_mfu``: highest published MFU on such devices, 0 if unknown.
-    """
+    """Computing device: a GPU, a die of a GPU, or a CPU core."""
 
     name: str
-    peak_flops: Annotated[Mapping[str, float], QuantityField("flops", "flops", 100e6, 1e18)]
-    matmul: Mapping[str, EfficiencyCurve]
+    peak_flops: Annotated[Mapping[str, float], QuantityField("flops", "flops", 100e6, 1e18)]  # FLOP/s by data type
+    matmul: Mapping[str, EfficiencyCurve]  # efficiency of matrix products by data type
     memory_bytes: Annotated[float, QuantityField("memory", "bytes", 64e6, 64e12)]
     memory_bytes_per_s: Annotated[float, QuantityField("memory_bandwidth", "bandwidth", 100e6, 1e15)]
+    # Fraction of the memory bandwidth that elementwise kernels reach.
     memory_share: Annotated[float, QuantityField("memory_share", "number", 0.01, 1)] = 0.8
+    # Fraction of the peak FLOP/s that fused attention reaches.
     attention_share: Annotated[float, QuantityField("attention_share", "number", 0.001, 1)] = 0.4
+    # Time between two kernels.
     kernel_s: Annotated[float, QuantityField("kernel", "time", 1e-9, 10e-3, zero=True)] = 0.0
     reserved_bytes: Annotated[float, QuantityField("reserved", "bytes", 0, 1e12, zero=True)] = 0.0
     idle_w: Annotated[float, QuantityField("idle", "power", 0, 5e3, zero=True)] = 0.0
     peak_w: Annotated[float, QuantityField("peak", "power", 0.1, 20e3, zero=True)] = 0.0
+    # Highest published MFU on such devices; 0: unknown.
     best_mfu: Annotated[float, QuantityField("best_mfu", "number", 0.01, 1, zero=True)] = 0.0
 
     @property
@@ -195,38 +188,36 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """Level of the network: links that join groups of ``devices`` consecutive devices (0: one group of all devices).
+    """Network links that join groups of ``devices`` consecutive devices (0: one group of all devices).
 
-    Two devices communicate over the fastest level that joins them. ``bytes_per_s``: rate of a device in one direction
-    while all devices send. ``alone_bytes_per_s``: rate of a device that sends alone (0: the same).
+    Two devices communicate over the fastest link level that joins them.
     """
 
     name: str
     devices: Annotated[int, QuantityField("devices", "count", 2, 1e7, zero=True)]
     latency_s: Annotated[float, QuantityField("latency", "time", 10e-9, 100e-3)]
+    # Rate of a device in one direction while all devices send.
     bytes_per_s: Annotated[float, QuantityField("bandwidth", "bandwidth", 1e6, 100e12)]
+    # Rate of a device that sends alone (0: ``bytes_per_s``).
     alone_bytes_per_s: Annotated[float, QuantityField("alone_bandwidth", "bandwidth", 1e6, 100e12, zero=True)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFit:
-    """Fitted time of an operation: latency_s[i] + bytes * s_per_byte[i], where i is the index of a size range.
-
-    Range i ends at ``until_bytes[i]``; the first range starts at ``from_bytes``. ``error``: largest relative error at
-    sizes not used for the fit. ``level``: name of the slowest `LinkLevel` between the ranks. ``library``: "mpi",
-    "nccl", or "" for any library.
-    """
+    """Fitted time of an operation: latency_s[i] + bytes * s_per_byte[i], where i is the index of a size range."""
 
     operation: str  # one of `OPERATIONS`
     ranks: Annotated[int, QuantityField("ranks", "count", 1, 1e7)]
-    until_bytes: Annotated[tuple[float, ...], QuantityField("until", "bytes", 1, 1e15)]
+    until_bytes: Annotated[tuple[float, ...], QuantityField("until", "bytes", 1, 1e15)]  # Ends of the size ranges.
     latency_s: Annotated[tuple[float, ...], QuantityField("latency", "time", 1e-9, 10, zero=True)]
     s_per_byte: Annotated[tuple[float, ...], QuantityField("slowness", "slowness", 1e-15, 1e-3, zero=True)]
     algorithm: str = "auto"
-    level: str = ""
+    level: str = ""  # slowest `LinkLevel` between the ranks
+    # Start of the first size range.
     from_bytes: Annotated[float, QuantityField("from", "bytes", 0, 1e15, zero=True)] = 0.0
+    # largest relative error at sizes not used for the fit
     error: Annotated[float, QuantityField("error", "number", 0, 1e9, zero=True)] = 0.0
-    library: str = ""
+    library: str = ""  # "mpi", "nccl", or "" for any
 
 
 @dataclass(frozen=True, kw_only=True)

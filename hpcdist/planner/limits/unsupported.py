@@ -32,7 +32,7 @@ _SELECTIVE: Final = (
 
 
 def _may_refuse(rule: Rule) -> bool:
-    """Return True if the recipe rule ``rule`` can reject a layout of the planner, so that it must be checked."""
+    # True if the recipe rule can reject a layout of the planner, so that the rule must be checked.
     constant = {key: value for key, value in _DEFAULTS.items() if key not in (*_KEYS.values(), *_FOLLOWING)}
     derived_values = rules.derived({**_DEFAULTS, **dict.fromkeys(_KEYS.values(), "")})
     conditions = {**rule.conditions, **rule.given}

@@ -35,31 +35,22 @@ HALF_BYTES: Final = 2
 
 
 class UnitActivations(NamedTuple):
-    """Activation bytes of one model unit (such as a transformer block) per sample.
+    """Activation bytes of one model unit (such as a transformer block) per sample."""
 
-    ``kept``: stored from forward to backward. ``held``: stored until the weight gradients are computed, if backward
-    computes them after the input gradients. ``again``: more bytes during recomputation. ``border``: the unit's input.
-    """
-
-    kept: float
-    held: float = 0.0
-    again: float = 0.0
-    border: float = 0.0
+    kept: float  # stored from forward to backward
+    held: float = 0.0  # stored until a separate weight-gradient pass
+    again: float = 0.0  # more bytes during recomputation
+    border: float = 0.0  # the unit's input
 
 
 class BlockActivations(NamedTuple):
-    """Activation bytes of a transformer block before they are sharded.
+    """Activation bytes of a transformer block before they are sharded."""
 
-    ``between``: activations that tensor ranks replicate. ``cut``: activations that tensor ranks shard. ``scores``:
-    attention scores. ``held_between``, ``held_cut``: replicated and sharded activations that a split backward keeps
-    until it computes the weight gradients.
-    """
-
-    between: float
-    cut: float
-    scores: float
-    held_between: float
-    held_cut: float
+    between: float  # replicated by tensor ranks
+    cut: float  # sharded by tensor ranks
+    scores: float  # attention scores
+    held_between: float  # replicated, kept by a split backward for the weight gradients
+    held_cut: float  # sharded, kept by a split backward for the weight gradients
 
 
 def itemsize(layout: ParallelLayout) -> int:
@@ -135,7 +126,7 @@ def _published(
 
 
 def _published_block(shape: TransformerShape, tokens: float, size: int) -> BlockActivations:
-    """Return a block's activation bytes for ``tokens`` tokens (arXiv:2205.05198). ``size``: bytes per element."""
+    # The formulas of arXiv:2205.05198. ``size``: bytes per element.
     hidden, wide, often = shape.hidden, inner(shape), shape.experts_per_token
     kv = (shape.kv_heads or shape.heads) * hidden // shape.heads
     rises = 2 * wide if shape.gated else wide
@@ -179,7 +170,7 @@ def _ours(
 
 
 def _held(unit: ModelUnit) -> tuple[KeptArray, ...]:
-    """Return the arrays of ``unit`` that a split backward keeps for the later pass with the weight gradients."""
+    # These arrays are kept between the input-gradient and the weight-gradient pass of a split backward.
     assert unit.counted is not None
     if unit.name == "embedding":
         return unit.counted.kept[:1]
@@ -204,7 +195,7 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
     """Return the bytes that a rank sends to experts per micro-batch, for the model unit with the most bytes.
 
-    ``present``: indices in ``description`` of the model units (such as transformer blocks) of the rank.
+    ``present``: indices of the rank's model units.
     """
     if layout.expert == 1:
         return 0.0
@@ -239,10 +230,10 @@ def scratch_of(
 ) -> float:
     """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
 
-    ``present``: indices of the device's model units. Temporary arrays of the same name share memory. Keyword-only
-    ``accumulates`` True adds a temporary weight gradient, to sum several micro-batches. Float32 copies of 16-bit
-    parameters and gradients are not included.
+    ``present``: indices of the device's model units. Keyword-only ``accumulates``: True with several micro-batches.
     """
+    # Temporary arrays of the same name share memory. Accumulation adds a temporary weight gradient. Float32 copies of
+    # 16-bit parameters and gradients are not included.
     adds = accumulates and layout.computes_in == layout.precision
     sizes = layout.tensor, layout.context, itemsize(layout), layout.sequence_parallel, layout.microbatch
     return _scratch(description, present, *sizes, adds, layout.expert)

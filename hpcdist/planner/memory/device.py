@@ -38,12 +38,11 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the micro-batches in flight on pipeline rank ``rank`` at times when its memory use may peak. Local.
+    """Return the numbers of micro-batches in flight on pipeline rank ``rank`` when its memory use may peak. Local.
 
-    For each such time, the result has one `LiveMicroBatches` per model chunk of the rank. ``microbatches``: number per
-    step. ``chunks``: number per rank. Keyword-only ``recompute``: True if activations are recomputed. Raises
-    ConfigurationError if the schedule is read from a file or does not support these arguments.
+    Raises ConfigurationError for an unsupported schedule.
     """
+    # The result has one `LiveMicroBatches` per model chunk of the rank, for each such time.
     if schedule == FILE:
         raise ConfigurationError(
             f"the planner cannot compute the activation memory of the schedule {schedule!r}, whose passes come from a "
@@ -98,43 +97,33 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Model units (such as transformer blocks) and numbers of parameters of pipeline rank ``rank``.
+    """Model units and parameter counts of pipeline rank ``rank``."""
 
-    Units are given as indices in the model description. Dense parameters are all parameters outside experts.
-
-    ``whole``: dense parameters that are replicated over the tensor axis.
-    ``cut``: dense parameters that the tensor axis shards, before sharding.
-    ``experts``: expert parameters, before sharding.
-    ``copied``: tied parameters of this rank that another rank also has.
-    ``longest``, ``longest_experts``: dense and expert parameters of the unit with the most parameters.
-    ``longest_dense``: largest number of dense parameters in a unit.
-    ``chunks``: per model chunk, (first unit, ((unit, number of identical units in the chunk), ...)).
-    ``present``: all units of the rank.
-    ``borders``: units whose inputs this rank sends or receives as pipeline messages.
-    """
+    # Units are given as indices in the model description. Dense parameters are all parameters outside experts.
 
     rank: int
-    whole: float
-    cut: float
-    experts: float
-    copied: float
-    longest: float
-    longest_experts: float
-    longest_dense: float
+    whole: float  # dense, replicated over the tensor axis
+    cut: float  # dense, sharded by the tensor axis; number before sharding
+    experts: float  # before sharding
+    copied: float  # tied parameters that another rank also has
+    longest: float  # dense parameters of the unit with the most parameters
+    longest_experts: float  # expert parameters of the same unit
+    longest_dense: float  # most dense parameters of a unit
+    # Per chunk: (first unit, ((unit, number of identical units in the chunk), ...)).
     chunks: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    present: tuple[int, ...]
-    borders: tuple[int, ...]
+    present: tuple[int, ...]  # all units of the rank
+    borders: tuple[int, ...]  # units whose inputs are pipeline messages of this rank
 
 
 @lru_cache(maxsize=8192)
 def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, ...]:
     """Return the `PipelinePart` of each pipeline rank whose memory use may be the highest. Local.
 
-    Of several ranks with equal layers, only the first and the last are included. ``cut``: fields of a
-    `ParallelLayout` that determine the pipeline stages.
+    ``cut``: fields of a `ParallelLayout` that determine the pipeline stages.
     """
     ends: dict[tuple[UnitGroup, ...], tuple[int, int]] = {}
     for rank, shares in enumerate(stages_of_split(description, cut)):
+        # Of several ranks with equal layers, only the first and the last are included.
         ends[shares] = ends.get(shares, (rank, rank))[0], rank
     ranks = sorted({rank for both in ends.values() for rank in both})
     return tuple(part_of(description, cut, rank) for rank in ranks)
@@ -199,31 +188,23 @@ Alive = tuple[tuple[int, Count], ...]  # (unit index, count)
 
 
 class StepMemory(NamedTuple):
-    """Memory of a pipeline rank that does not depend on the micro-batch size, in bytes.
-
-    ``messages``: buffers of collectives over the data axis. ``scratch``: temporary copies of the parameters and
-    gradients of the largest layer or block.
-    """
+    """Memory of a pipeline rank that does not depend on the micro-batch size, in bytes."""
 
     parameters: float
     gradients: float
     optimizer: float
-    messages: float
-    scratch: float
+    messages: float  # buffers of data-axis collectives
+    scratch: float  # copies of parameters and gradients of the largest layer or block
     total: float
 
 
 class MicrobatchMemory(NamedTuple):
-    """Bytes on a pipeline rank that depend on the size or number of micro-batches.
-
-    ``messages``: buffers of pipeline messages and expert all-to-alls. ``scratch``: temporary arrays. ``added``:
-    additional temporary arrays if gradients are accumulated over micro-batches.
-    """
+    """Bytes on a pipeline rank that depend on the size or number of micro-batches."""
 
     activations: float
-    messages: float
-    scratch: float
-    added: float
+    messages: float  # pipeline messages and expert all-to-alls
+    scratch: float  # temporary arrays
+    added: float  # more temporary arrays if gradients are accumulated
     total: float  # without ``added``
 
 
@@ -327,10 +308,7 @@ def _passing(
 
 
 def _scratch(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> tuple[float, float]:
-    """Return the bytes of a device's temporary arrays, and the additional bytes that gradient accumulation needs.
-
-    ``present``: indices in ``description`` of the device's layers or blocks.
-    """
+    # Returns the bytes of temporary arrays, and the additional bytes that gradient accumulation needs.
     if layout.implementation == "hpcdist" or description.shape is None:
         once = scratch_of(description, layout, present, accumulates=False)
         return once, scratch_of(description, layout, present, accumulates=True) - once

@@ -91,7 +91,7 @@ def _states(
 
 
 def _owed(compression: str, precision: str, replicas: int) -> float:
-    """Return the bytes per parameter of a device's error-feedback residuals of gradient compression."""
+    # Bytes per parameter of error-feedback residuals.
     if compression == "onebit":
         return FLOAT32 + FLOAT32 / replicas
     return FLOAT32 * (2 if precision in HALVES else 1)
@@ -129,12 +129,9 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of temporary copies of the parameters and gradients of a layer with ``longest`` parameters.
-
-    ZeRO-3 gathers the parameters of a layer. ZeRO-2 and ZeRO-3 sum the layer's gradients. If hpcdist computes in
-    float32 with 16-bit parameters, float32 copies of the layer's parameters and gradients are added.
-    """
+    """Return the bytes of temporary copies of the parameters and gradients of a layer with ``longest`` parameters."""
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
+    # ZeRO-3 gathers a layer's parameters. ZeRO-2 and ZeRO-3 sum its gradients. Mixed precision adds float32 copies.
     if layout.data * layout.context > 1:
         each += size.parameter * (stage >= 3) + size.gradient * (stage >= 2)
     if layout.implementation == "hpcdist" and layout.computes_in != layout.precision:
@@ -145,8 +142,7 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
     """Return the bytes of a device's buffers for hpcdist's collectives over the data axis.
 
-    ``parameters``: number of parameters on the device. ``longest``: number of parameters of the largest layer, before
-    tensor sharding. ``bucket_bytes``: size of a gradient bucket.
+    ``longest``: number of parameters of the largest layer, before tensor sharding.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor

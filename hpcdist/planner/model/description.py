@@ -11,34 +11,26 @@ if TYPE_CHECKING:
 
 
 class ProductShape(NamedTuple):
-    """Matrix product per sample: an input of shape (rows, inner) times a weight of shape (inner, columns).
-
-    ``cut``: dimension of the weight that tensor parallelism shards: "columns", "inner" or "". ``experts``: number of
-    experts with such a weight, or 1. ``share``: fraction of the experts that process each input row.
-    """
+    """Matrix product per sample: an input of shape (rows, inner) times a weight of shape (inner, columns)."""
 
     rows: int
     inner: int
     columns: int
-    cut: str = ""
-    experts: int = 1
-    share: float = 1.0
+    cut: str = ""  # weight dimension that tensor parallelism shards: "columns", "inner" or ""
+    experts: int = 1  # number of such weights
+    share: float = 1.0  # fraction of the experts that process each input row
 
 
 class AttentionShape(NamedTuple):
-    """Attention of ``heads`` heads of size ``size`` over ``context`` tokens.
-
-    ``pairs``: visible query-key pairs per head and sample. ``window``: sliding window in tokens, 0: unlimited.
-    ``within``: query-key pairs inside packed documents, without a causal mask; 0 for other samples.
-    """
+    """Attention of ``heads`` heads of size ``size`` over ``context`` tokens."""
 
     heads: int
     kv_heads: int
     size: int
     context: int
-    pairs: float
-    window: int = 0
-    within: float = 0
+    pairs: float  # visible query-key pairs per head and sample
+    window: int = 0  # sliding window in tokens; 0: unlimited
+    within: float = 0  # query-key pairs inside packed documents, without a causal mask; 0: not packed
 
     @property
     def every_pair(self) -> float:
@@ -50,25 +42,21 @@ class AttentionShape(NamedTuple):
 class ModelUnit:
     """Group of ``count`` identical consecutive layers: an embedding, transformer blocks, a head, or layers of an mlp.
 
-    All values but ``count`` are for one layer.
-    ``cut_parameters``: number of the ``parameters`` that the tensor axis shards.
-    ``expert_parameters``: number of the ``parameters`` that the expert axis shards.
-    ``moved``: elements per sample that elementwise operations of the forward pass read and write.
-    ``moved_cut``: number of these elements that the tensor axis shards even without sequence parallelism.
-    ``counted``: FLOPs and array sizes in the implementation of hpcdist, or None if unknown.
+    All other values are for one layer.
     """
 
     name: str
     count: int
     parameters: int
-    cut_parameters: int = 0
-    expert_parameters: int = 0
+    cut_parameters: int = 0  # sharded by the tensor axis, included in ``parameters``
+    expert_parameters: int = 0  # sharded by the expert axis, included in ``parameters``
     products: tuple[ProductShape, ...] = ()
     attention: AttentionShape | None = None
-    moved: float = 0.0
-    moved_cut: float = 0.0
+    moved: float = 0.0  # elements per sample that elementwise forward operations read and write
+    moved_cut: float = 0.0  # the part of ``moved`` that the tensor axis shards without sequence parallelism
     kernels: int = 1  # launched in forward
     first: bool = False  # the input is data and needs no gradient
+    # FLOPs and array sizes in hpcdist; None: unknown
     counted: "Counted | None" = field(default=None, compare=False, repr=False)
 
     def __hash__(self) -> int:
@@ -78,12 +66,7 @@ class ModelUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """Sizes of a transformer, with the names of `hpcdist.models.config.ModelConfig`.
-
-    ``gated``: the feed-forward has three matrices (SwiGLU). ``experts``: feed-forwards per block.
-    ``experts_per_token``: experts that process each token. ``shared_experts``: width of a feed-forward for all tokens,
-    as a multiple of an expert's width.
-    """
+    """Sizes of a transformer, with the names of `hpcdist.models.config.ModelConfig`."""
 
     layers: int
     hidden: int
@@ -93,10 +76,10 @@ class TransformerShape:
     kv_heads: int = 0
     window: int = 0
     feed_forward: int = 0
-    gated: bool = False
-    experts: int = 1
-    experts_per_token: int = 1
-    shared_experts: int = 0
+    gated: bool = False  # the feed-forward has three matrices (SwiGLU)
+    experts: int = 1  # feed-forwards per block
+    experts_per_token: int = 1  # experts that process each token
+    shared_experts: int = 0  # width of a feed-forward for all tokens / width of an expert
     tied: bool = True
     positions: str = "learned"
     norm: str = "layer"
@@ -107,19 +90,15 @@ class TransformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Model as a list of units (groups of equal layers). ``tokens``: tokens per sample, 1 for pictures and table rows.
-
-    ``shape``: sizes of a transformer, or None for other models. ``sample_bytes``: bytes read from storage per sample,
-    or 0 for four bytes per token.
-    """
+    """Model as a list of units (groups of equal layers)."""
 
     name: str
     units: tuple[ModelUnit, ...]
-    tokens: int
+    tokens: int  # per sample; 1 for pictures and table rows
     width: int  # elements per token between blocks
     tied_parameters: int = 0  # parameters of the first unit that the last unit shares
-    shape: TransformerShape | None = None
-    sample_bytes: int = 0
+    shape: TransformerShape | None = None  # None for models that are not transformers
+    sample_bytes: int = 0  # read from storage per sample; 0: four bytes per token
 
     def __hash__(self) -> int:
         """Hash only a few fields of the model: a hash over all units would take longer than a cache lookup."""

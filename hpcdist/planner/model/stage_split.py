@@ -202,7 +202,7 @@ def chunks_of_split(description: ModelDescription, cut: SplitKey) -> tuple[Stage
 
 
 def _even(blocks: int, parts: int) -> list[int]:
-    """Split a transformer of ``blocks`` blocks evenly into ``parts`` ranges of units. Return the range bounds."""
+    # Bounds of ``parts`` even ranges of a transformer's units: embedding, blocks, head.
     units = blocks + 2
     if blocks % parts:  # the embedding and the head each count as a block
         return [units * number // parts for number in range(parts + 1)]
@@ -218,7 +218,7 @@ def _by_operations(weights: Sequence[float], owners: Sequence[int]) -> list[int]
 
 
 def _filled(weights: Sequence[float], parts: int) -> list[int]:
-    """Split units with these ``weights`` into ``parts`` ranges with the least maximum sum. Return the range bounds."""
+    # Bounds of ``parts`` ranges with the least maximum sum of weights.
     sums = [0.0, *accumulate(weights)]
 
     def up_to(limit: float) -> list[int] | None:
@@ -280,11 +280,11 @@ def recomputes_ahead(layout: ParallelLayout) -> bool:
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
     """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
 
-    - Full recomputation, in Megatron-LM or on one rank: all units except the first and the last unit of the model.
-    - Full recomputation in hpcdist on several pipeline ranks: all units. 1f1b and interleaved: not the last chunk.
-    - Selective recomputation: units with attention. In hpcdist, no units.
     Raises ConfigurationError for fewer units than chunks.
     """
+    # Full, in Megatron-LM or on one rank: all units except the first and the last unit of the model.
+    # Full, in hpcdist on several pipeline ranks: all units; with 1f1b and interleaved, not in the last chunk.
+    # Selective: units with attention; in hpcdist, no units.
     return _repeated(
         description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute
     )

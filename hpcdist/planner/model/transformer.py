@@ -46,8 +46,7 @@ _COMMON: Final = (
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
     """Return the description of the transformer ``shape``: an embedding, blocks and a head.
 
-    ``name``: name of the model. ``documents``: for packed samples, the mean numbers of query-key pairs inside
-    documents, per sample. Raises ConfigurationError for invalid sizes.
+    Raises ConfigurationError for invalid sizes.
     """
     _check(shape)
     config = config_of(shape)
@@ -65,19 +64,17 @@ def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs
 def of_config(
     config: ModelConfig,
     *,
-    context: int = 0,
-    features: int = 0,
-    height: int = 0,
+    context: int = 0,  # tokens per sample, for transformers
+    features: int = 0,  # for an mlp, like ``classes``
+    height: int = 0,  # for a convnet, like width, channels and classes
     width: int = 0,
     channels: int = 0,
     classes: int = 0,
-    documents: counts.DocumentPairs | None = None,
+    documents: counts.DocumentPairs | None = None,  # statistics of the documents in packed samples
 ) -> ModelDescription:
     """Return the description of the model that the recipe section ``config`` selects.
 
-    Keyword-only arguments give the size of a sample. A transformer needs ``context`` (tokens). An mlp needs
-    ``features`` and ``classes``. A convnet needs ``height``, ``width``, ``channels`` and ``classes``. ``documents``:
-    statistics of the documents in packed samples. Raises ConfigurationError for a missing size or a user-built model.
+    Raises ConfigurationError for a missing size or a user-built model.
     """
     if config.kind in FOREIGN:
         raise ConfigurationError(

@@ -55,23 +55,17 @@ class RefusalCount:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Result of a search. The attribute ``found`` has the best layouts, best first.
-
-    - ``layouts``: number of layouts in the search.
-    - ``estimated``: number of layouts whose step time was estimated.
-    - ``left_out``: number of layouts skipped because they cannot be better than the last layout of ``found``.
-    - ``nothing``: if no layout fits, messages on the missing memory and on changes that would help.
-    """
+    """Result of a search for the best layouts."""
 
     objective: str
     devices: int
     global_batch: int
-    found: tuple[RankedLayout, ...]
+    found: tuple[RankedLayout, ...]  # best layouts, best first
     refused: tuple[RefusalCount, ...]
-    layouts: int
-    estimated: int
-    left_out: int
-    nothing: tuple[str, ...] = ()
+    layouts: int  # number of layouts in the search
+    estimated: int  # layouts whose step time was estimated
+    left_out: int  # layouts that cannot be better than the last layout of ``found``
+    nothing: tuple[str, ...] = ()  # if no layout fits: messages on missing memory and on changes that would help
     flags: tuple[str, ...] = ()
 
 
@@ -106,7 +100,7 @@ def search(
 
 @contextmanager
 def _no_cycles() -> Iterator[None]:
-    """Pause Python's garbage collection: a search creates a million small objects but no reference cycles."""
+    # A search creates a million small objects but no reference cycles: pause the garbage collection.
     was_on = gc.isenabled()
     gc.disable()
     try:

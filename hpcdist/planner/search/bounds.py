@@ -59,14 +59,11 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 
 
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
-    """Return the sort key of layouts: the pair (objective value, tie-break).
-
-    For the objective "time", the tie-break is the upper end of the estimated range of step times. If there is no range,
-    it is the step time of the formulas. For other objectives, it is the objective value again.
-    """
+    """Return the sort key of a layout: the pair (objective value, tie-break)."""
     objective_value = value(estimate, objective)
     if objective != "time":
         return objective_value, objective_value
+    # The upper end of the estimated range of step times.
     return objective_value, estimate.step_range_s[1] if estimate.step_range_s else estimate.timing.modelled_s
 
 
@@ -83,11 +80,9 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective value of the layout ``order`` from its micro-batch times ``flow``. Local.
-
-    The bound excludes gradient exchange, optimizer update and reading of samples. So it holds for every data-axis
-    strategy and compression.
-    """
+    """Return a lower bound of the objective value of a layout, from its micro-batch times ``flow``. Local."""
+    # Excludes gradient exchange, optimizer update and reading of samples, so the bound holds for every data-axis
+    # strategy and compression.
     least_s = sum(flow.terms.values())
     if objective == "time":
         return least_s
@@ -97,19 +92,14 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """Times per micro-batch of a layout, whatever its schedule, chunks, data-axis strategy and compression.
+    """Times per micro-batch of a layout, whatever its schedule, chunks, data-axis strategy and compression."""
 
-    ``seconds``: forward and backward times with collectives, summed over all pipeline ranks. Recomputation is excluded
-    if ranks can recompute while they wait for a gradient.
-    ``each_s``: lower bound of the time on the slowest pipeline rank, with recomputation.
-    ``full``: micro-batches per replica and step. A smaller last micro-batch counts as a fraction.
-    ``computing``: computation time as a fraction of the time with collectives.
-    """
-
+    # Forward and backward with collectives, summed over all pipeline ranks. Excludes recomputation if ranks can
+    # recompute while they wait for a gradient.
     seconds: PlannedSeconds
-    each_s: float
-    full: float
-    computing: float
+    each_s: float  # lower bound on the slowest pipeline rank, with recomputation
+    full: float  # micro-batches per replica and step; a smaller last micro-batch is a fraction
+    computing: float  # computation time / time with collectives
 
 
 def family_totals(
@@ -159,19 +149,18 @@ def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster,
 def schedule_bound(
     of_all: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of the objective value of the layout ``order``, including pipeline idle time. Local.
+    """Return a lower bound of the objective value of a layout, including pipeline idle time. Local.
 
-    ``of_all``: result of `family_totals` for this layout. ``hop_s``: seconds of a message to the next pipeline rank.
-
-    Let X be the slowest rank's seconds per micro-batch, and S the sum of these seconds over all p pipeline ranks. Let m
-    be the number of micro-batches, and v the number of model chunks per rank. The other ranks need at most
-    Y = S / (p - 1) seconds per micro-batch on average. For ranks with Y seconds, `closed_form` returns an idle time I.
-    I is too large by at most E. E = X if the schedule splits backward in two passes, else E = X / v. If ranks recompute
-    while they wait, E is larger by half for 1F1B, and doubled for interleaved. The step takes at least m X + I - E.
+    ``of_all``: result of `family_totals`. ``hop_s``: seconds of a message to the next pipeline rank.
     """
     ranks = order.pipeline
     if ranks == 1:
         return family_bound(of_all, order, cluster, objective)
+    # Let X be the slowest rank's seconds per micro-batch, and S their sum over all p pipeline ranks; m micro-batches, v
+    # model chunks per rank. The other ranks need at most Y = S / (p - 1) seconds per micro-batch on average. For ranks
+    # with Y seconds, `closed_form` returns an idle time I, too large by at most E: X if the schedule splits backward in
+    # two passes, else X / v. If ranks recompute while they wait, E is larger by half for 1F1B, and doubled for
+    # interleaved. The step takes at least m X + I - E.
     most = PlannedSeconds(*(seconds / (ranks - 1) for seconds in of_all.seconds))
     form = closed_form(order, most, most, math.ceil(of_all.full), hop_s)
     fill = 1.0 if order.schedule in SPLIT else 1 / chunks_of(order.schedule, order.chunks)

@@ -37,12 +37,10 @@ _NEVER: Final = 1 << 62
 
 
 class MemoryFilter:
-    """Filter of layouts by memory use. It caches results, so that it estimates the memory of few layouts.
-
-    ``leanest``: (excess bytes, layout, memory estimate) of the rejected layout with the fewest excess bytes, or None.
-    """
+    """Filter of layouts by memory use. It caches results, so that it estimates the memory of few layouts."""
 
     def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
+        # (excess bytes, layout, memory estimate) of the rejected layout with the fewest excess bytes, or None
         self.leanest: tuple[float, ParallelLayout, MemoryEstimate] | None = None
         self._description, self._cluster, self._global_batch = description, cluster, global_batch
         self._limit_bytes = limit_bytes
@@ -109,18 +107,16 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: a set of layouts that differ from ``layout`` in a few settings.
+    """Node of the search tree: a set of layouts that differ from ``layout`` in a few settings."""
 
-    Layouts of an upper node differ in schedule, chunks, data-axis strategy and compression. Layouts of a lower node
-    only differ in the pair (data-axis strategy, compression), one of ``strategies``. ``known``: micro-batch times that
-    hold for all layouts of the node, or None if not yet computed.
-    """
+    # Layouts of an upper node differ in schedule, chunks, data-axis strategy and compression. Layouts of a lower node
+    # only differ in data-axis strategy and compression.
 
     bound: Bound
     number: int  # order of creation, which breaks ties
     layout: ParallelLayout
-    known: FamilyTotals | MicrobatchFlow | None
-    strategies: tuple[Strategy, ...] = ()
+    known: FamilyTotals | MicrobatchFlow | None  # micro-batch times of all layouts of the node, or None
+    strategies: tuple[Strategy, ...] = ()  # (data-axis strategy, compression) pairs of a lower node
 
 
 @dataclass

@@ -27,19 +27,14 @@ PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipeline
 class SearchSpec:
     """Settings of a search: the objective, the values to try, and the results to return.
 
-    ``objective``: quantity per step to minimise. ``runnable``: only layouts that hpcdist can run.
-    ``memory_bytes``: memory limit of a device. 0: the device memory minus the fraction ``headroom``.
-    ``fewer``: also use fewer devices, if their number divides the number of all devices.
-    ``first``: number of results. ``distinct``: only the best layout for each combination of parallel degrees.
-    ``simulate``: time the best layouts by the schedule simulator.
     Empty ``tensors``, ``pipelines``, ``contexts``, ``chunks`` or ``microbatches``: try all possible numbers.
     """
 
-    objective: str = "time"
+    objective: str = "time"  # quantity per step to minimise
     steps: int = 1000
-    memory_bytes: float = 0.0
+    memory_bytes: float = 0.0  # limit of a device; 0: the device memory minus the fraction ``headroom``
     headroom: float = 0.05
-    fewer: bool = False
+    fewer: bool = False  # also use fewer devices, if their number divides the number of all devices
     base: ParallelLayout = field(default_factory=ParallelLayout)
     strategies: tuple[str, ...] = ("allreduce", "zero1", "zero2", "zero3")
     schedules: tuple[str, ...] = PIPELINES
@@ -52,10 +47,10 @@ class SearchSpec:
     experts: tuple[int, ...] = (1,)
     microbatches: tuple[int, ...] = ()
     sequence_parallel: tuple[bool, ...] = (False, True)
-    runnable: bool = False
-    first: int = 10
-    simulate: bool = True
-    distinct: bool = False
+    runnable: bool = False  # only layouts that hpcdist can run
+    first: int = 10  # number of results
+    simulate: bool = True  # time the best layouts by the schedule simulator
+    distinct: bool = False  # only the best layout for each combination of parallel degrees
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -94,11 +89,9 @@ def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
 
 
 def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield a layout for each combination of parallel degrees on ``devices`` devices.
-
-    The caller must check that the layouts are possible. If ``spec.fewer`` is true, also yield layouts on each smaller
-    number of devices that divides ``devices``.
-    """
+    """Yield a layout for each combination of parallel degrees on ``devices`` devices."""
+    # The caller must check that the layouts are possible. With `spec.fewer`, also smaller divisors of ``devices`` are
+    # used.
     for tensor in _chosen(divisors(devices), spec.tensors):
         for context in _chosen(divisors(devices // tensor), spec.contexts):
             for pipeline in _chosen(divisors(devices // (tensor * context)), spec.pipelines):
@@ -130,16 +123,13 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes to try with the parallel degrees of the layout ``grid``, in ascending order. Local.
-
-    The result is ``spec.microbatches``, if set. Otherwise, it has one size for each possible number of micro-batches.
-    For a pipeline or for Megatron-LM, all micro-batches must be equal.
-    """
+    """Return the micro-batch sizes to try for the parallel degrees of ``grid``, in ascending order. Local."""
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
     if grid.implementation == "megatron":
         return divisors(share)
+    # One size per possible number of micro-batches. In a pipeline and in Megatron-LM, micro-batches must be equal.
     candidates = {-(-share // many) for many in range(1, share + 1)}
     if grid.pipeline > 1:
         candidates = {size for size in candidates if global_batch % -(-global_batch // (grid.data * size)) == 0}

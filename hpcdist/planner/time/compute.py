@@ -37,21 +37,16 @@ _KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # cached results by id
 
 
 class UnitSeconds(NamedTuple):
-    """Times in seconds of one model unit (layer, embedding or head) for a micro-batch on one device.
-
-    ``forward_s``: forward. ``input_s`` and ``weight_s``: gradients of inputs and of weights.
-    ``again_s``: recomputation before backward. ``add_s``: gradient accumulation, not included in ``weight_s``.
-    ``cover_s``: time in backward that can overlap messages of the tensor axis.
-    ``attention_s``: times of attention in (forward, backward), included in the fields above.
-    """
+    """Times in seconds of one model unit (layer, embedding or head) for a micro-batch on one device."""
 
     forward_s: float
-    input_s: float
-    weight_s: float
-    again_s: float
+    input_s: float  # gradients of inputs
+    weight_s: float  # gradients of weights
+    again_s: float  # recomputation before backward
     flags: tuple[str, ...] = ()
-    add_s: float = 0.0
-    cover_s: float = 0.0
+    add_s: float = 0.0  # gradient accumulation, not included in ``weight_s``
+    cover_s: float = 0.0  # time in backward that can overlap messages of the tensor axis
+    # (forward, backward) times of attention, included in the fields above
     attention_s: tuple[float, float] = (0.0, 0.0)
 
 
@@ -93,8 +88,7 @@ def main_bytes(layout: ParallelLayout) -> int:
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
     """Return the fraction of the peak FLOP rate that matrix products reach, and a warning text or "".
 
-    ``size``: harmonic mean of the dimensions m, k and n. ``curve``: measured fractions by size. The warning says that
-    ``size`` is outside the measured range.
+    ``size``: harmonic mean of the product's dimensions m, k and n.
     """
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
@@ -223,7 +217,7 @@ class _Unit:
         return forward, MOVED_BACK * forward
 
     def _add(self) -> float:
-        """Return the seconds to add a micro-batch's weight gradients to the accumulated gradients."""
+        # Seconds to add a micro-batch's weight gradients to the accumulated gradients.
         each = main_bytes(self.layout) / self.moves
         separate, waits = local_parameters(self.unit, self.layout), 0.0
         if self.layout.implementation == "megatron" and self.layout.gradient_fusion:

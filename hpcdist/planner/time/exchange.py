@@ -135,29 +135,22 @@ NO_EXCHANGE: Final = ExchangeCost(0.0, 0.0, 0.0, "none")
 
 
 def exchange(
-    parameters: float,
+    parameters: float,  # number on the device, including ``expert_parameters``
     layout: ParallelLayout,
     cluster: Cluster,
     backward_s: float,
-    microbatches: int = 1,
+    microbatches: int = 1,  # per step
     *,
-    forward_s: float = 0.0,
-    units: int = 1,
+    forward_s: float = 0.0,  # of a micro-batch
+    units: int = 1,  # model layers on the device
     expert_parameters: float = 0.0,
-    ends: tuple[float, float] = (0.0, 0.0),
-    matrices: Matrices = (),
-    spare_bytes: float = math.inf,
+    ends: tuple[float, float] = (0.0, 0.0),  # parameters of the first and last layer, which zero3 gathers less often
+    matrices: Matrices = (),  # (rows, columns, count) per weight shape, for powersgd; (): square
+    spare_bytes: float = math.inf,  # free memory for allreduce buckets above the default size
 ) -> ExchangeCost:
     """Return the cost per step of exchanging a device's gradients and parameters with its data-parallel replicas.
 
-    ``parameters``: number of parameters on the device. ``backward_s``: backward time of a micro-batch.
-    ``microbatches``: micro-batches per step. Raises UsageError for an unknown strategy. Keyword-only:
-    - ``forward_s``: forward time of a micro-batch.
-    - ``units``: number of model layers on the device.
-    - ``expert_parameters``: number of ``parameters`` that belong to experts.
-    - ``ends``: numbers of parameters of the first and of the last model layer, which zero3 gathers less often.
-    - ``matrices``: (rows, columns, count) per weight shape, for low-rank compression. (): assume square weights.
-    - ``spare_bytes``: free memory for allreduce buckets above the default size.
+    ``backward_s``: backward time of a micro-batch. Raises UsageError for an unknown strategy.
     """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")

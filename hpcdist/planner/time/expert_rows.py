@@ -21,12 +21,10 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Method ``way`` to send tokens to experts, over ``nodes`` nodes with ``each`` expert-parallel ranks per node.
+    """Method to send tokens to experts, over ``nodes`` nodes with ``each`` expert-parallel ranks per node."""
 
-    ``way``: "node memory" (shared memory), "hierarchical" (one message from each node to each other node), "pairs" (one
-    message from each rank to each other rank), or "" without expert parallelism.
-    """
-
+    # "node memory" (shared memory), "hierarchical" (a message from node to node), "pairs" (a message from rank to
+    # rank), or "" without expert parallelism
     way: str = ""
     nodes: int = 1
     each: int = 1
@@ -50,8 +48,8 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
 def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
     """Return the cost of one all-to-all between expert-parallel ranks. Local.
 
-    ``turn``: the data to send: "counts", "rows" (tokens), "gradients" or "results". ``nbytes``: bytes of this data on a
-    device, including the bytes that stay on the device.
+    ``turn``: data to send: "counts", "rows" (tokens), "gradients" or "results". ``nbytes``: bytes of this data on a
+    device.
     """
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if layout.implementation != "hpcdist":
@@ -83,7 +81,7 @@ def _between_nodes(nbytes: float, route: RowRoute, layout: ParallelLayout, clust
 def row_buffers(nbytes: float, route: RowRoute) -> float:
     """Return the bytes of a device's buffers for sending tokens to experts of other ranks. Local.
 
-    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`. The route "pairs" needs no buffers.
+    ``nbytes``: bytes of the sent tokens. ``route``: result of `row_route`.
     """
     if route.way == SHARED:
         return published_bytes(round(nbytes)) + nbytes  # plus received gradients

@@ -53,14 +53,12 @@ Matrices = tuple[tuple[int, int, int], ...]  # (rows, columns, count)
 
 
 class Payload(NamedTuple):
-    """Compressed gradients of one device, and the method ``way`` that sums them over the ranks.
-
-    "owned": each rank decodes and sums the gradients of its shard; ranks then gather the encoded sums.
-    "gathered": each rank gathers, decodes and sums the gradients of all ranks.
-    "summed": an allreduce sums the encoded gradients, and each rank decodes the sum.
-    """
+    """Compressed gradients of one device, and the method ``way`` that sums them over the ranks."""
 
     nbytes: float
+    # "owned": each rank decodes and sums the gradients of its shard; ranks then gather the encoded sums.
+    # "gathered": each rank gathers, decodes and sums the gradients of all ranks.
+    # "summed": an allreduce sums the encoded gradients, and each rank decodes the sum.
     way: str
     touched_bytes: float  # memory traffic of encoding and decoding
     flops: float = 0.0
@@ -78,8 +76,7 @@ class Payload(NamedTuple):
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
     """Return the `Payload` of ``values`` gradient elements, or None for compression "none".
 
-    ``ranks``: number of ranks that sum the gradients. ``units``: number of layers. ``matrices``, for powersgd only:
-    (rows, columns, number of matrices) for each weight shape. Raises UsageError for an unknown compression.
+    ``units``: number of layers. Raises UsageError for an unknown compression.
     """
     if compression == "none":
         return None
@@ -88,6 +85,7 @@ def payload(compression: str, values: float, ranks: int, units: int = 1, matrice
     if compression == "topk":
         nbytes = 8 * TOPK_DENSITY * values
         return Payload(nbytes, "gathered", _ENCODE_BYTES * values + nbytes + ranks * nbytes + 4 * values)
+    # matrices: (rows, columns, number of matrices) for each weight shape
     if compression == "powersgd":
         return _low_rank(values, units, matrices)
     scales = 4 * values / QUANTISE_BLOCK
@@ -135,14 +133,14 @@ def compressed_sum(
 ) -> MessageCost:
     """Return the cost of summing compressed gradients over ``axis``, including the time to encode and decode.
 
-    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of buckets, all of the same size. If a node has
-    several ranks, its ranks exchange uncompressed gradients if this is faster.
+    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of equal buckets.
     """
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, messages)
     inside = _inside(whole, cluster)
     if inside in (1, whole.size) or flat.algorithm.endswith("allreduce"):
         return flat
+    # Within a node, uncompressed gradients are exchanged if this is faster.
     total = layout.devices - layout.servers
     near = group(inside, whole.stride, total, cluster.levels, layout.channels)
     far = group(whole.size // inside, whole.stride * inside, total, cluster.levels, layout.channels)

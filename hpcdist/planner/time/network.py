@@ -38,21 +38,14 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """Link level that a group of devices uses. Its links join sets of devices: for example, the network joins nodes.
+    """Link level that a group of devices uses. Its links join sets of devices: for example, the network joins nodes."""
 
-    ``outer``: index of the level in the cluster, 0 for the fastest level.
-    ``fan``: number of joined sets that contain members of the group.
-    ``lanes``: number of group members in each set.
-    ``crowded``: seconds per byte that a device sends, if all devices of the job send.
-    ``single``: seconds per byte that a device sends, if only one group member per set sends.
-    """
-
-    outer: int
-    fan: int
-    lanes: int
+    outer: int  # index of the level in the cluster; 0: the fastest level
+    fan: int  # number of joined sets that contain members of the group
+    lanes: int  # number of group members in each set
     latency_s: float
-    crowded: float
-    single: float
+    crowded: float  # seconds per byte that a device sends, if all devices of the job send
+    single: float  # seconds per byte that a device sends, if one group member per set sends
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +85,12 @@ class GroupSpan:
 def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
     """Return the size, the stride and the link levels of the group of devices on ``axis``, one of `AXES`.
 
-    "all": all computing devices. "replicas": devices with the same parameters, on the data and context axes.
-    "expert_replicas": devices with the same experts. Raises UsageError if the axis is unknown or has no links.
+    Raises UsageError if the axis is unknown or has no links.
     """
     inner = layout.tensor * layout.context
     total = inner * layout.data * layout.pipeline
+    # "all": all computing devices. "replicas": devices with the same parameters. "expert_replicas": devices with the
+    # same experts.
     if axis == "tensor":
         size, stride = layout.tensor, 1
     elif axis == "context":
@@ -122,10 +116,10 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
     """Return the group of ``size`` devices, ``stride`` apart, with the link levels that connect the devices.
 
-    ``total``: number of devices of the job. ``levels``: link levels of the cluster, fastest first. ``channels``: True
-    if several rings or trees run in parallel, as in NCCL. If nodes have unequal numbers of members, the attribute
-    ``flags`` of the result has a warning. Raises UsageError if no level joins all members of the group.
+    ``total``: number of devices of the job. Raises UsageError if no level joins them.
     """
+    # ``levels``: fastest first. ``channels``: several rings or trees run in parallel, as in NCCL. ``flags`` warns of
+    # nodes with unequal numbers of members.
     tiers: list[LinkTier] = []
     flags: list[str] = []
     below = box_below = 1
@@ -158,9 +152,9 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
     """Return the number of group members in a node (or other set) of ``box`` consecutive devices.
 
-    The group has ``size`` devices, ``stride`` apart. ``below``: number of group members in a set inside the node, such
-    as a socket. The result divides ``size`` and is a multiple of ``below``.
+    The group has ``size`` devices, ``stride`` apart.
     """
+    # ``below``: number of group members in a set inside the node, such as a socket. The result divides ``size``.
     # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
     room = max(1, box // stride)
     return below * math.gcd(size // below, max(1, room // below))
@@ -322,9 +316,7 @@ def collective(
 ) -> MessageCost:
     """Return the cost of ``operation`` on a buffer of ``nbytes`` bytes over the device group ``span``.
 
-    ``nbytes``: size of the input buffer; for all_gather, of the output buffer. ``algorithm`` "auto": the measured cost
-    or, without a measurement, the cost of the fastest algorithm. If ``algorithm`` does not support the operation, the
-    result has the cost of the fastest algorithm, and a warning. Raises UsageError for unknown names.
+    ``nbytes``: size of the input; for all_gather, of the output. Raises UsageError.
     """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST
@@ -335,6 +327,7 @@ def collective(
                 sent = _least_bytes(operation, nbytes, span.size)
                 measured = MessageCost(_fitted(fit, nbytes), sent, f"measured {algorithm}")
                 return _within(fit, nbytes, measured, _cost(operation, nbytes, span, algorithm))
+    # The fastest algorithm is used for "auto" and, with a warning, if ``algorithm`` does not support the operation.
     return _cost(operation, nbytes, span, algorithm)
 
 
@@ -374,7 +367,7 @@ def _fitted(fit: MeasuredFit, nbytes: float) -> float:
 
 
 def _least_bytes(operation: str, nbytes: float, p: int) -> float:
-    """Return the minimum bytes that one of ``p`` ranks sends in ``operation`` (Patarasuk and Yuan 2009)."""
+    # Minimum bytes that one of p ranks sends (Patarasuk and Yuan 2009).
     if operation == "broadcast":
         return nbytes
     return (2 if operation == "allreduce" else 1) * (p - 1) / p * nbytes

@@ -79,20 +79,15 @@ def closed_time(
     ranks: int,
     microbatches: int,
     *,
-    chunks: int = 1,
-    message_s: float = 0.0,
-    blocking: bool = False,
-    steps_overlap: bool = False,
-    ahead_s: float = 0.0,
+    chunks: int = 1,  # model chunks per rank
+    message_s: float = 0.0,  # seconds of a message between neighbouring ranks
+    blocking: bool = False,  # a rank cannot compute during messages
+    steps_overlap: bool = False,  # a rank starts the next step without waiting for other ranks
+    ahead_s: float = 0.0,  # seconds per micro-batch of recomputation that can overlap the wait for the gradient
 ) -> PipelineTime:
     """Return the step time of a pipeline by a closed formula.
 
-    ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks. Keyword-only:
-
-    - ``chunks``: model chunks per rank. ``message_s``: seconds of a message between neighbouring ranks.
-    - ``blocking``: True if a rank cannot compute during messages.
-    - ``steps_overlap``: True if a rank starts the next step without waiting for other ranks.
-    - ``ahead_s``: seconds per micro-batch of recomputation that can run while a rank waits for the gradient.
+    ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks.
     """
     busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
@@ -151,14 +146,12 @@ def simulated_timeline(
     ranks: int,
     microbatches: int,
     *,
-    message_s: float = 0.0,
-    recompute: bool = False,
+    message_s: float = 0.0,  # seconds of a message on a link
+    recompute: bool = False,  # recompute chunks before the gradient arrives
 ) -> "StepTimeline":
     """Return the simulated timeline of the forward and backward passes of a step. Local.
 
-    ``chunks``: times of a micro-batch in each chunk, in model order. ``ranks``: number of pipeline ranks. Keyword-only
-    ``message_s``: seconds of a message on a link. Keyword-only ``recompute``: True to recompute chunks before the
-    gradient arrives.
+    ``chunks``: times of a micro-batch in each model chunk.
     """
     from hpcdist.strategies.schedule.simulate import timeline
     from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
@@ -187,17 +180,12 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 
 
 class StageTime(NamedTuple):
-    """Times of a micro-batch on a pipeline rank, or in one of its model chunks.
+    """Times of a micro-batch on a pipeline rank, or in one of its model chunks."""
 
-    ``load``: computation and collectives. ``sent``: seconds of waiting for the collectives, by axis. ``seconds``:
-    forward and backward times, with this waiting. ``ahead_s``: further seconds, of recomputation that can run while the
-    rank waits for the gradient.
-    """
-
-    load: StageLoad
-    sent: CollectiveWait
-    seconds: PlannedSeconds
-    ahead_s: float
+    load: StageLoad  # computation and collectives
+    sent: CollectiveWait  # seconds of waiting for collectives, by axis
+    seconds: PlannedSeconds  # forward and backward, with ``sent``
+    ahead_s: float  # recomputation that can run while the rank waits for the gradient
 
     @property
     def whole_s(self) -> float:
@@ -214,7 +202,7 @@ def stage_of(
 ) -> StageTime:
     """Return the forward and backward times of a pipeline rank per micro-batch, as a `StageTime`. Local.
 
-    ``load``: work of the rank. ``microbatches``: number per step. ``costs``: optional cache of collective costs.
+    ``load``: work of the rank. ``costs``: cache of collective costs, or None.
     """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
@@ -284,12 +272,12 @@ def closed_pipe(
 ) -> PipelineTime:
     """Return the step time of the pipeline of ``layout`` by a closed formula. Local.
 
-    ``m``: micro-batches per step. ``ranks``: result of `ranks_of`. ``slowest``: the slowest `StageTime` in ``ranks``.
-    ``hop_s``: seconds of a message between neighbouring ranks.
+    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks.
     """
     others = slowest.seconds
     if layout.pipeline > 1:
         rest = [0.0, 0.0, 0.0]
+        # ranks: result of `ranks_of`, which includes ``slowest``
         for stage, often in ranks:
             for index, seconds in enumerate(stage.seconds):
                 rest[index] += seconds * (often - (stage is slowest))
@@ -300,10 +288,9 @@ def closed_pipe(
 def closed_form(
     layout: ParallelLayout, slowest: PlannedSeconds, others: PlannedSeconds, m: int, hop_s: float, ahead_s: float = 0.0
 ) -> PipelineTime:
-    """Return the step time of a pipeline of ``layout`` by the formula of the function `closed_time`. Local.
+    """Return the step time of a pipeline of ``layout`` by the formula of `closed_time`. Local.
 
-    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks. See `closed_time` for
-    ``slowest``, ``others`` and ``ahead_s``.
+    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks.
     """
     return closed_time(
         layout.schedule,

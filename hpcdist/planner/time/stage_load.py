@@ -34,43 +34,30 @@ LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 
 
 class AxisCollective(NamedTuple):
-    """Collective that a rank runs once per micro-batch for one unit of the model, such as a layer.
+    """Collective that a rank runs once per micro-batch for one unit of the model, such as a layer."""
 
-    ``when``: `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`.
-    ``operation``: name of the collective, or on the expert axis, name of the sent data, such as "rows".
-    ``nbytes``: size of the whole buffer.
-    ``tiles_s``: for ring attention, the seconds of computation that overlap the messages, else None.
-    ``passes``: for ring attention, the number of receives of keys and values on a rank.
-    """
-
-    when: int
+    when: int  # `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`
     axis: str
-    operation: str
-    nbytes: float
-    tiles_s: float | None = None
-    passes: int = 0
+    operation: str  # collective or, on the expert axis, name of the sent data, such as "rows"
+    nbytes: float  # size of the whole buffer
+    tiles_s: float | None = None  # ring attention: seconds of computation that overlap messages
+    passes: int = 0  # ring attention: number of receives of keys and values on a rank
 
 
 class StageLoad(NamedTuple):
-    """Computation, collectives and parameters of some layers of a model, for one micro-batch.
-
-    ``again_s``, ``add_s``: seconds of recomputation and of gradient accumulation.
-    ``cover_s``: seconds of computation that can overlap collectives.
-    ``calls``: pairs (collective, number of calls).
-    ``uncut``: number of parameters that the tensor axis does not shard. ``units``: number of layers.
-    """
+    """Computation, collectives and parameters of some layers of a model, for one micro-batch."""
 
     forward_s: float
     input_s: float
     weight_s: float
-    again_s: float
-    add_s: float
-    cover_s: float
-    calls: tuple[tuple[AxisCollective, int], ...]
+    again_s: float  # recomputation
+    add_s: float  # gradient accumulation
+    cover_s: float  # computation that can overlap collectives
+    calls: tuple[tuple[AxisCollective, int], ...]  # (collective, number of calls)
     parameters: float
     expert_parameters: float
-    uncut: float
-    units: int
+    uncut: float  # parameters that the tensor axis does not shard
+    units: int  # number of layers
     flags: tuple[str, ...]
 
 
@@ -135,9 +122,9 @@ def collective_wait(
     cluster: Cluster,
     costs: dict[tuple[str, str, float], MessageCost] | None = None,
 ) -> CollectiveWait:
-    """Return the seconds per micro-batch that a rank with the work ``load`` waits for collectives, by axis. Local.
+    """Return the seconds per micro-batch that a rank waits for collectives, by axis. Local.
 
-    ``costs``: optional cache of collective costs, keyed by (axis, operation, bytes); this function adds new costs.
+    ``load``: work of the rank. ``costs``: cache of collective costs, to which new costs are added.
     """
     costs = {} if costs is None else costs
     waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}

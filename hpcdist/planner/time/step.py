@@ -81,17 +81,12 @@ TOKEN_BYTES: Final = 4  # largest type of stored tokens
 
 
 class MicrobatchFlow(NamedTuple):
-    """Times of the micro-batches of a step in seconds, without gradient exchange and optimizer update.
+    """Times of the micro-batches of a step in seconds, without gradient exchange and optimizer update."""
 
-    - ``slowest``: times of the slowest pipeline rank. ``fullest``: times of the rank with the most parameters.
-    - ``hop``: cost of a message between two ranks.
-    - ``terms``: seconds of each phase, such as "forward" and "backward".
-    """
-
-    slowest: StageTime
-    fullest: StageTime
-    hop: MessageCost
-    terms: Mapping[str, float]
+    slowest: StageTime  # of the slowest pipeline rank
+    fullest: StageTime  # of the pipeline rank with the most parameters
+    hop: MessageCost  # message between two ranks
+    terms: Mapping[str, float]  # seconds of each phase, such as "forward" and "backward"
     bubble: float
 
 
@@ -134,15 +129,13 @@ def timing(
     cluster: Cluster,
     global_batch: int,
     *,
-    simulate: bool = False,
-    spare_bytes: float = math.inf,
-    flow: MicrobatchFlow | None = None,
+    simulate: bool = False,  # simulate the pipeline schedule instead of using a formula
+    spare_bytes: float = math.inf,  # free memory for gradient buckets above the default size
+    flow: MicrobatchFlow | None = None,  # result of `microbatch_flow`
 ) -> TimeEstimate:
     """Return the time of a step, divided into phases such as forward, backward and optimizer update. Local.
 
-    Keyword-only ``simulate``: True to simulate the pipeline schedule, instead of using a formula. Keyword-only
-    ``spare_bytes``: free memory for gradient buckets above the default size. Keyword-only ``flow``: result of
-    `microbatch_flow` or None. Raises ConfigurationError for an impossible schedule or precision.
+    Raises ConfigurationError for an impossible schedule or precision.
     """
     if flow is None:
         flow = microbatch_flow(description, layout, cluster, global_batch, simulate=simulate)
@@ -175,12 +168,11 @@ def data_exchange(
     cluster: Cluster,
     m: int,
     stage: StageTime,
-    spare_bytes: float = math.inf,
+    spare_bytes: float = math.inf,  # free memory for gradient buckets above the default size
 ) -> ExchangeCost:
     """Return the cost of exchanging gradients and parameters over the data axis, on one pipeline rank. Local.
 
-    ``stage``: times of the pipeline rank. ``m``: number of micro-batches per step. ``spare_bytes``: free memory for
-    gradient buckets above the default size.
+    ``m``: number of micro-batches per step.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":
@@ -233,11 +225,9 @@ def _full(layout: ParallelLayout, global_batch: int) -> float:
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of summing the gradients of norm weights and similar parameters over the tensor ranks. Local.
-
-    Without sequence parallelism, no sum is needed and the cost is 0. ``load``: work of one pipeline rank.
-    """
+    """Return the cost of summing the gradients of norm weights over the tensor ranks. Local."""
     if layout.tensor == 1 or not layout.sequence_parallel:
+        # Only sequence parallelism needs this sum.
         return NO_COST
     return collective("allreduce", load.uncut * summed_item_bytes(layout), span(layout, "tensor", cluster), cluster)
 

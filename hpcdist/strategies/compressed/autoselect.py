@@ -82,15 +82,13 @@ def decide(
     config: CompressionConfig,
     seed: int,
     *,
-    halved: bool,
-    budget_s: float = BUDGET_S,
+    halved: bool,  # gradients need a reduce-scatter, not an allreduce
+    budget_s: float = BUDGET_S,  # time limit
     clock: Callable[[], float] = time.perf_counter,
 ) -> CompressionDecision:
-    """Measure the compressors in ``config.candidates``, and choose the fastest, or "none" if it saves too little time.
+    """Measure the compressors in ``config.candidates``, and choose the fastest, or "none". Collective over the world.
 
-    Collective over the world; all ranks get the same result. ``seed``: seed of random compressors. Keyword-only:
-    ``halved`` is True if gradients need a reduce-scatter, not an allreduce; ``budget_s`` is a time limit in seconds;
-    ``clock`` is a function that returns the time in seconds.
+    All ranks get the same result.
     """
     if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")
@@ -134,8 +132,7 @@ def _most(context: RankContext, value: float) -> float:
 
 
 class _Dense:
-    """Benchmark of the uncompressed sum of the largest gradient bucket over the data axis."""
-
+    # Benchmark of the uncompressed sum of the largest gradient bucket over the data axis.
     name = NONE
     share = 1.0  # factor of the time of `run`, if it sums more or less than the largest bucket
 

@@ -28,18 +28,17 @@ _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 class PowerSgdReduction:
     """PowerSGD: allreduce of gradients that sends matrices as low-rank factors.
 
-    ``parts``: all parameter ranges whose gradients will be summed. Each range has whole tensors. ``rank``: rank of the
-    factors, not of ``comm``. ``algorithm``: allreduce algorithm of the factors.
+    ``rank``: rank of the factors, not an MPI rank.
     """
 
     def __init__(
         self,
         comm: Communicator,
         layout: Layout,
-        parts: Iterable[Range],
+        parts: Iterable[Range],  # all ranges whose gradients will be summed, each of whole tensors
         rank: int,
         seed: int,
-        algorithm: str,
+        algorithm: str,  # allreduce algorithm of the factors
         on: str = "cpu",
     ) -> None:
         self.comm, self.layout, self.rank, self.algorithm = comm, layout, rank, algorithm

@@ -54,13 +54,13 @@ class CodedMessage:
 class GradientCoder:
     """Encoder and decoder of one rank's gradients with the method of ``compressor``. Local.
 
-    ``seed`` and ``rank`` select the random stream. The attribute ``feedback`` stores the compression errors; None: no
-    error feedback. Before each step, set the attribute ``step`` to a number that is unique in the run.
+    ``seed`` and ``rank`` select the random stream.
     """
 
     def __init__(self, layout: Layout, compressor: Compressor, seed: int, rank: int) -> None:
         self.layout, self.compressor = layout, compressor
-        self.feedback: ErrorFeedback | None = None
+        self.feedback: ErrorFeedback | None = None  # compression errors; None: no error feedback
+        # Before each step, the caller sets `step` to a number that is unique in the run.
         self.seed, self.rank, self.step = seed, rank, 0
         self.message = lru_cache(maxsize=None)(self._message)
 
@@ -124,8 +124,7 @@ class CompressedReduction(Protocol):
 
 
 class _Messages:
-    """Sender and receiver of byte messages. Messages between nodes are cut in segments. Construction is collective."""
-
+    # Messages between nodes are cut in segments. Construction is collective.
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._longest = SEGMENT_BYTES if comm.nodes().count > 1 else sys.maxsize
@@ -274,7 +273,7 @@ def _within(values: Array, part: Range, share: Range) -> Array:
 
 
 def _rows(name: str, sizes: Sequence[int], like: Array) -> list[Array]:
-    """Return a byte buffer per size, on the device of ``like``. A later call with this ``name`` reuses the memory."""
+    # A later call with this ``name`` reuses the memory.
     starts = list(accumulate(map(align, sizes), initial=0))
     memory = scratch(name, starts[-1], _BYTES, like)
     return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -287,9 +286,9 @@ def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, s
 
 
 def inter_node(data: Communicator) -> Communicator:
-    """Return the communicator of the ranks with the same local rank as this rank, one on each node. Collective.
+    """Return the communicator of the ranks with the same local rank, one on each node. Collective.
 
-    ``data``: data-parallel communicator. Raises ConfigurationError if nodes have different numbers of ranks.
+    Raises ConfigurationError if nodes have different numbers of ranks.
     """
     nodes = data.nodes()
     if not nodes.uniform:

@@ -63,16 +63,12 @@ _ITEMSIZE: Final = np.dtype(np.float32).itemsize  # of encoded values, whatever 
 
 @dataclass(frozen=True)
 class BucketReduction:
-    """Compressed allreduce of gradients over the data axis, bucket by bucket.
-
-    ``buckets``: ranges of the flat gradient vector. ``codes``: encoder, which keeps the compression errors of a step
-    for the next step. ``reduction``: allreduce of compressed buckets over ``comm``.
-    """
+    """Compressed allreduce of gradients over the data axis, bucket by bucket."""
 
     comm: Communicator
-    buckets: tuple[Range, ...]
-    codes: GradientCoder | PowerSgdReduction
-    reduction: CompressedReduction
+    buckets: tuple[Range, ...]  # ranges of the flat gradient vector
+    codes: GradientCoder | PowerSgdReduction  # encoder, which keeps compression errors for the next step
+    reduction: CompressedReduction  # allreduce of compressed buckets over ``comm``
 
     def kept(self) -> list[Range]:
         """Return the flat gradient ranges that this rank compresses, in ascending order. Local."""
@@ -83,7 +79,7 @@ class BucketReduction:
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
     """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
 
-    ``seed``: seed of compressors that use random numbers. The caller must set up error feedback.
+    The caller must set up error feedback.
     """
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)
@@ -96,14 +92,12 @@ def reduction_of(
     name: str,
     config: CompressionConfig,
     seed: int,
-    algorithm: str,
+    algorithm: str,  # of compressors whose payloads are summed
     on: str = "cpu",
 ) -> BucketReduction:
     """Return an object that sums gradients with the compressor ``name``, bucket by bucket. Collective over ``data``.
 
-    ``layout``: tensors in the flat parameter vector. ``seed``: for compressors that use random numbers. ``algorithm``:
-    allreduce algorithm of compressors whose payloads are summed. ``on``: "cpu" or "gpu". Raises ConfigurationError if
-    ``config.across_nodes`` is set and nodes have different numbers of ranks.
+    Raises ConfigurationError if ``config.across_nodes`` is set and nodes have different numbers of ranks.
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction

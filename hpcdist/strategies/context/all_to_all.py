@@ -22,11 +22,13 @@ Target: TypeAlias = tuple[Array, bool]  # (array, whether to add to it)
 
 
 class AllToAllAttention:
-    """All-to-all attention: ranks of ``axis`` exchange tokens for heads; each rank computes some heads of all tokens.
+    """All-to-all attention: ranks exchange tokens for heads; each rank computes some heads of all tokens.
 
-    Same interface as `hpcdist.models.attention.flash.LocalAttention`; collective over ``axis``. The number of ranks
-    must divide the number of query heads, and must divide or be a multiple of the number of key heads.
+    Collective over ``axis``. The number of ranks must divide the number of query heads.
     """
+
+    # The number of ranks must divide or be a multiple of the number of key heads. Same interface as
+    # `hpcdist.models.attention.flash.LocalAttention`.
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis, self._inner = axis, LocalAttention()
@@ -125,11 +127,8 @@ class AllToAllAttention:
     def _buffers(
         self, saved: Saved, like: Array, sent: int, received: int, after: int, arrives: Array | None
     ) -> tuple[Array, Array]:
-        """Return a send buffer of ``sent`` elements and a receive buffer of ``received`` elements.
-
-        The receive buffer is in the array ``arrives`` or, if ``arrives`` is too small, in scratch memory, of which it
-        leaves the first ``after`` elements unused. ``like``: array with the dtype and device of the buffers.
-        """
+        # The receive buffer is in ``arrives`` or, if this array is too small, in scratch memory after the first
+        # ``after`` elements. ``like``: array with the dtype and device of the buffers.
         if arrives is not None and arrives.size >= received:
             return self._memory(saved, like, max(sent, after), [(sent,)])[0], arrives[:received]
         first, second = self._memory(saved, like, 0, [(max(sent, after),), (received,)])
@@ -138,11 +137,9 @@ class AllToAllAttention:
     def _exchange(
         self, sources: list[list[Array]], widths: Sequence[int], saved: Saved, arrives: Array | None = None
     ) -> list[Array]:
-        """Send all heads of the local tokens, and receive the local heads of all tokens. Collective over the axis.
-
-        ``sources[r]``: arrays to send to rank r. ``arrives``: optional receive memory, which may overlap ``sources``.
-        Return an array of shape (batch, context, width) for each width in ``widths``, valid until the next call.
-        """
+        # Sends all heads of the local tokens, and receives the local heads of all tokens.
+        # ``sources[r]``: arrays to send to rank r. ``arrives``: receive memory, which may overlap ``sources``. Returns
+        # an array of shape (batch, context, width) per width, valid until the next call.
         axis, like = self._axis, sources[0][0]
         batch, columns = like.shape[0], sum(widths)
         begins, ends = _ranges(self._there.sends, batch * columns), _ranges(self._there.receives, batch * columns)
@@ -168,12 +165,9 @@ class AllToAllAttention:
     def _exchange_back(
         self, wholes: list[Array], targets: list[list[Target]], saved: Saved, arrives: Array | None = None
     ) -> None:
-        """Send the local heads of every token to the rank with this token. Collective over the axis.
-
-        ``wholes``: arrays with the local heads of all tokens. ``targets[i][r]``: pair (array, whether to add) for the
-        data that rank r sends from its ``wholes[i]``. ``arrives``: optional receive memory, which may overlap
-        ``wholes``.
-        """
+        # Sends the local heads of every token to the rank with this token.
+        # ``wholes``: arrays with the local heads of all tokens. ``targets[i][r]``: (array, whether to add) for the data
+        # that rank r sends from its ``wholes[i]``. ``arrives``: receive memory, which may overlap ``wholes``.
         axis, like = self._axis, wholes[0]
         batch, columns = like.shape[0], sum(whole.shape[2] for whole in wholes)
         begins, ends = _ranges(self._back.sends, batch * columns), _ranges(self._back.receives, batch * columns)

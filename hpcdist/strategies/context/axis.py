@@ -21,11 +21,9 @@ from hpcdist.strategies.schedule.observers import NanFinder
 
 
 class ContextAxis:
-    """The ranks of ``comm``, which divide the ``context`` tokens of each sample. Methods are local unless marked.
+    """Group of ranks ``comm`` that divide the ``context`` tokens of each sample between them.
 
-    ``method``: attention method, "ring" or "all_to_all". Keyword-only ``window``: sliding window of the model in
-    tokens, or 0. Keyword-only ``spans``: `SpanSink` that records waiting times. The attribute ``watch`` finds the first
-    non-finite value that this rank computed.
+    ``method``: attention method, "ring" or "all_to_all". Methods of this class are local unless marked.
     """
 
     def __init__(
@@ -34,8 +32,8 @@ class ContextAxis:
         context: int,
         method: str = "ring",
         *,
-        window: int = 0,
-        spans: SpanSink = NULL_SPANS,
+        window: int = 0,  # sliding window of the model in tokens, or 0
+        spans: SpanSink = NULL_SPANS,  # records waiting times
     ) -> None:
         self.comm, self.context, self.method, self.window, self._spans = comm, context, method, window, spans
         self.rank, self.size = comm.rank, comm.size
@@ -43,7 +41,7 @@ class ContextAxis:
         self.own = self.pieces[comm.rank]
         self.tokens, self.most_tokens = tokens(self.own), max(map(tokens, self.pieces))
         self._messages = {window: self._of_rank(comm.rank, window)}
-        self.watch = NanFinder()
+        self.watch = NanFinder()  # finds the first non-finite value that this rank computed
         self._spent_s = 0.0
 
     def messages(self, window: int) -> tuple[Messages, Messages]:
@@ -63,9 +61,9 @@ class ContextAxis:
         return make(self.pieces, window, rank, False), make(self.pieces, window, rank, True)
 
     def visited(self, window: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each rank r, the ranks that use the keys and values of rank r: r first, then in ring order.
+        """Return, for each rank r, the ranks that use its keys and values: r first, then in ring order.
 
-        ``window``: sliding window of the attention in tokens, or 0.
+        ``window``: sliding window in tokens, or 0.
         """
         return paths(self.pieces, window)
 
@@ -129,12 +127,11 @@ class ContextAxis:
 
 
 class Ring:
-    """Ring of ranks that passes each rank's keys and values to all ranks whose queries see them.
+    """Ring attention messages: each rank's keys and values go to all ranks whose queries see them."""
 
-    A rank's keys and values have shape (batch, tokens of the rank, ``columns``). ``like``: array with the batch size
-    and dtype of the keys. ``saved``: provides scratch memory, enough for ``most`` columns. ``window``: sliding window
-    in tokens, or 0.
-    """
+    # Keys and values of a rank have shape (batch, tokens of the rank, ``columns``). ``like``: array with the batch size
+    # and dtype of the keys. ``saved``: scratch memory, enough for ``most`` columns. ``window``: sliding window in
+    # tokens, or 0.
 
     def __init__(self, axis: ContextAxis, saved: Saved, like: Array, columns: int, most: int, window: int) -> None:
         self._axis, self._saved, self._like, self._columns, self._most = axis, saved, like, columns, most
@@ -155,11 +152,10 @@ class Ring:
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
         """Yield (rank, keys and values, gradients, poll) for each rank whose keys local queries see. Collective.
 
-        This rank comes first, with ``local_block``, its keys and values. The call ``poll()`` advances the messages in
-        flight. Keyword-only ``back``: True for a backward pass. For each other rank, the caller then writes the
-        gradients of keys and values to the array ``gradients``. Otherwise ``gradients`` is None. After the last round,
-        the scratch buffer `operations.HOME` has the sum of the other ranks' gradients of ``local_block``.
+        In a backward pass, the caller must fill the array ``gradients``.
         """
+        # This rank comes first, with gradients None; in a forward pass, gradients are always None. After the last round
+        # of a backward pass, the buffer `operations.HOME` has the other ranks' summed gradients of ``local_block``.
         axis, blocks = self._axis, {"keys0": local_block}
         in_flight: dict[str, tuple[Request, RingOperation]] = {}  # by memory
         was_finite = axis.watch.sees_only_finite(local_block)

@@ -14,20 +14,16 @@ PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads, to 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShare:
-    """Sizes of one attention layer that ``ranks`` context ranks compute together, as totals over these ranks.
-
-    There are ``samples`` samples of ``tokens`` tokens, ``heads`` query heads and ``shared`` key heads. A head has
-    ``size`` elements of ``itemsize`` bytes per token. ``window``: sliding window in tokens, or 0.
-    """
+    """Sizes of one attention layer that ``ranks`` context ranks compute together, as totals over these ranks."""
 
     ranks: int
     samples: int
     tokens: int
-    heads: int
-    shared: int
-    size: int
-    itemsize: int
-    window: int = 0
+    heads: int  # query heads
+    shared: int  # key heads
+    size: int  # elements per head and token
+    itemsize: int  # bytes per element
+    window: int = 0  # sliding window in tokens, or 0
 
     @property
     def most_tokens(self) -> int:
@@ -64,16 +60,16 @@ def sent_bytes(share: AttentionShare, method: str) -> tuple[float, float]:
 
 
 def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return a pair (forward, backward): for each all-to-all of a pass, the mean bytes that a rank sends.
+    """Return (forward, backward): for each all-to-all of the pass, the mean bytes that a rank sends.
 
-    Forward has two: attention inputs and output. Backward has three: one number per token and head, output gradients,
-    and input gradients. ``share``: sizes of the layer on all context ranks together.
+    ``share``: sizes of the layer on all context ranks together.
     """
     token = share.samples * share.tokens * (share.ranks - 1) / share.ranks**2  # numbers, at one number per token
     number = token * share.size * share.itemsize
     output = share.heads * number
     inputs = output + 2 * max(share.shared, share.ranks) * number
     dots = token * share.heads * max(share.itemsize, SUM_BYTES)
+    # Backward first sends one number per token and head (dots), then the gradients of output and inputs.
     return (inputs, output), (dots, output, inputs)
 
 
@@ -86,15 +82,14 @@ def ring_passes(share: AttentionShare) -> int:
 
 
 def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> float:
-    """Return the communication time that computation does not hide, in seconds, in one pass of ring attention.
+    """Return the communication time in seconds that computation does not hide in one pass of ring attention.
 
-    ``ranks``: number of ranks in the ring. ``tile_s``: time to compute with one rank's keys, while the next rank's keys
-    arrive. ``pass_s``: transfer time of one rank's keys, or of the keys' gradients. Keyword-only ``back``: True for a
-    backward pass, which also sends gradients.
+    ``tile_s``: computation time per message. ``pass_s``: transfer time of one rank's keys.
     """
     if ranks == 1:
         return 0.0
     exposed_s, both_exposed_s = max(0.0, pass_s - tile_s), max(0.0, 2 * pass_s - tile_s)
+    # A backward pass also sends the keys' gradients.
     if not back:
         return (ranks - 1) * exposed_s
     if ranks == 2:
@@ -103,17 +98,15 @@ def ring_exposed_s(ranks: int, tile_s: float, pass_s: float, *, back: bool) -> f
 
 
 def counts_bytes(ranks: int, samples: int, experts: int) -> int:
-    """Return the bytes of the int32 token counts that a router gathers from ``ranks`` context ranks.
-
-    A rank has two token ranges of each sample, and one count for each range and expert.
-    """
+    """Return the bytes of the int32 token counts that a router gathers from ``ranks`` context ranks."""
+    # A rank has two token ranges of each sample, and one count for each range and expert.
     return 4 * 2 * ranks * samples * experts
 
 
 def kept_elements(share: AttentionShare, method: str) -> int:
     """Return the number of elements of other ranks' keys and values that a rank keeps for backward, per layer.
 
-    ``share``: total sizes of the layer on all context ranks. ``method``: "ring" or "all_to_all".
+    ``method``: "ring" or "all_to_all".
     """
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks
@@ -123,7 +116,7 @@ def kept_elements(share: AttentionShare, method: str) -> int:
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
     """Return the elements of each scratch buffer that context parallelism adds on a rank, keyed by buffer name.
 
-    ``share``: total sizes of one attention layer on all context ranks. ``method``: "ring" or "all_to_all".
+    ``method``: "ring" or "all_to_all".
     """
     local_tokens = share.samples * share.most_tokens
     if method == "ring":

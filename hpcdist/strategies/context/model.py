@@ -104,11 +104,9 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays of token counts: before each local token range, and in the whole sample. Collective.
-
-        ``counts[s, i, e]``: tokens of sample s in this rank's token range i that are routed to expert e. The first
-        array has the same shape, for the sample's tokens before range i. The second has shape (samples, experts).
-        """
+        """Return two arrays of token counts: before each local token range, and in the whole sample. Collective."""
+        # ``counts[s, i, e]``: tokens of sample s in local token range i that are routed to expert e. The first result
+        # has this shape, for the tokens before range i. The second has shape (samples, experts).
         if not len(counts):
             return super().join(counts)
         axis = self._axis
@@ -128,12 +126,12 @@ METHODS: Final[dict[str, Callable[[ContextAxis], AttentionOperation]]] = {
 def cut_context(model: Model, axis: ContextAxis | None) -> Model:
     """Return a copy of ``model`` that computes only this rank's tokens of each sample. Local.
 
-    If ``axis`` is None, return ``model`` itself. The caller must select this rank's inputs with `ContextAxis.cut`. The
-    forward and backward passes of the copy are collective over the axis. A PyTorch module must use
-    `hpcdist.adapters.torch.attention`. Raises ConfigurationError for unsupported models.
+    Passes of the copy are collective over ``axis``. Raises ConfigurationError for unsupported models.
     """
     if axis is None:
         return model
+    # The caller must select this rank's inputs with `ContextAxis.cut`. PyTorch modules must use
+    # `hpcdist.adapters.torch.attention`.
     local_model, attention = copy.copy(model), METHODS[axis.method](axis)
     local_model.clocks, local_model.watch = (*model.clocks, axis.taken_s), axis.watch
     if all(isinstance(stage, TorchStage) for stage in model.stages) and isinstance(model.loss, TorchLoss):

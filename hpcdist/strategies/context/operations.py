@@ -30,11 +30,10 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RingOperation:
-    """Operation of one rank in ring attention: an ``action``, such as a send, on the buffer ``memory``.
+    """Operation of one rank in ring attention: an ``action``, such as a send, on the buffer ``memory``."""
 
-    The buffer has the keys of rank ``source``, or gradients of these keys. Rank numbers are ranks of the context axis.
-    Before the first operation, the local keys are in buffer "keys0".
-    """
+    # The buffer has the keys of rank ``source``, or gradients of these keys. Ranks are ranks of the context axis.
+    # Before the first operation, the local keys are in buffer "keys0".
 
     action: Action
     memory: str
@@ -58,10 +57,10 @@ class HeadExchange:
 def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) -> tuple[RingOperation, ...]:
     """Return the operations (such as sends) of ``rank`` in one ring attention, in the order of execution.
 
-    ``visited[r]``: ranks that use the keys of rank r, in ring order, starting with r. A rank sends keys to the next
-    rank while it computes with the keys. Keyword-only ``back``: True for a backward pass. Gradients then follow
-    the keys from rank to rank, and return to the owner of the keys.
+    ``visited[r]``: ranks that use the keys of rank r, starting with r.
     """
+    # A rank sends keys to the next rank while it computes with them. In a backward pass, gradients follow the keys from
+    # rank to rank, and return to the owner of the keys.
     steps: list[RingOperation] = []
     count = len(visited)
     sources = [source for turn in range(count) if rank in visited[source := (rank - turn) % count]]
@@ -104,11 +103,10 @@ def ring_operations(visited: Sequence[Sequence[int]], rank: int, *, back: bool) 
 def head_exchanges(placed: tuple[Pieces, ...], rank: int, *, back: bool) -> tuple[HeadExchange, ...]:
     """Return a `HeadExchange` for each all-to-all of ``rank`` in one attention, in order.
 
-    ``placed``: token ranges of a sample on each rank. In the first all-to-all, each rank receives all tokens of some
-    heads. The last all-to-all returns the results. Keyword-only ``back``: True for a backward pass, with three
-    all-to-alls instead of two.
+    ``placed``: token ranges of a sample on each rank. Keyword-only ``back``: True for a backward pass.
     """
     local_counts, rank_counts = (tokens(placed[rank]),) * len(placed), tuple(map(tokens, placed))
+    # First each rank receives all tokens of some heads. The last all-to-all returns the results.
     to_heads, to_tokens = HeadExchange(local_counts, rank_counts), HeadExchange(rank_counts, local_counts)
     return (to_heads, to_heads, to_tokens) if back else (to_heads, to_tokens)
 

@@ -15,25 +15,19 @@ assert PIECE_TOKENS % WORDS_PER_COUNTER == 0, "tiles of a dropout mask begin at 
 
 @dataclass(frozen=True)
 class Visit:
-    """Keys and values of rank ``source`` that another rank receives in ring attention.
-
-    The receiver's queries before row ``from_row`` see none of these keys. Later queries see the keys in the token
-    ranges ``keys``, unless a sliding window hides them.
-    """
+    """Keys and values of rank ``source`` that another rank receives in ring attention."""
 
     source: int
-    from_row: int
-    keys: Pieces
+    from_row: int  # queries of the receiver before this row see none of the keys
+    keys: Pieces  # token ranges that later queries see, unless a sliding window hides them
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return an early and a late token range of a sample for each of ``ranks`` ranks. ``context``: tokens per sample.
-
-    Range sizes differ by up to `PIECE_TOKENS` tokens. The late ranges of the last ranks may be empty.
-    """
+    """Return an early and a late token range of a sample for each of ``ranks`` ranks, in tokens."""
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
         return (one_piece(context),)
+    # Range sizes differ by up to `PIECE_TOKENS` tokens. The late ranges of the last ranks may be empty.
     parts = split(context, 2 * ranks, itemsize=1, align_bytes=PIECE_TOKENS)
     rank_pieces = []
     for rank in range(ranks):
@@ -48,10 +42,9 @@ def tokens(rank_pieces: Pieces) -> int:
 
 
 def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visit, ...]:
-    """Return a `Visit` for the keys and values of each other rank, in the order of arrival at ``rank``.
+    """Return a `Visit` for each other rank's keys and values, in the order of arrival at ``rank``.
 
-    ``placed``: each rank's token ranges, from the function `pieces`. If the keyword-only ``causal`` is True, queries
-    see only earlier tokens.
+    ``placed``: each rank's token ranges. Keyword-only ``causal``: queries see only earlier tokens.
     """
     ranks, visited = len(placed), []
     for step in range(1, ranks):
@@ -68,9 +61,9 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 
 @lru_cache(maxsize=256)
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Return, for each rank r, the ranks that use the keys and values of rank r: r first, then in ring order.
+    """Return, for each rank r, the ranks that use its keys and values: r first, then in ring order.
 
-    ``placed``: each rank's token ranges, from the function `pieces`. ``window``: sliding window in tokens, or 0.
+    ``placed``: each rank's token ranges. ``window``: sliding window in tokens.
     """
     ranks = len(placed)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
@@ -92,8 +85,7 @@ def _reach(placed: tuple[Pieces, ...], window: int) -> int:
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
     """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
 
-    ``placed``: token ranges of the sample on each rank. The keyword-only ``window`` is the sliding window in tokens, or
-    0. If the keyword-only ``causal`` is True, queries see only earlier tokens.
+    ``placed``: each rank's token ranges. Keyword-only ``window``: sliding window in tokens, or 0.
     """
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))

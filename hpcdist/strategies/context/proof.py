@@ -18,14 +18,13 @@ Content: TypeAlias = tuple[int, frozenset[int]]  # rank that owns the block, ran
 def prove_messages(
     lists: Sequence[Messages], ranks: Sequence[int], visited: Sequence[Sequence[int]], *, back: bool
 ) -> None:
-    """Prove that the operations of all ranks of a context axis execute one attention correctly, or raise ScheduleError.
+    """Raise ScheduleError unless the ranks' operations execute one context-parallel attention correctly.
 
-    Proven: messages match without deadlock; no buffer is used while its message is in flight; each rank uses each
-    needed block of keys exactly once; complete gradients return to the owner of the keys.
-
-    ``lists[i]``: operations of axis rank i. ``ranks[i]``: its world rank, for error messages. ``visited[i]``: axis
-    ranks that use the keys of axis rank i, starting with i. Keyword-only ``back``: True for a backward pass.
+    ``lists[i]``: operations of axis rank i. ``ranks[i]``: its world rank, for error messages.
     """
+    # Proven: messages match without deadlock; no buffer is used while its message is in flight; each rank uses each
+    # needed block of keys once; complete gradients return to the owner of the keys. ``visited[i]``: axis ranks that use
+    # the keys of axis rank i, starting with i.
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
     if all(exchanges) and not any(rings):
@@ -105,7 +104,7 @@ class _RingRun:
             )
 
     def _step(self, rank: int, op: RingOperation) -> bool:
-        """Simulate ``op``; return False if it waits for a message that has not been posted yet."""
+        # Returns False if ``op`` waits for a message that has not been posted yet.
         if op.action in (Action.SEND, Action.RECEIVE):
             self._post(rank, op)
         elif op.action is Action.WAIT:

@@ -124,8 +124,7 @@ class RingAttention:
 
 
 class _Travelling:
-    """Group of consecutive key heads. Their keys and values are passed round the ring of ranks together."""
-
+    # Consecutive key heads, whose keys and values are passed round the ring together.
     def __init__(self, ring: Ring, heads: Heads, part: Range, qkv: Array, kv: Array | None, rank: int) -> None:
         self._ring, self._heads, self._part, self._rank = ring, heads, part, rank
         self._qkv, self._kv = qkv, kv

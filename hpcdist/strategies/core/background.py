@@ -28,10 +28,11 @@ class PrefetchCounts:
 class BackgroundCollectives:
     """Collectives in flight over the data axis, and the seconds that the rank spends on them.
 
-    ``kind``: method of making progress, one of `nonblocking.KINDS`, such as "poll". Construction, `close` and the
-    methods that start a collective are collective over ``data``. The argument ``key`` of these methods is an identifier
-    for the later `wait` or `wait_gather`. All ranks must start collectives in the same order.
+    All ranks must construct the object, start its collectives and close it in the same order.
     """
+
+    # ``kind``: method of making progress, one of `nonblocking.KINDS`, such as "poll". Methods that start a collective
+    # take a ``key``, an identifier for the later `wait` or `wait_gather`.
 
     def __init__(self, data: Communicator, kind: str) -> None:
         self._progress = engines.begin(data, kind)
@@ -99,11 +100,9 @@ class BackgroundCollectives:
         self._fetched = replace(self._fetched, exposed_s=self._fetched.exposed_s + self._exposed_s - before)
 
     def taken(self) -> tuple[float, float]:
-        """Return a pair (exposed, busy): seconds of background collectives since the last call.
-
-        Exposed: seconds that the caller spent to start, poll and wait. Busy: seconds in which the background thread
-        worked or waited for other ranks; NaN without a thread.
-        """
+        """Return (exposed, busy): seconds of background collectives since the last call. Local."""
+        # Exposed: the caller started, polled or waited. Busy: the thread worked or waited for ranks; NaN without a
+        # thread.
         exposed_s, self._exposed_s = self._exposed_s, 0.0
         busy_s, before_s = self._progress.busy_s, self._busy_before_s
         self._busy_before_s = busy_s

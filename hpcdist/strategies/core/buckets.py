@@ -10,9 +10,9 @@ from hpcdist.strategies.core.rank_context import RankContext
 def groups_of_layers(units: Iterable[Range], longest: int, part: Range) -> Iterator[Range]:
     """Divide ``part`` into ranges of whole layers. Yield the ranges from last to first, as backward completes them.
 
-    ``units``: range of each layer in the flat parameter vector. A range ends as soon as it has ``longest`` elements or
-    more. ``part`` must start and end at layer boundaries.
+    ``longest``: number of elements that completes a range.
     """
+    # ``units``: range of each layer. ``part`` must start and end at layer boundaries.
     stop = part.stop
     for unit in sorted(filter(part.intersect, units), reverse=True):
         if stop - unit.start >= longest or unit.start == part.start:
@@ -23,13 +23,9 @@ def groups_of_layers(units: Iterable[Range], longest: int, part: Range) -> Itera
 def buckets_of_layers(
     layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None, units: Iterable[Range] = ()
 ) -> list[Range]:
-    """Divide the range ``part`` of the flat parameter vector (default: all of it) into buckets, from last to first.
-
-    `groups_of_layers` first makes groups of layers with at least ``bucket_bytes`` bytes. Each group is then cut into
-    buckets of at most ``bucket_bytes`` bytes. ``itemsize``: bytes per element. ``units``: ranges of the layers in
-    ``part``, by default of all layers of ``layout``.
-    """
+    """Divide a range of the flat parameter vector into communication buckets, from last to first."""
     longest = max(1, bucket_bytes // itemsize)
+    # Groups of layers with at least ``bucket_bytes`` bytes are cut into buckets of at most ``bucket_bytes`` bytes.
     groups = groups_of_layers(units or layout.units.values(), longest, part or Range(0, layout.size))
     return [bucket for group in groups for bucket in reversed(list(cut(group, longest)))]
 

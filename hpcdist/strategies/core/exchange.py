@@ -26,19 +26,16 @@ Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 
 
 class Exchange:
-    """Base class of a strategy on one rank.
+    """Base class of the strategies that exchange gradients and parameters between replicas, on one rank."""
 
-    `plan` returns the operations that the strategy adds to a step. The attribute ``handlers`` maps each kind of
-    operation to a function. Gradients are already divided by the number of samples of the global batch, so that their
-    sum over the replicas is the mean.
-
-    The default methods suit lock-step ranks with one store of parameters and one store of gradients.
-    """
+    # `plan` returns the operations that the strategy adds to a step. Gradients are already divided by the number of
+    # samples of the global batch, so their sum over the replicas is the mean. The default methods suit ranks that make
+    # each step together, with one store of parameters and one of gradients.
 
     context: RankContext
     traits: Traits
     update: ShardedUpdate
-    handlers: Handlers
+    handlers: Handlers  # a function per kind of operation
     # Further stores that must have equal bits on all ranks of a communicator.
     other_replicas: Sequence[tuple[Communicator, FlatStore]] = ()
     background: BackgroundCollectives | None = None
@@ -148,17 +145,15 @@ class Exchange:
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
     def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        """Record ``state``, the scalars of the checkpoint to read. Call it before `wanted`. Local.
+        """Record ``state``, the scalars of the checkpoint to read. Local; call it before `wanted`.
 
-        Return the kinds of checkpoint pieces, such as "residual.0", that may be missing and then keep initial values.
+        Returns the kinds of checkpoint pieces, such as "residual.0", that may be missing.
         """
         return ()
 
     def wanted(self) -> Sequence[Piece]:
-        """Return the checkpoint pieces that this rank reads, as views of the memory to fill. Local.
-
-        The pieces are all parameters that this rank keeps, and the optimizer state of the parameters that it updates.
-        """
+        """Return the checkpoint pieces that this rank reads, as views of the memory to fill. Local."""
+        # All parameters that this rank keeps, and the optimizer state of the parameters that it updates.
         parameters = pieces_of({"parameters": self.weights}, self.weights.parts)
         return parameters + pieces_of(self.update.slots(), self.update.parts)
 
@@ -184,7 +179,7 @@ class Exchange:
 
 
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
-    """Return checkpoint pieces: one for each tensor (or part of a tensor) in the ranges ``parts`` of each store. Local.
+    """Return the checkpoint pieces of the stores: one per tensor, or part of a tensor, in ``parts``. Local.
 
     ``stores``: dict from the kind of piece, such as "parameters", to the store.
     """

@@ -35,13 +35,12 @@ class ProcessGrid:
         pipeline: int = 1,
         tensor: int = 1,
         context: int = 1,
-        servers: int = 0,
+        servers: int = 0,  # ranks that do not compute
         expert: int = 1,
     ) -> "ProcessGrid":
-        """Return the grid for ``world`` ranks. Keyword-only: ``servers``, ranks that do not compute, and the degrees.
+        """Return the process grid for ``world`` ranks. If ``data`` is 0, it is computed from the other degrees.
 
-        If ``data`` is 0, the data degree is computed from the other degrees. Raises ConfigurationError if the product
-        of the degrees is not the number of computing ranks, or if ``expert`` does not divide the number of replicas.
+        Raises ConfigurationError if the degrees do not fit the number of ranks.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context
@@ -90,10 +89,8 @@ class ProcessGrid:
 
 
 def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
-    """Return one line per pipeline stage, in the format "stage 0: node 0 [0-3] [4-7]; node 1 [8-11] [12-15]".
-
-    Each pair of brackets has the ranks of one tensor group. ``nodes``: ranks of each node. Long lines are shortened.
-    """
+    """Return one line per pipeline stage, such as "stage 0: node 0 [0-3] [4-7]; node 1 [8-11] [12-15]"."""
+    # Each pair of brackets has the ranks of one tensor group. ``nodes``: ranks of each node.
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
     groups_per_stage = len(grid.tensor_groups) // grid.pipeline
     lines = []
@@ -133,7 +130,7 @@ def _few(words: list[str]) -> list[str]:
 class GridCommunicators:
     """Communicators along the axes of a grid, each split from ``comm`` at first use and kept until `free`.
 
-    The split is collective over ``comm``: every rank must request the same axis at the same point.
+    The split is collective over ``comm``.
     """
 
     def __init__(self, grid: ProcessGrid, comm: "Communicator") -> None:

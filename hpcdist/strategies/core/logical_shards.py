@@ -28,10 +28,8 @@ FINGERPRINT_BYTES: Final = 4
 
 @cache
 def fp_fingerprint(dtype: "np.dtype[Any]") -> str:
-    """Return a hash (eight hexadecimal digits) of the results of test computations in ``dtype`` on this rank.
-
-    Ranks with equal hashes are expected to compute equal bits. Local. The first call takes tens of milliseconds.
-    """
+    """Return a hash (hexadecimal) of the results of test computations in ``dtype`` on this rank. Local."""
+    # Ranks with equal hashes are expected to compute equal bits. The first call takes tens of milliseconds.
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for rows, inner, columns in FINGERPRINT_SHAPES:
         a, b = _numbers(rows, inner, dtype), _numbers(columns, inner, dtype)
@@ -55,15 +53,15 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 
 
 class LogicalShards:
-    """Division of the global batch of each step into ``count`` logical shards. Collective over the world.
+    """Fixed division of the global batch into ``count`` parts, for equal results on any number of ranks. Collective.
 
-    The attribute ``own`` is the range of shards that this rank computes; it is empty on a server. Raises
-    ConfigurationError on all ranks if equal computations give different bits on different ranks.
+    Raises ConfigurationError on all ranks if ranks compute different bits.
     """
 
     def __init__(self, context: RankContext, count: int) -> None:
         self.count = count
         self.arithmetic = _common(context)
+        # Indices of the parts that this rank computes; empty on a server.
         self.own = shards_of(count, context.data.size)[context.data.rank] if context.computes else Range(0, 0)
         self._data = context.data
 
@@ -74,24 +72,24 @@ class LogicalShards:
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:
         """Add the ``gradients`` of this rank's micro-batch number ``microbatch`` to the summation ``tree``. Local.
 
-        Micro-batch i is logical shard i of this rank; further micro-batches are ignored. If the keyword-only
-        ``copy`` is False, ``gradients`` must not change until the tree is reduced.
+        If keyword-only ``copy`` is False, ``gradients`` must not change until the tree is reduced.
         """
+        # Micro-batch i is logical shard i of this rank. Further micro-batches are ignored.
         if microbatch < self.own.size:
             tree.add(self.own.start + microbatch, gradients, copy=copy)
 
     def agree_losses(
         self, losses: Sequence[float], values: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[float, np.ndarray]:
-        """Return the sum of all ranks' ``losses``, and the elementwise sum of all ranks' arrays ``values``. Collective.
+        """Return the sum of all ranks' ``losses``, and the elementwise sum of all ranks' ``values``. Collective.
 
-        ``losses``: one loss per logical shard of this rank. The loss sum has the same bits on any number of ranks.
         ``agree``: function that sums an array over the ranks.
         """
         shard_losses = np.zeros(self.count)
         # Other ranks add zeros, which is exact in any order. An evaluation may have fewer losses than local shards.
         shard_losses[self.own.start : self.own.start + len(losses)] = losses
         sums = agree(np.concatenate([shard_losses, values]))
+        # The loss sum has the same bits on any number of ranks.
         return tree_sum(sums[: self.count].tolist()), sums[self.count :]
 
     def state(self) -> dict[str, Any]:

@@ -52,15 +52,14 @@ class NoLossScale:
 
 @dataclass
 class FixedLossScale(NoLossScale):
-    """Loss scale that never changes. Local: all ranks see the same gradient norms, so they skip the same steps.
+    """Constant loss scale for mixed precision. Local."""
 
-    ``skipped`` counts all skipped steps of the run. ``overflows`` counts the consecutive skipped steps up to now.
-    """
+    # All ranks see the same gradient norms, so they skip the same steps.
 
     skips_overflow = True
     scale: float
-    skipped: int = 0
-    overflows: int = 0
+    skipped: int = 0  # skipped steps of the run
+    overflows: int = 0  # consecutive skipped steps up to now
 
     def after(self, step: str, norm: float) -> bool:
         """Return True if the gradient ``norm`` is finite, or False if the optimizer must skip ``step``.
@@ -77,7 +76,7 @@ class FixedLossScale(NoLossScale):
         return False
 
     def _grow(self) -> None:
-        """Record a step without gradient overflow. A dynamic loss scale grows after a number of these steps."""
+        """Record a step without gradient overflow."""
 
     def _lower(self, step: str) -> None:
         if self.overflows >= MAXIMUM_OVERFLOWS:
@@ -101,15 +100,14 @@ class DynamicLossScale(FixedLossScale):
     """Loss scale that doubles after ``interval`` steps without overflow.
 
     From the ``hysteresis``-th consecutive overflow on, each overflow halves the scale, but not below ``least``.
-    ``grown``: steps since the last overflow or change of scale. ``stuck``: consecutive overflows at scale ``least``.
     """
 
     scale: float = INITIAL_SCALE
     interval: int = 2000
     hysteresis: int = 2
     least: float = MINIMUM_SCALE
-    grown: int = 0
-    stuck: int = 0
+    grown: int = 0  # steps since the last overflow or change of scale
+    stuck: int = 0  # consecutive overflows at scale ``least``
 
     def _grow(self) -> None:
         self.stuck = 0
@@ -141,7 +139,7 @@ def build_loss_scale(
 ) -> NoLossScale:
     """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1.
 
-    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale`, to which the last three arguments are passed.
+    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale`.
     """
     if mode != "float16":
         return NoLossScale()

@@ -139,18 +139,14 @@ ENDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Operation of one rank in a step. ``unit``: index of the model unit, or -1 for operations without a unit.
-
-    ``recompute``: True for a FORWARD that runs again because its activations were freed. ``source``: model unit in
-    which a skip connection starts. Only messages over skip connections have a source.
-    """
+    """Operation of one rank in a step, such as a forward pass, a message or a reduction."""
 
     kind: Kind
     microbatch: int = -1
-    unit: int = -1
+    unit: int = -1  # model unit (layer, embedding or head)
     range: Range | None = None
-    recompute: bool = False
-    source: int = -1
+    recompute: bool = False  # FORWARD that runs again because its activations were freed
+    source: int = -1  # unit where a skip connection starts; only in messages over skip connections
 
     @property
     def part(self) -> Range:

@@ -81,18 +81,16 @@ class ParameterViews:
 
 
 class TransientLayers:
-    """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision).
+    """Memory pool for layers that are allocated in full only while they are used (ZeRO, mixed precision)."""
 
-    ``units``: indices of the model stages that use the pool. ``category``: name of the memory in memory reports. If the
-    memory is shared on a node, allocation is collective over ``over`` (default: the data axis), and first calls
-    ``drain()``.
-    """
+    # Memory shared on a node is allocated collectively over ``over`` (default: the data axis), after a call of
+    # ``drain``.
 
     def __init__(
         self,
         context: RankContext,
-        category: str,
-        units: Collection[int],
+        category: str,  # name in memory reports
+        units: Collection[int],  # indices of the model stages that use the pool
         over: Communicator | None,
         drain: Callable[[], None] | None = None,
     ) -> None:

@@ -30,42 +30,29 @@ _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that wo
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """Everything that a strategy needs on one rank: communicators, model, optimizer and settings.
+    """Everything that a strategy needs on one rank: communicators, model, optimizer and settings."""
 
-    ``world``: communicator of all training ranks, including parameter servers.
-    ``data``: communicator of the ranks that have replicas of this rank's stages.
-    ``pipeline``: communicator of the ranks that divide the stages of one replica.
-    ``tensor``: communicator of the ranks that hold shards of the same tensors.
-    ``context``: `ContextAxis` of the ranks that divide the tokens of a sample, or None if samples are not divided.
-    ``batch``: communicator of the ranks of ``data`` with different samples, or None for all ranks of ``data``.
-    ``experts``: communicator of the ranks that divide the experts of this rank's stages.
-    ``on``: device of the arrays, "cpu" or "gpu".
-    ``computes``: False on a dedicated server.
-    ``working``: 16-bit dtype of stored and sent parameters and gradients, or None without mixed precision.
-    ``portion``: tensors that the strategy handles: "expert", "dense" (all others), or "" for all tensors.
-    ``every_microbatch``: True if gradients are exchanged after each micro-batch.
-    """
-
-    world: Communicator
-    data: Communicator
-    pipeline: Communicator
+    world: Communicator  # all training ranks, including parameter servers
+    data: Communicator  # ranks that have replicas of this rank's stages
+    pipeline: Communicator  # ranks that divide the stages of one replica
     model: Model
     optimizer: OptimizerConfig
     total_steps: int
     algorithm: str = "native"
     bucket_bytes: int = 4 << 20
     overlap: str = "none"
-    on: str = "cpu"
+    on: str = "cpu"  # device of the arrays, "cpu" or "gpu"
     ledger: Ledger | None = None
-    computes: bool = True
+    computes: bool = True  # False on a dedicated server
+    # 16-bit dtype of stored and sent parameters and gradients; None: no mixed precision
     working: "np.dtype[np.generic] | None" = None
     placement: StagePlacement | None = None
-    tensor: Communicator = field(default_factory=solo)
-    context: ContextAxis | None = None
-    batch: Communicator | None = None
-    experts: Communicator = field(default_factory=solo)
-    portion: str = ""
-    every_microbatch: bool = False
+    tensor: Communicator = field(default_factory=solo)  # ranks that hold shards of the same tensors
+    context: ContextAxis | None = None  # ranks that divide the tokens of a sample
+    batch: Communicator | None = None  # ranks of ``data`` with different samples; None: all
+    experts: Communicator = field(default_factory=solo)  # ranks that divide the experts of this rank's stages
+    portion: str = ""  # tensors of the strategy: "expert", "dense" (all others), or "" for all
+    every_microbatch: bool = False  # exchange gradients after each micro-batch
 
     @property
     def samplers(self) -> Communicator:
@@ -144,12 +131,9 @@ class RankContext:
 
     @property
     def agree_algorithm(self) -> str:
-        """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm.
-
-        The recipe's algorithm for small messages is used if its name is "native" or, with pure data parallelism,
-        "node_shared". Otherwise, "recursive_doubling" is used.
-        """
+        """Name of the algorithm for allreduces of a few numbers, such as the loss and the gradient norm."""
         small = parse_algorithm(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
+        # "node_shared" needs pure data parallelism.
         suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
         return small if suits else "recursive_doubling"
 
@@ -158,8 +142,7 @@ class RankContext:
     ) -> FlatStore:
         """Return a `FlatStore` of zeros for the ranges ``parts`` of the flat parameter vector. Local.
 
-        ``category``: name in memory reports. ``parts``: by default, all stages of this rank. ``allocate``: function
-        (elements, dtype) that provides the memory, by default private memory.
+        ``parts``: by default, all stages of this rank. ``allocate``: provides the memory.
         """
         return FlatStore(
             self.layout,
@@ -172,10 +155,9 @@ class RankContext:
         )
 
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
-        """Return an allocator of memory shared by a node's ranks, or None if allreduces do not use such memory. Local.
+        """Return an allocator of node-shared memory, or None if allreduces do not use such memory. Local.
 
-        ``category``: name in memory reports. The allocator, a function (elements, dtype), is collective over ``over``,
-        by default the data axis.
+        The allocator is collective over ``over``, by default the data axis.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:

@@ -21,13 +21,9 @@ from hpcdist.strategies.core.tensor_shards import counted, ranges_of, sum_gradie
 
 
 class ShardedUpdate:
-    """Optimizer update of the ranges ``parts`` of ``parameters``, with the reduced ``gradients``.
+    """Optimizer update of the ranges ``parts`` of ``parameters``, with the reduced ``gradients``."""
 
-    ``sharers``: communicator of the ranks that update other parts of the same tensors, or None if tensors are whole.
-    Keyword-only ``exactly``: True to sum squares without rounding, so that sharding does not change norms. Keyword-only
-    ``tensor``: communicator of the tensor axis, or None. Keyword-only ``experts``: communicator of the ranks that have
-    other experts of the same tensors, or None. Norms are summed over these three communicators.
-    """
+    # Norms are summed over the communicators ``sharers``, ``tensor`` and ``experts``.
 
     def __init__(
         self,
@@ -35,12 +31,12 @@ class ShardedUpdate:
         gradients: FlatStore,
         optimizer: Optimizer,
         parts: Sequence[Range],
-        sharers: Communicator | None,
+        sharers: Communicator | None,  # ranks that update other parts of the same tensors
         agree_algorithm: str,
         *,
-        exactly: bool = False,
-        tensor: Communicator | None = None,
-        experts: Communicator | None = None,
+        exactly: bool = False,  # sum squares without rounding, so that sharding does not change norms
+        tensor: Communicator | None = None,  # ranks of the tensor axis
+        experts: Communicator | None = None,  # ranks that have other experts of the same tensors
     ) -> None:
         self.parameters, self.gradients, self.optimizer = parameters, gradients, optimizer
         self.parts = [part for part in parts if part]
@@ -70,13 +66,10 @@ class ShardedUpdate:
         ]
 
     def norm_squared(self) -> float:
-        """Return the sum of squares of this rank's reduced gradients, not finite if a gradient is not finite. Local.
-
-        If ``exactly`` was True at construction, the call is collective over ``sharers``. Rank 0 of ``sharers`` then
-        returns the sum over all these ranks, and the other ranks return 0.
-        """
+        """Return the sum of squares of this rank's reduced gradients. Collective if squares are summed exactly."""
         if not self._exactly:
             return norms.sum_of_squares(self.gradients, self.counted, self._elsewhere)
+        # Exact sums are collective over the sharers: their rank 0 returns the sum over all of them, the others 0.
         # Sums of digits are exact in any order. They are rounded to a float only at the end.
         digits = norms.exact_squares(self.gradients, self.parts)
         if self._sharers is not None:

@@ -19,10 +19,9 @@ def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return the subranges of ``parts`` that this rank counts, so that a sum over ``comm`` counts no tensor twice.
+    """Return the subranges of ``parts`` that this rank adds to a sum over ``comm``, so that no tensor is added twice.
 
-    ``parts``: ranges of the flat parameter vector that ``layout`` describes. ``comm``: tensor axis. Only rank 0 counts
-    tensors that are not sharded. Local.
+    ``parts``: ranges of the flat parameter vector. Only rank 0 adds unsharded tensors. Local.
     """
     if comm.rank == 0:
         return list(parts)

@@ -21,13 +21,10 @@ TIES = 1 << 10
 
 @dataclass(frozen=True)
 class TiedTensor:
-    """Tensor that two pipeline ranks use: rank ``owner`` has the original tensor, and rank ``holder`` a copy.
+    """Tensor that two pipeline ranks use: rank ``owner`` has the original, and rank ``holder`` has a copy."""
 
-    ``key``: name of the tensor in the model's layout. ``unit``: model unit of the original tensor, on rank ``owner``.
-    """
-
-    key: str
-    unit: int
+    key: str  # name in the model's layout
+    unit: int  # model unit of the original tensor
     owner: int
     holder: int
 
@@ -47,12 +44,10 @@ def tied_tensors(model: Model, placement: StagePlacement) -> list[TiedTensor]:
 
 
 class TiedCopies:
-    """This rank's copies of tensors that several pipeline ranks use.
+    """This rank's copies of tensors, such as embeddings, that several pipeline ranks use."""
 
-    The owner of a tensor adds the gradients of all copies to the gradient of the original, before any reduction. After
-    the update, the owner sends the new value. Norms and checkpoints count only the original.
-    """
-
+    # The owner of a tensor adds the gradients of all copies to its gradient before any reduction, and sends the new
+    # value after the update. Norms and checkpoints count only the original.
     def __init__(self, context: RankContext, ties: list[TiedTensor], exchange: Exchange) -> None:
         self._comm: Communicator = context.pipeline
         self._exchange, self._layout = exchange, context.layout

@@ -15,42 +15,24 @@ class ShardingDegrees:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Properties of a strategy (`Exchange`) that do not change after construction.
+    """Properties of a strategy (`Exchange`) that do not change after construction."""
 
-    - ``algorithm``: name of the reduction algorithm, as stored in checkpoints.
-    - ``lock_step``: all ranks make each step together.
-    - ``identical``: the parameters that ranks of the data axis keep have the same bits.
-    - ``accumulates``: the gradients of all micro-batches are added up first, and exchanged once per step.
-    - ``degrees``: sharding degrees, or None if every replica keeps everything.
-    - ``gathers``: dict from model stage to the stages whose parameters are gathered before the stage is computed, and
-      freed afterwards. The dict is empty if no parameters are gathered.
-    - ``keeps_parameters``: gathered parameters stay from their first use in a step to their last.
-    - ``alternates``: the gradients of consecutive steps go to two stores in turn, and are applied one step late.
-    - ``ahead``: number of gathers that are started before they are needed.
-    - ``whole_state``: every data rank holds the whole state and updates all of it.
-    - ``serves``: this rank is a parameter server, and answers requests of workers between its own computations.
-    - ``drops_late``: gradients that arrive too late are dropped.
-    - ``fullest``: parameters of the largest parameter server, divided by the mean per server; None without servers.
-    - ``corrects``: the exchange can multiply gradients by an `Exchange.correction` other than 1.
-    - ``restores``: scalars of a checkpoint that only some exchanges can restore, such as "pending".
-    - ``sums``: description of a summation order that does not depend on the ranks, or "".
-    - ``mixing``: description of how differing replicas are mixed or averaged, or "".
-    """
-
-    algorithm: str
-    lock_step: bool = True
-    identical: bool = False
-    accumulates: bool = True
-    degrees: ShardingDegrees | None = None
+    algorithm: str  # reduction algorithm, as stored in checkpoints
+    lock_step: bool = True  # all ranks make each step together
+    identical: bool = False  # parameters that ranks of the data axis keep have the same bits
+    accumulates: bool = True  # gradients of all micro-batches are added up first, and exchanged once per step
+    degrees: ShardingDegrees | None = None  # sharding degrees; None: every replica keeps everything
+    # Per model stage: the stages whose parameters are gathered before it is computed, and freed afterwards.
     gathers: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    keeps_parameters: bool = False
+    keeps_parameters: bool = False  # gathered parameters stay from their first use in a step to their last
+    # gradients of consecutive steps go to two alternating stores, and are applied one step late
     alternates: bool = False
-    ahead: int = 0
-    whole_state: bool = False
-    serves: bool = False
-    drops_late: bool = False
-    fullest: float | None = None
-    corrects: bool = True
-    restores: Collection[str] = ()
-    sums: str = ""
-    mixing: str = ""
+    ahead: int = 0  # number of gathers that are started before they are needed
+    whole_state: bool = False  # every data rank holds and updates the whole state
+    serves: bool = False  # this rank is a parameter server, which answers workers between its computations
+    drops_late: bool = False  # gradients that arrive too late are dropped
+    fullest: float | None = None  # parameters of the largest server / mean per server; None without servers
+    corrects: bool = True  # the exchange can multiply gradients by an `Exchange.correction` other than 1
+    restores: Collection[str] = ()  # scalars of a checkpoint that only some exchanges can restore, such as "pending"
+    sums: str = ""  # summation order that does not depend on the ranks, as text
+    mixing: str = ""  # method that mixes or averages differing replicas, as text

@@ -181,8 +181,8 @@ def zero(
 ) -> DataExchange:
     """Return the strategy ZeRO of ``stage`` 1, 2 or 3. Collective over the world.
 
-    ``shards``: logical shards, whose gradients are summed in a fixed tree, or None. Raises ConfigurationError on every
-    rank for unsupported combinations of keys.
+    ``shards``: fixed micro-batches for reproducible sums, or None. Raises ConfigurationError for unsupported
+    combinations.
     """
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 
@@ -253,7 +253,7 @@ class _Zero:
         return _background(context)
 
     def _cut_units(self) -> list[int]:
-        """Return the indices of the model stages whose parameters are gathered before each use. Local."""
+        # Indices of the model stages whose parameters are gathered before each use.
         context = self.context
         copied = {tie.unit for tie in tied_tensors(context.model, context.placed)}  # sent whole, so kept whole
         ranges = context.ranges if self.is_transient else {}

@@ -108,7 +108,7 @@ class CodedSum(Sum):
         with_loss_scale(values, gradients, self.loss_scale)
 
     def _pay(self, part: Range) -> None:
-        """Add residuals to the gradients of the range ``part``, which this step does not compress. Local."""
+        # Adds residuals to gradients that this step does not compress.
         if not self._owes or not self.feedback.residuals:
             return
         (residuals,) = self.feedback.residuals
@@ -157,12 +157,11 @@ _NAMES: Final = {
 
 
 def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
-    """Return one flag per communicator of ``cuts.comms``, and one for ``cuts.replicas``: True to compress messages.
+    """Return, for each communicator of ``cuts``, True if it sends compressed messages. Collective over ``data``.
 
-    If the keyword-only ``across_nodes`` is True, only communicators with one rank per node compress messages. Raises
-    ConfigurationError on every rank if a communicator is neither within a node nor between nodes. Collective over
-    ``data``.
+    Raises ConfigurationError if a communicator is neither within a node nor between nodes.
     """
+    # With ``across_nodes``, only communicators with one rank per node compress messages.
     comms = [*cuts.comms, cuts.replicas]
     if not across_nodes:
         return [comm is not None for comm in comms]
@@ -243,7 +242,7 @@ class CodedScatter(Scatter):
             self.coder.feedback = self._residuals.feedback
 
     def _plain(self, layer_cuts: Sequence[Range]) -> list[Range]:
-        """Return the ranges of a layer that this rank never compresses. ``layer_cuts``: ``Cuts.cuts[layer]``. Local."""
+        # The ranges of a layer that this rank never compresses.
         parts = [layer_cuts[OPTIMIZER]] if self._over_replicas is None else []
         for level in range(OPTIMIZER):
             if level not in self._reductions:

@@ -34,25 +34,21 @@ OPTIMIZER: Final = 3
 
 
 class Cuts:
-    """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world.
-
-    ``cuts[layer]``: four nested ranges of the flat parameter vector. They are [0] the whole layer, and this rank's
-    shards of [1] parameters, [2] gradients and [3] optimizer state. This rank updates range 3.
-    ``comms[i]``: communicator of the ranks that divide range i into their ranges i + 1 (level i).
-    ``sharers``: communicator of the ranks that together update each layer once.
-    ``replicas``: communicator of the ranks that update the same ranges. A communicator of one rank is None.
-    """
+    """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world."""
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
         self.degrees = degrees
         self._data, self._made = context.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
         self._blocks, self._itemsize = list(pairwise(bounds)), context.dtype.itemsize
+        # ``comms[i]``: ranks that divide range i of `cuts` into their ranges i + 1. A communicator of one rank is None.
         self.comms = [self._between(inner, outer) for inner, outer in self._blocks]
-        self.sharers = self._between(1, degrees.optimizer)
-        self.replicas = self._between(degrees.optimizer, context.data.size)
+        self.sharers = self._between(1, degrees.optimizer)  # ranks that together update each layer once
+        self.replicas = self._between(degrees.optimizer, context.data.size)  # ranks that update the same ranges
         self.algorithm = _alike(context)
         self._sharding = self._choose_sharding(context)
+        # Four nested ranges of the flat vector per layer: [0] the whole layer, and this rank's shards of [1]
+        # parameters, [2] gradients and [3] optimizer state. This rank updates range 3.
         self.cuts: dict[int, list[Range]] = {}
         self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, relative to its range
         for unit, whole in context.ranges.items():
@@ -177,11 +173,8 @@ class Cuts:
 
 
 def _alike(context: RankContext) -> str:
-    """Return the reduction algorithm, or "ring" if it would shard layers differently on the tensor ranks.
-
-    Shards of "hierarchical" follow the nodes of the data axis, which may differ between tensor ranks. Collective over
-    the world.
-    """
+    # Shards of "hierarchical" follow the nodes of the data axis, which may differ between tensor ranks. Layers must be
+    # sharded alike on all tensor ranks. Collective over the world.
     if context.algorithm != "hierarchical" or context.tensor.size == 1:
         return context.algorithm
     places = context.world.allgather_object(context.data.nodes().members)

@@ -43,11 +43,10 @@ PENDING: Final = "gradients.pending"  # kind, in a checkpoint, of the summed gra
 
 
 class DelayedExchange(DataExchange):
-    """Allreduce whose buckets are summed during the next step, and applied at the end of the next step.
+    """Allreduce whose gradient buckets are summed during the next step, and applied at the end of the next step."""
 
-    The backward pass writes into the store ``written``, while the previous step's gradients are summed in the store of
-    ``update``. After the update, the two stores are swapped. Handlers are collective over the data axis.
-    """
+    # The backward pass writes into the store ``written``, while the previous step's gradients are summed in the store
+    # of ``update``. After the update, the two stores are swapped. Handlers are collective over the data axis.
 
     def __init__(
         self,

@@ -50,15 +50,14 @@ class DgcCoder(GradientCoder):
 
 
 class Dgc(LocalGradients):
-    """Reducer of deep gradient compression: ranks exchange the largest values of their momentum (velocity).
+    """Deep gradient compression (DGC): ranks exchange the largest values of their momentum (velocity)."""
 
-    Keyword-only ``masks_velocity``: True to set the velocity of sent elements to 0. ``context.optimizer`` has the
-    momentum; the optimizer of ``update`` has no momentum.
-    """
+    # ``context.optimizer`` has the momentum. The optimizer of ``update`` has none.
 
     def __init__(
         self, context: RankContext, update: ShardedUpdate, config: CompressionConfig, *, masks_velocity: bool = True
     ) -> None:
+        # ``masks_velocity``: set the velocity of sent elements to 0.
         super().__init__(context, update, buckets_of_rank(context, np.dtype(np.float32).itemsize))
         self.config = config
         place = context.data.rank, context.data.size, context.parts

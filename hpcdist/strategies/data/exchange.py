@@ -20,12 +20,7 @@ from hpcdist.strategies.data.parts import Gatherer, Reducer
 
 
 class DataExchange(Exchange):
-    """Strategy that combines a gradient ``reducer``, an optimizer ``update`` and a parameter ``gatherer``.
-
-    ``saved``: ranges of parameters and optimizer state that this rank saves in a checkpoint. Keyword-only
-    ``background``: background collectives of the reducer and the gatherer, or None. Keyword-only ``shards``: logical
-    shards, whose gradients are summed in a fixed tree, or None.
-    """
+    """Data-parallel strategy: a gradient ``reducer``, an optimizer ``update`` and a parameter ``gatherer``."""
 
     def __init__(
         self,
@@ -34,10 +29,10 @@ class DataExchange(Exchange):
         update: ShardedUpdate,
         reducer: Reducer,
         gatherer: Gatherer,
-        saved: Sequence[Range],
+        saved: Sequence[Range],  # ranges that this rank saves in a checkpoint
         *,
-        background: BackgroundCollectives | None = None,
-        shards: LogicalShards | None = None,
+        background: BackgroundCollectives | None = None,  # background collectives of reducer and gatherer
+        shards: LogicalShards | None = None,  # fixed micro-batches, whose gradients are summed in a fixed tree
     ) -> None:
         self.context, self.traits, self.update = context, traits, update
         self.reducer, self.gatherer, self.saved = reducer, gatherer, saved

@@ -20,22 +20,17 @@ from hpcdist.strategies.data.parts import Gatherer
 
 
 class CutGatherer(Gatherer):
-    """Gatherer of ZeRO: all-gathers the shards ``cuts`` of each layer. Handlers are collective over the data axis.
-
-    ``cut_units``: indices of the model stages whose parameters are gathered for each use, into the memory pool
-    ``whole``. ``background``: collectives that run while other layers are computed, or None. ``ahead``: number of
-    layers to prefetch in the background.
-    """
+    """All-gather of each layer's ZeRO parameter shards before use. Handlers are collective over the data axis."""
 
     def __init__(
         self,
         context: RankContext,
         update: ShardedUpdate,
         cuts: Cuts,
-        cut_units: Collection[int],
-        whole: TransientLayers,
-        background: BackgroundCollectives | None = None,
-        ahead: int = 0,
+        cut_units: Collection[int],  # indices of the model stages whose parameters are gathered
+        whole: TransientLayers,  # memory of the gathered layers
+        background: BackgroundCollectives | None = None,  # collectives that run while other layers are computed
+        ahead: int = 0,  # number of layers to prefetch in the background
     ) -> None:
         super().__init__(update)
         self.cuts, self.gather_cuts = cuts, cuts.gather

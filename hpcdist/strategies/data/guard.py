@@ -42,13 +42,14 @@ class LockStepGuard:
         return compare_and_handle
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Compare ``operations`` with the order of the first step (or evaluation). The first call is collective.
+        """Start to compare a step's ``operations`` with the first step (or evaluation). The first call is collective.
 
-        Raises ScheduleError if the order differs: in the first call on all ranks, later only on the rank that differs.
+        Raises ScheduleError if the order differs.
         """
         self._pass = "a step" if any(op.kind is Kind.AGREE for op in operations) else "an evaluation"
         order = [op for op in operations if op.kind in GUARDED]
         agreed = self._orders.setdefault(self._pass, order)
+        # Only the first call raises on all ranks. Later calls raise only on the rank that differs.
         if agreed is order:  # just stored: the first list of its kind. An equal list of a later step is another object
             self._agree(order)
         elif agreed != order:

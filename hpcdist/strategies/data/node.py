@@ -36,9 +36,11 @@ _TAG: Final = 0  # messages between two ranks stay in the order of the layers, w
 class NodeParameters:
     """Parameters in memory that a node's data ranks share. Construction is collective over the data axis.
 
-    All ranks read a front buffer, and update a back buffer. ``cuts[i][r]``: range of layer i that data rank r updates.
     Raises MissingCapabilityError on all ranks if ranks of a node cannot share memory.
     """
+
+    # All ranks read a front buffer, and update a back buffer. ``cuts[i][r]``: range of layer i that data rank r
+    # updates.
 
     def __init__(self, context: RankContext, cuts: Sequence[Sequence[Range]]) -> None:
         nodes = context.data.nodes()

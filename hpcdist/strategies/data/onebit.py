@@ -122,11 +122,9 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 
 class OneBit(LocalGradients):
-    """Reducer of 1-bit Adam: after a warm-up with gradients, ranks exchange signs of their Adam momentum.
+    """1-bit Adam: after a warm-up with full gradients, ranks exchange signs of their Adam momentum."""
 
-    ``context.optimizer`` configures Adam. The optimizer of ``update`` only applies weight decay and learning rate.
-    ``seed``: seed of the run.
-    """
+    # ``context.optimizer`` configures Adam. The optimizer of ``update`` only applies weight decay and learning rate.
 
     def __init__(self, context: RankContext, update: ShardedUpdate, config: CompressionConfig, seed: int) -> None:
         super().__init__(context, update, buckets_of_rank(context, context.dtype.itemsize))

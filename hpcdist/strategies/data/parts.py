@@ -23,15 +23,14 @@ def saved_shares(context: RankContext) -> list[Range]:
 
 
 class Reducer:
-    """Base class of reducers, which sum gradients over all replicas on the rank that updates with the sum.
+    """Base class of the gradient reduction in a data-parallel strategy. Handlers are collective over the data axis."""
 
-    ``update``: this rank's optimizer update. ``counts``: False if another rank counts this rank's gradients in the
-    gradient norm. Handlers are collective over the data axis, unless marked local.
-    """
+    # Each rank gets the sums that it updates with. Some methods are marked local.
 
     handlers: Handlers = MappingProxyType({})
     loss_scale = 1.0  # factor of the gradients of this step
 
+    # ``counts``: False if another rank counts this rank's gradients in the gradient norm
     def __init__(self, update: ShardedUpdate, *, counts: bool = True) -> None:
         self.update, self.counts = update, counts
         self.feedback = Feedback()

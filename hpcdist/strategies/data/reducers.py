@@ -53,12 +53,11 @@ class Sum(Reducer):
 
 
 class TreeSum(Reducer):
-    """Allreduce of gradients that adds micro-batches in a fixed tree: the same bits on any number of ranks.
+    """Allreduce that adds the micro-batches' gradients in a fixed tree, with the same bits on any number of ranks."""
 
-    A micro-batch is a logical shard. Ranks with fewer shards get an empty last micro-batch. After each micro-batch but
-    the last, the operation ADD adds its gradients to this rank's partial sums. After the last micro-batch, REDUCE
-    completes the sums with the other ranks.
-    """
+    # Micro-batches are logical shards. Ranks with fewer shards get an empty last micro-batch. After each micro-batch
+    # but the last, the operation ADD adds its gradients to this rank's partial sums. After the last, REDUCE completes
+    # the sums with the other ranks.
 
     def __init__(self, context: RankContext, update: ShardedUpdate, shards: LogicalShards) -> None:
         super().__init__(update, counts=context.data.rank == 0)

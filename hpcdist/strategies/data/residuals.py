@@ -31,11 +31,10 @@ FLOAT32: Final = np.dtype(np.float32)
 
 
 class Residuals:
-    """Residuals of this rank: compression errors of the flat ranges ``parts``, to add to the next gradients. Local.
+    """Compression errors of this rank in the flat ranges ``parts``, to add to the next gradients. Local."""
 
-    This rank is number ``rank`` of the ``ranks`` ranks with residuals. ``can_roll_back``: True if an abandoned step
-    must restore the residuals. Checkpoint pieces have the kind "<kind>.<rank>".
-    """
+    # This rank is number ``rank`` of the ``ranks`` ranks with residuals. Checkpoint pieces have the kind
+    # "<kind>.<rank>".
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Residuals:
         ranks: int,
         parts: Sequence[Range],
         *,
-        can_roll_back: bool,
+        can_roll_back: bool,  # an abandoned step must restore the residuals
         kind: str = "residual",
     ) -> None:
         self.rank, self.ranks, self.kind, self._can_roll_back = rank, ranks, kind, can_roll_back
@@ -117,20 +116,17 @@ class Residuals:
 
 
 class StepResiduals(Residuals):
-    """Residuals of ZeRO, which compresses each layer's gradients after each micro-batch. Local.
-
-    The residuals of one micro-batch are added to the gradients of the next. ``layers``: range of each layer. ``plain``:
-    ranges of each layer that this rank does not compress; residuals for these ranges, from a checkpoint of another
-    layout, are added once. ``can_roll_back``: True if an abandoned step must restore the residuals.
-    """
+    """Compression errors of ZeRO gradients, added to the gradients of the next micro-batch. Local."""
 
     def __init__(
         self,
         context: RankContext,
-        layers: Mapping[int, Range],
+        layers: Mapping[int, Range],  # range of each layer
+        # Ranges of each layer that this rank does not compress. Residuals of these ranges, from a checkpoint of another
+        # layout, are added once.
         plain: Mapping[int, Sequence[Range]],
         *,
-        can_roll_back: bool,
+        can_roll_back: bool,  # an abandoned step must restore the residuals
     ) -> None:
         parts = sorted(layers.values(), key=lambda part: part.start)
         super().__init__(context, context.data.rank, context.data.size, parts, can_roll_back=False)
@@ -186,11 +182,10 @@ class StepResiduals(Residuals):
 
 
 class Feedback:
-    """All residuals of one strategy, in steps and checkpoints. Local.
+    """All compression errors of one strategy, in steps and checkpoints. Local."""
 
-    A step that compresses gradients sets the attribute ``is_open`` to True, and `keep` sets it to False. If it is still
-    True when the next step begins, the step was abandoned.
-    """
+    # A step that compresses gradients sets `is_open`, and `keep` clears it. If it is still set when the next step
+    # begins, the step was abandoned.
 
     def __init__(self, *residuals: Residuals) -> None:
         self.residuals = residuals

@@ -19,12 +19,7 @@ from hpcdist.strategies.data.parts import Reducer
 
 
 class Scatter(Reducer):
-    """Reducer of ZeRO: reduce-scatters each layer's gradients to the shards in ``cuts``.
-
-    ``whole``: memory pool for whole layers, which are reduced and freed after each micro-batch. If it is None, all
-    gradients are kept, and reduced once per step. ``background``: collectives that run while other layers are
-    computed, or None.
-    """
+    """Gradient reduction of ZeRO: reduce-scatters each layer's gradients to the ranks' shards."""
 
     _kept_cut = GRADIENTS
 
@@ -33,6 +28,8 @@ class Scatter(Reducer):
         context: RankContext,
         update: ShardedUpdate,
         cuts: Cuts,
+        # Memory pool of whole layers, which are reduced and freed after each micro-batch. None: all gradients are kept,
+        # and reduced once per step.
         whole: TransientLayers | None,
         background: BackgroundCollectives | None = None,
     ) -> None:
@@ -84,7 +81,7 @@ class Scatter(Reducer):
         self._keep_shard(self._layer_at[op.part])
 
     def _keep_shard(self, layer: int) -> None:
-        """Add this rank's gradient shard of ``layer`` to the sum over micro-batches, and free the layer. Local."""
+        # Adds the layer's shard to the sum over micro-batches, and frees the layer.
         if self._whole is None:  # reduced in place, in the store that the update reads
             return
         part, store, gradients = self.cuts.cuts[layer][self._kept_cut], self.gradients_at(layer), self.update.gradients
@@ -94,11 +91,10 @@ class Scatter(Reducer):
 
 
 class TreeScatter(Scatter):
-    """Reducer of ZeRO that adds micro-batches in a fixed tree: the same bits on any number of ranks.
+    """Gradient reduction of ZeRO that adds micro-batches in a fixed tree: the same bits on any number of ranks."""
 
-    With n micro-batches (logical shards) per rank, each rank keeps log2(n) partial sums of all its gradients. So ZeRO
-    stages 2 and 3 save gradient memory only if n is 1.
-    """
+    # With n micro-batches per rank, each rank keeps log2(n) partial sums of all its gradients. So ZeRO stages 2 and 3
+    # save gradient memory only if n is 1.
 
     _kept_cut = OPTIMIZER
 

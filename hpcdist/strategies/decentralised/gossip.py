@@ -40,16 +40,15 @@ _NOTHING: Final = 1e-12  # smaller eigenvalues are rounding errors of zero
 
 @dataclass(frozen=True)
 class Graph:
-    """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters.
+    """Mixing graph of gossip: each rank's neighbours in each mixing round, and the weights of their parameters."""
 
-    Step i uses round i modulo the number of ``rounds``. In a complete graph, ``rounds`` is empty: all ranks average
-    with equal weights. ``gap``: spectral gap per round, or NaN if not computed. Let k be the number of rounds, and r
-    the second largest absolute eigenvalue of the product of all mixing matrices. Then the gap is 1 - r^(1/k).
-    """
+    # Step i uses round i modulo the number of rounds. In a complete graph, all ranks average with equal weights.
 
     name: str
     size: int
-    rounds: tuple[tuple[Sources, ...], ...]
+    rounds: tuple[tuple[Sources, ...], ...]  # empty for a complete graph
+    # Spectral gap 1 - r^(1/k) for k rounds, or NaN if not computed. r: second largest absolute eigenvalue of the
+    # product of all mixing matrices.
     gap: float
 
     def sources(self, rank: int, number: int) -> Sources:
@@ -75,8 +74,7 @@ class Graph:
 def build(graph: str, size: int, edges: str = "") -> Graph:
     """Return the mixing graph named ``graph`` on ``size`` ranks.
 
-    ``edges``: pairs of neighbours as text, such as "0-1, 1-2", used only by the graph named "edges". Raises
-    ConfigurationError if the pairs are invalid.
+    ``edges``: pairs of neighbours such as "0-1, 1-2", for the graph "edges". Raises ConfigurationError.
     """
     if graph == "edges":
         return _of_edges(size, parse_edges(edges))
@@ -97,7 +95,7 @@ def build(graph: str, size: int, edges: str = "") -> Graph:
 
 
 def _regular(name: str, shape: tuple[int, ...], rounds: Sequence[Sequence[tuple[int, ...]]]) -> Graph:
-    """Return a graph on a periodic grid of ``shape``. ``rounds``: grid offsets to a rank's neighbours in each round."""
+    # ``rounds``: grid offsets to a rank's neighbours in each round, on a periodic grid.
     size = math.prod(shape)
     sources = tuple(tuple(_neighbours(rank, shape, steps) for rank in range(size)) for steps in rounds)
     eigenvalues = np.ones(shape, np.complex128)
@@ -174,10 +172,9 @@ BLOCK: Final = 1 << 14  # elements of each replica mixed at a time, to stay in t
 
 
 class NeighbourMixing:
-    """Averaging of ``parameters`` with the parameters of the neighbours in ``graph``. Construction is collective.
+    """Gossip averaging of ``parameters`` with the neighbours in ``graph``. Construction is collective.
 
-    ``ranges``: parts of the parameter vector to send in separate messages. In each round, all ranks must call `start`
-    and then `wait`. Between the two calls, the parameters must not change.
+    Each round calls `start`, then `wait`. Meanwhile, the parameters must not change.
     """
 
     def __init__(self, context: RankContext, graph: Graph, parameters: FlatStore, ranges: list[Range]) -> None:
@@ -212,10 +209,8 @@ class NeighbourMixing:
         self._under_way.clear()
 
     def combine(self, number: int) -> None:
-        """Replace the parameters by the weighted mean of mixing round ``number``. Local; call `wait` first.
-
-        For parameters x, and neighbour j with parameters x_j and weight w_j, the mean is x + sum_j w_j (x_j - x).
-        """
+        """Replace the parameters by the weighted mean of mixing round ``number``. Local; call `wait` first."""
+        # For parameters x, and neighbour j with parameters x_j and weight w_j, the mean is x + sum_j w_j (x_j - x).
         sources, _ = self._rounds[number % len(self._rounds)]
         xp = namespace(self._parameters.array)
         longest = self._parameters.size if is_device(self._parameters.array) else BLOCK

@@ -28,14 +28,10 @@ from hpcdist.strategies.core.traits import Traits
 
 
 class Replicas(Exchange):
-    """Base class of strategies whose replicas differ, because each rank updates with its own gradient.
+    """Base class of strategies whose replicas differ, because each rank updates with its own gradient."""
 
-    Subclasses average the replicas. Their attribute ``factor``, such as the number of ranks, converts this rank's share
-    of the global mean gradient to the mean gradient of this rank's samples.
-
-    The attribute ``distances``, equal on all ranks, is a dict from step to consensus distance: the relative difference
-    of the replicas from their mean. `new_consensus_distances` returns and clears it.
-    """
+    # Subclasses average the replicas. Their attribute ``factor``, such as the number of ranks, converts this rank's
+    # share of the global mean gradient to the mean gradient of this rank's samples.
 
     def __init__(self, context: RankContext) -> None:
         self.context, self.traits = context, Traits(algorithm=context.algorithm)
@@ -44,6 +40,8 @@ class Replicas(Exchange):
             *stores, context.build_optimizer(context.part), [context.part], None, context.agree_algorithm
         )
         self.ranges = buckets_of_layers(context.layout, context.dtype.itemsize, context.bucket_bytes, context.part)
+        # Consensus distance by step, equal on all ranks: the relative difference of the replicas from their mean.
+        # `new_consensus_distances` returns and clears it.
         self.distances: dict[int, float] = {}
         self.distance = math.nan  # last consensus distance measured in this start
         self.apart = False  # whether a step was made since all replicas were equal
@@ -75,11 +73,9 @@ class Replicas(Exchange):
         super().begin_update(clip * self.factor * self.correction)
 
     def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:  # (2,)
-        """Replace ``store`` by its mean over the data axis. Return an array of two squared norms. Collective.
+        """Replace ``store`` by its mean over the data axis. Return [|store - mean|^2, |mean|^2]. Collective.
 
-        Let x be this rank's ``store``, and m the mean: the array is [|x - m|^2, |m|^2]. ``weight``: this rank's weight
-        in the mean, ``total``: sum of all weights; by default, all weights are 1. With keyword-only ``replace=False``,
-        ``store`` is unchanged.
+        ``weight``: this rank's weight. ``total``: sum of the weights, by default all 1.
         """
         squares = np.zeros(2)
         for part in self.ranges:
@@ -91,6 +87,7 @@ class Replicas(Exchange):
                 namespace(values).multiply(values, values.dtype.type(weight), out=mean)
             collectives.allreduce(self.context.data, mean, self.context.algorithm)
             mean /= mean.dtype.type(total or self.context.data.size)
+            # Without ``replace``, the store is unchanged.
             difference = values if replace else mean
             squares[1] += float(kernels.sum_of_squares(mean))
             namespace(values).subtract(values, mean, out=difference)

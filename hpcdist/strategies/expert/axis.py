@@ -43,9 +43,9 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return the number of token rows from each rank for each local expert, as an array like ``sent``.
+        """Return the number of token rows from each rank for each local expert. Collective.
 
-        ``sent``, int64 of shape (ranks, experts per rank): number of rows that this rank sends for each expert.
+        ``sent``, int64 of shape (ranks, experts per rank): rows to send. The result has this shape.
         """
         begin = time.perf_counter()
         received = np.empty_like(sent)
@@ -57,9 +57,9 @@ class ExpertAxis:
     def exchange(self, rows: Array, arrived: Array, sent: np.ndarray, received: np.ndarray) -> None:
         """Send ``rows`` to all ranks, and receive the rows of all ranks in ``arrived``, both in rank order.
 
-        ``sent[r]`` and ``received[r]`` are the numbers of rows to and from rank r. ``rows`` and ``arrived`` have shape
-        (rows, width), are contiguous, and must not overlap.
+        ``sent[r]``, ``received[r]``: numbers of rows to and from rank r.
         """
+        # Both arrays have shape (rows, width), are contiguous, and must not overlap.
         was_finite = self.watch.sees_only_finite(rows)
         begin = time.perf_counter()
         buffers = rows.reshape(-1), arrived.reshape(-1)
@@ -90,12 +90,9 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 
 
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
-
-    Keyword-only ``settled`` is True if the user chose the allreduce algorithm ``chosen``. The result is then the
-    all-to-all of the same name, or "pairwise" if none exists. Otherwise, the result is "hierarchical" on several nodes,
-    "node_shared" on one node's CPUs, and "native" on one node's GPUs. Keyword-only ``on``: "cpu" or "gpu".
-    """
+    """Return the name of the all-to-all algorithm to use over ``comm``. Collective."""
+    # ``settled``: the user chose the allreduce algorithm ``chosen``. Then the all-to-all of the same name is used, or
+    # "pairwise".
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):
         return chosen if chosen in ALL_TO_ALL else "pairwise"

@@ -31,18 +31,13 @@ def published_bytes(nbytes: int) -> int:
 
 
 class NodeTraffic(NamedTuple):
-    """Traffic of a rank in one hierarchical all-to-all between several nodes.
+    """Traffic of a rank in one hierarchical all-to-all between several nodes."""
 
-    ``between``, ``inside``: bytes sent to other nodes and within the node, as a mean over the ranks.
-    ``messages``, ``most``: number of messages and bytes that the busiest rank sends to other nodes.
-    ``workspace``: bytes of scratch memory on the busiest rank.
-    """
-
-    between: float
-    inside: float
-    messages: int
-    most: float
-    workspace: float
+    between: float  # mean bytes sent to other nodes
+    inside: float  # mean bytes sent within the node
+    messages: int  # from the busiest rank to other nodes
+    most: float  # bytes from the busiest rank to other nodes
+    workspace: float  # bytes of scratch memory on the busiest rank
 
 
 def node_traffic(nbytes: float, nodes: int, ranks_per_node: int) -> NodeTraffic:

@@ -27,12 +27,11 @@ OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
 class ExpertExchange(Exchange):
     """Strategy of a mixture of experts: one gradient exchange for dense tensors and one for experts. Collective.
 
-    ``make(context)`` is called twice, to build the two exchanges. ``replicas``: communicator of the ranks that hold the
-    same experts as this rank; `close` frees it.
+    ``make(context)`` builds an exchange. ``replicas``: ranks that hold the same experts.
     """
 
     def __init__(self, context: RankContext, replicas: Communicator, make: Make) -> None:
-        self._replicas = replicas
+        self._replicas = replicas  # freed by `close`
         self.dense = make(replace(context, portion="dense"))
         every_microbatch = not self.dense.traits.accumulates
         self.experts = make(replace(context, portion="expert", data=replicas, every_microbatch=every_microbatch))

@@ -67,11 +67,8 @@ class TravellingRows(StayingRows):
 
 
 class _Blocks:
-    """Reorders received token rows: from sorted by sender rank to sorted by expert, and back. Local.
-
-    ``received[r, e]``: number of rows that rank r sent for local expert e. ``like``: array on the device of the rows.
-    """
-
+    # Reorders received token rows: from sorted by sender rank to sorted by expert, and back. ``received[r, e]``: number
+    # of rows that rank r sent for local expert e. ``like``: array on the device of the rows.
     def __init__(self, received: np.ndarray, like: Array) -> None:
         by_rank = np.cumsum(received).reshape(received.shape) - received
         by_expert = np.cumsum(received.T).reshape(received.T.shape).T - received
@@ -94,11 +91,12 @@ class _Blocks:
 
 
 class ExpertStage(WrappedStage):
-    """Wrapper of the stage ``inner`` that keeps all its dense tensors, but only this rank's experts.
+    """Wrapper of the stage ``inner`` that keeps all its dense tensors, but only the experts ``experts``.
 
-    ``experts``: range of this rank's expert numbers. Forward and backward passes are collective over the
-    expert-parallel ranks. The gradients of an expert are sums over the tokens of all these ranks.
+    Forward and backward passes are collective over the expert-parallel ranks.
     """
+
+    # The gradients of an expert are sums over the tokens of all these ranks.
 
     def __init__(self, inner: Stage, experts: Range) -> None:
         super().__init__(inner, (spec.of_experts(experts) if spec.expert else spec for spec in inner.tensors()))
@@ -118,8 +116,7 @@ class ExpertStage(WrappedStage):
 
 
 class _OwnExperts:
-    """Write-only stand-in for a tensor of all experts; it stores only the values of the local experts."""
-
+    # Write-only stand-in for a tensor of all experts; it stores only the values of the local experts.
     def __init__(self, part: Array, experts: Range) -> None:
         self._part, self._own = part, experts
 

@@ -21,12 +21,12 @@ TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in (
 
 
 def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
-    """Return the rank that computes each expert. ``loads``: number of token rows of each expert.
+    """Return the rank that computes each expert, so that the ranks' loads are balanced.
 
-    Each of the ``ranks`` ranks starts with equally many consecutive experts. Then the busiest rank repeatedly gives an
-    expert to the least busy rank, or swaps two experts with it. A move is made only if it reduces the larger load of
-    the two ranks by more than ``worth`` rows per moved expert.
+    ``loads``: token rows per expert. ``worth``: minimum saving, in rows, per moved expert.
     """
+    # Each rank starts with equally many consecutive experts. Then the busiest rank repeatedly gives an expert to the
+    # least busy rank, or swaps two experts with it.
     at: np.ndarray = np.arange(loads.size) * ranks // loads.size
     for _ in range(2 * ranks):
         rows = np.bincount(at, loads, ranks).astype(np.int64)
@@ -49,12 +49,11 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
 class Division:
     """Assignment of the token rows of one layer and micro-batch to ranks. Local.
 
-    ``counts[r, e]``: number of rows that rank r has for expert e. ``at[e]``: rank that computes expert e.
-    ``parameters``: the layer's tensors; only their shapes and dtype are used.
+    ``counts[r, e]``: rows on rank r for expert e. ``at[e]``: rank that computes expert e.
     """
 
     def __init__(self, counts: np.ndarray, at: np.ndarray, parameters: Parameters) -> None:
-        ranks, experts = counts.shape
+        ranks, experts = counts.shape  # of ``parameters``, only shapes and dtype are used
         self.counts, self.at, self.each = counts, at, experts // ranks
         self.experts = [np.flatnonzero(at == rank).tolist() for rank in range(ranks)]
         owner = np.arange(experts) // self.each
@@ -104,11 +103,9 @@ class SharedRows(StayingRows):
         self.axis, self._memory, self._rank = axis, memory, axis.rank
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Exchange token counts over the node; return shared memory for this rank's token rows. Collective.
-
-        ``starts``: index of each expert's first row. ``like``: array with the row width and dtype. ``parameters``: the
-        layer's tensors, for the size of an expert. ``saved`` stores the new assignment of experts to ranks.
-        """
+        """Exchange token counts over the node. Return shared memory for this rank's token rows. Collective."""
+        # ``starts``: index of each expert's first row. ``like``: array with the row width and dtype. ``parameters``:
+        # the layer's tensors, for the size of an expert. ``saved`` stores the new assignment of experts to ranks.
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
         self._memory.publish()
@@ -163,12 +160,12 @@ class SharedRows(StayingRows):
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
         """Return the weights and biases of the experts that this rank computes. Local.
 
-        Tensors of another rank's expert are views of shared memory. ``prefix``: `UP` or `DOWN`, the start of the tensor
-        names. ``saved``: the object passed to `send_buffer`.
+        ``prefix``: start of the tensor names. ``saved``: the object passed to `send_buffer`.
         """
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
 
+        # Tensors of another rank's expert are views of shared memory.
         def each(kind: str, tensors: Sequence[Array]) -> list[Array]:
             return [
                 tensors[index]
@@ -182,13 +179,13 @@ class SharedRows(StayingRows):
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return arrays for the gradients of the experts that this rank computes. Local.
 
-        Arrays for another rank's expert are in shared memory, all others in the argument ``gradients``. ``prefix``:
-        `UP` or `DOWN`, the start of the tensor names. ``saved``: the object passed to `send_buffer`.
+        ``prefix``: start of the tensor names. ``saved``: the object passed to `send_buffer`.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]
         saved.keep(f"{prefix}.into", base)
 
+        # Gradients of another rank's expert are in shared memory, all others in ``gradients``.
         def each(kind: str, targets: Sequence[tuple[Array, bool]]) -> list[tuple[Array, bool]]:
             goes_on = kind == "bias" and targets[0][1]  # see `send_out`
             return [

@@ -49,12 +49,11 @@ _BYTES: Final = np.dtype(np.uint8)
 class PayloadTransport(MessageTransport):
     """Parameter-server transport that sends encoded gradients as messages. Construction is collective over the world.
 
-    ``coder`` encodes and decodes gradients, unless ``compresses`` is False. The attribute ``loss_scale`` is the
-    loss-scaling factor of the gradients. The attribute ``owes`` is True if a restored checkpoint may have compression
-    residuals for the ranges that this rank serves.
+    ``coder`` encodes and decodes gradients, unless keyword-only ``compresses`` is False.
     """
 
     def __init__(self, topology: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
+        # owes: a restored checkpoint may have compression residuals for the ranges that this rank serves.
         self.coder, self.compresses, self.loss_scale, self.owes = coder, compresses, 1.0, False
         super().__init__(topology)
         self._payloads: dict[Range, Array] = {}
@@ -89,7 +88,7 @@ class PayloadTransport(MessageTransport):
             self._sent.append(self.comm.isend(payload, server, GRADIENT))
 
     def _payload(self, part: Range) -> Array:
-        """Return the send buffer for the encoded gradients of ``part``. It must not be reused before `settle`."""
+        # The buffers must not be reused before `settle`.
         if not self._payloads:
             leaving = [leaving_part for leaving_part, server in self.topology.messages if server != self.topology.rank]
             sizes = [self.coder.message(leaving_part).nbytes for leaving_part in leaving]
@@ -114,7 +113,7 @@ class PayloadTransport(MessageTransport):
         with_loss_scale(total, gradients, self.loss_scale)
 
     def _add_all(self, part: Range, total: Array) -> None:
-        """Sum all workers' gradients of ``part`` in ``total``. On entry, a worker has its gradients in ``total``."""
+        # Sums all workers' gradients in ``total``. On entry, a worker has its gradients there.
         message, place = self.coder.message(part), total
         if self.speaks and self.speakers[0] != self.topology.rank:  # another worker comes first in rank order
             place = scratch("parameter_server.sum", total.size, total.dtype, total)
@@ -132,7 +131,7 @@ class PayloadTransport(MessageTransport):
             is_first = False
 
     def _pay(self, part: Range, values: Array) -> None:
-        """Add restored compression residuals of ``part``, a range that this rank serves, to ``values``. Local."""
+        # Add compression residuals, restored for a range that this rank serves.
         if self.owes and self.coder.feedback is not None:
             owed = self.coder.feedback.compensate(part, values)
             values[...] = owed

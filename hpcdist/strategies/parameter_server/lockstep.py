@@ -50,9 +50,10 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 class Push(Reducer):
     """Gradient reduction by servers: workers send gradients (PUSH), and servers sum them (COLLECT).
 
-    ``shards``: fixed number of micro-batches per step, for equal results on any number of workers, or None. With
-    ``shards``, a worker sums the gradients of its micro-batches (ADD) before it sends the sums.
+    ``shards``: fixed micro-batches for equal results on any number of workers, or None.
     """
+
+    # With ``shards``, a worker sums the gradients of its micro-batches (ADD) before it sends the sums.
 
     def __init__(
         self, update: ShardedUpdate, topology: ServerTopology, transport: Transport, shards: LogicalShards | None
@@ -129,18 +130,19 @@ class Pull(Gatherer):
 
 
 class LockStepExchange(DataExchange):
-    """Parameter server in lock-step: push, sum in rank order, update, pull. Collective over the world.
+    """Synchronous parameter server: push, sum in rank order, update, pull. Construction is collective over the world.
 
-    ``roles``: ranks of workers and servers. Each pipeline stage and tensor-parallel rank has separate servers.
-    ``servers``: communicator of the servers, or None on other ranks; `close` frees it. ``carry`` and ``reducer``:
-    functions that construct the transport and the `Push`; None means the default.
+    ``roles``: ranks of workers and servers.
     """
+
+    # Each pipeline stage and tensor-parallel rank has separate servers. ``carry`` and ``reducer`` construct the
+    # transport and the `Push`.
 
     def __init__(
         self,
         context: RankContext,
         roles: Roles,
-        servers: Communicator | None,
+        servers: Communicator | None,  # communicator of the servers, freed by `close`; None on other ranks
         *,
         transport: str = "messages",
         carry: Callable[[ServerTopology], Transport] | None = None,

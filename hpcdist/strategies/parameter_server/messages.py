@@ -28,11 +28,12 @@ AHEAD: Final = 4  # receive buffers of a server: two are added while two are in 
 
 
 class ReceiveQueue:
-    """Queue of the messages that a server receives in a fixed order, with two or more receive buffers. Local.
+    """Queue of the messages that a server receives in a fixed order, with several receive buffers. Local.
 
-    ``order``: (number of elements, sender rank) of each message. An array from `take` stays valid during the next call
-    of `take`; the call after the next may overwrite it.
+    ``order``: (number of elements, sender rank) of each message.
     """
+
+    # An array from `take` stays valid during the next call of `take`; the call after the next may overwrite it.
 
     def __init__(self, comm: Communicator, order: Sequence[tuple[int, int]], dtype: "np.dtype[np.generic]", on: str):
         self._comm, self._order = comm, order

@@ -94,7 +94,7 @@ class KeyPartition:
     def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
         """Return (range, server) for each gradient message, in the order in which backward completes the gradients.
 
-        ``units``: range of each layer in the flat parameter vector. A message has gradients of one layer only.
+        ``units``: flat range of each layer. A message has gradients of one layer.
         """
         messages: list[tuple[Range, int]] = []
         for unit in sorted(units.values(), reverse=True):
@@ -106,11 +106,11 @@ class KeyPartition:
 def partition_keys(
     layout: Layout, servers: int, *, whole: bool = False, within: Sequence[Range] | None = None
 ) -> KeyPartition:
-    """Return the assignment of the flat parameter vector to ``servers`` servers. Every rank gets the same result.
+    """Return the assignment of the flat parameter vector to ``servers`` servers, the same on every rank.
 
-    With keyword-only ``whole=True``, no tensor is split. Keyword-only ``within``: ranges of the flat vector to assign,
-    by default all. Raises ConfigurationError if the vector cannot be split into ``servers`` ranges.
+    Raises ConfigurationError if the vector cannot be split into ``servers`` ranges.
     """
+    # With ``whole``, no tensor is split. ``within``: ranges of the flat vector to assign, by default all.
     if whole:
         return _uncut(layout, servers)
     within = (Range(0, layout.size),) if within is None else within

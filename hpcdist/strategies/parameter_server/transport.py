@@ -37,11 +37,11 @@ class ShardTree:
         self._brought = {node for nodes in self.nodes for node in nodes}
 
     def total(self, addends: Iterable[Array], target: Array, *, lasting: bool) -> None:
-        """Write the sum of ``addends`` to ``target``, with additions in a fixed order. Local.
+        """Write the sum of the workers' pushed arrays ``addends`` to ``target``, added in rank order. Local.
 
-        ``addends`` yields the arrays that the workers pushed, in rank order. ``target`` may be one of them. Set
-        keyword-only ``lasting`` to False if a yielded array is overwritten after the next two arrays are read.
+        Keyword-only ``lasting``: False if each array is soon overwritten.
         """
+        # A yielded array is overwritten after the next two arrays are read. ``target`` may be an addend.
         if not lasting:
             self._total(iter(addends), target, lasting=False)
             return
@@ -76,13 +76,13 @@ class ShardTree:
 class PartialSums:
     """Partial sums of one worker's gradients over its micro-batches, to be sent to servers. Local.
 
-    ``tree``: order of additions. ``index``: number of the worker. ``gradients``: gradients of the current micro-batch.
-    ``slot(n)``: function that allocates buffer number n, of the size of ``gradients``.
+    ``tree``: order of additions. ``gradients``: gradients of the current micro-batch.
     """
 
     def __init__(self, tree: ShardTree, index: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> None:
-        self._steps, node_slots = _plan(tree, index)
+        self._steps, node_slots = _plan(tree, index)  # index: number of the worker
         self._gradients = gradients
+        # slot(n) allocates buffer number n, of the size of ``gradients``
         slots = [slot(number) for number in range(slots_of(tree, index))]
         self._lies = [gradients if at is None else slots[at] for at in node_slots]
         self._slots = slots
@@ -115,11 +115,9 @@ def slots_of(tree: ShardTree, index: int) -> int:
 
 
 def _plan(tree: ShardTree, index: int) -> tuple[list[tuple[int, int, bool]], list[int | None]]:
-    """Return a list of a worker's additions, one per micro-batch, and the buffer number of each sum to push.
-
-    An addition is (number of stored sums, number of these sums to add to the new gradients, True if the gradients are
-    pushed unchanged). The buffer number None stands for the gradients themselves. ``index``: number of the worker.
-    """
+    # Returns a worker's additions, one per micro-batch, and the buffer number of each sum to push (None: the gradients
+    # themselves). An addition is (number of stored sums, number of these sums to add to the new gradients, True if the
+    # gradients are pushed unchanged).
     # As carries in binary counting: neighbouring nodes are joined when both are complete, so the stack holds at most
     # one node of each size.
     shards = tree.own[index]
@@ -146,16 +144,12 @@ PARAMETER: Final = 1
 
 @dataclass(frozen=True)
 class ServerTopology:
-    """Workers and servers of the world, and the parameter ranges that each server owns.
-
-    ``shards``: number of micro-batches to sum in a fixed order, or 0 if each worker pushes one sum. ``comm`` carries
-    only gradients and parameters.
-    """
+    """Workers and servers of the world, and the parameter ranges that each server owns."""
 
     context: RankContext
     roles: Roles
-    comm: Communicator
-    shards: int = 0
+    comm: Communicator  # carries only gradients and parameters
+    shards: int = 0  # number of micro-batches to sum in a fixed order; 0: each worker pushes one sum
 
     @property
     def rank(self) -> int:

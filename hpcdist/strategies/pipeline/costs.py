@@ -79,7 +79,7 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
     """Return the median over ``comm`` of each model unit's pass times, converted to relative speed 1. Collective.
 
-    ``seconds``: times measured on this rank. ``speed``: this rank's relative speed, as in ``parallel.stage_speeds``.
+    ``seconds``: times measured on this rank. ``speed``: this rank's relative speed.
     """
     rows = np.array([[unit.forward, unit.backward, unit.input, unit.weight] for unit in seconds]) * speed
     middle = np.median(np.array(comm.allgather_object(rows)), axis=0)
@@ -87,7 +87,7 @@ def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0
 
 
 def _kind(model: Model, unit: int) -> object:
-    """Return a key that is equal for model units of equal run time, so that only one such unit is measured."""
+    # Equal for model units of equal run time, so that only one such unit is measured.
     stage = model.stages[unit]
     tensors = tuple((spec.name, spec.shape) for spec in stage.tensors())
     enters = model.stages[unit - 1].output_shape(1) if unit else None
@@ -96,8 +96,7 @@ def _kind(model: Model, unit: int) -> object:
 
 
 class _Probe:
-    """Measurement of the pass times of one model unit, with random inputs and temporary memory."""
-
+    # Measures the pass times of one model unit, with random inputs and temporary memory.
     def __init__(self, model: Model, unit: int, samples: int, on: str) -> None:
         self._model, self._stage, self._on = model, model.stages[unit], on
         self._arena = Arena(on=on)
@@ -219,44 +218,30 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """Costs of one model unit for a micro-batch: FLOPs over all tensor-parallel ranks, bytes on one of these ranks.
-
-    ``input_flop`` and ``weight_flop``: FLOPs for input gradients and weight gradients.
-    ``kept_bytes``: activations kept for the backward pass.
-    ``held_bytes``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
-    ``scratch``: bytes of each scratch buffer by name. A rank's units share buffers of equal name.
-    ``input_bytes`` and ``output_bytes``: sizes of pipeline messages.
-    """
+    """Costs of one model unit for a micro-batch: FLOPs over all tensor-parallel ranks, bytes on one of these ranks."""
 
     parameters: int
     forward_flop: int = 0
-    input_flop: int = 0
-    weight_flop: int = 0
-    kept_bytes: int = 0
-    held_bytes: int = 0
-    input_bytes: int = 0
+    input_flop: int = 0  # for input gradients
+    weight_flop: int = 0  # for weight gradients
+    kept_bytes: int = 0  # activations kept for the backward pass
+    held_bytes: int = 0  # kept between the input-gradient and weight-gradient pass of a split backward pass
+    input_bytes: int = 0  # size of a pipeline message, like ``output_bytes``
     output_bytes: int = 0
+    # Bytes of each scratch buffer by name. A rank's units share buffers of equal name.
     scratch: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """FLOPs and array sizes of one model unit for one sample.
+    """FLOPs and array sizes of one model unit for one sample."""
 
-    ``unit``: parameters, FLOPs of linear layers, and sizes of kept and scratch arrays.
-    ``held``: arrays kept between the input-gradient and the weight-gradient pass of a split backward pass.
-    ``products``: forward FLOPs of attention products, masked scores included.
-    ``additions``: forward FLOPs of an embedding, which only adds vectors.
-    ``joint``: True if the unit has no weight-gradient pass; its input-gradient pass computes all weight gradients.
-    ``joint_linear``: forward FLOPs of the linear layers that have no weight-gradient pass; 0 if ``joint``.
-    """
-
-    unit: UnitCounts
-    held: tuple[KeptArray, ...] = ()
-    products: int = 0
-    additions: int = 0
-    joint: bool = False
-    joint_linear: int = 0
+    unit: UnitCounts  # parameters, FLOPs of linear layers, and sizes of kept and scratch arrays
+    held: tuple[KeptArray, ...] = ()  # kept between the two passes of a split backward pass
+    products: int = 0  # forward FLOPs of attention products, masked scores included
+    additions: int = 0  # forward FLOPs of an embedding, which only adds vectors
+    joint: bool = False  # no weight-gradient pass: the input-gradient pass computes all weight gradients
+    joint_linear: int = 0  # forward FLOPs of the linear layers without weight-gradient pass; 0 if ``joint``
 
     @property
     def input_flop(self) -> int:
@@ -274,8 +259,7 @@ def unit_costs(
 ) -> tuple[UnitCost, ...]:
     """Return the FLOPs and bytes of each model unit for a micro-batch of ``samples`` samples. Local.
 
-    ``split``: sharding of arrays over tensor-parallel ranks. ``documents``: number of query-key pairs within packed
-    documents, or None if attention spans the whole sample.
+    ``split``: sharding of arrays over tensor-parallel ranks.
     """
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
@@ -283,6 +267,7 @@ def unit_costs(
         forms = _FORMS.get(type(stage), _matrices)(model, stage)
         if documents is not None and isinstance(stage, TransformerBlock):
             forms = replace(forms, products=round(4 * stage.config.hidden * documents.seen))
+        # documents.seen: query-key pairs within packed documents
         whole = forms.unit
         before = 0 if unit == 0 else costs[-1].output_bytes
         # After the last unit come logits: no message, and their memory is counted with the unit.
@@ -310,9 +295,9 @@ def unit_costs(
 def attention_scores(context: int, window: int = 0) -> int:
     """Return the number of attention scores that are computed per sample and head, masked scores included.
 
-    A tile of `QUERY_BLOCK` queries and keys is computed if the causal mask leaves any of its scores visible.
-    ``context``: tokens of a sample. ``window``: length of the sliding attention window in tokens (0: no window).
+    ``context``: tokens of a sample. ``window``: sliding window in tokens (0: no window).
     """
+    # A tile of `QUERY_BLOCK` queries and keys is computed if the causal mask leaves any of its scores visible.
     blocks, rest = divmod(context, QUERY_BLOCK)
     before = -(-(window - 1) // QUERY_BLOCK) if window else blocks  # visible key blocks before the query block
     rising = min(blocks, before)

@@ -28,15 +28,11 @@ IN_MESSAGES: Final = 2  # buffers per kind of message
 
 @dataclass(frozen=True)
 class LiveMicroBatches:
-    """Numbers of micro-batches whose arrays a pipeline chunk (virtual stage) holds at one moment of a step.
+    """Numbers of micro-batches whose arrays a pipeline chunk (virtual stage) has in memory at the same time."""
 
-    ``inputs``: micro-batches with a stored input. ``kept``: micro-batches with activations for the backward pass.
-    ``held``: micro-batches with arrays for the weight gradients of a split backward pass.
-    """
-
-    inputs: int = 0
-    kept: int = 0
-    held: int = 0
+    inputs: int = 0  # with a stored input
+    kept: int = 0  # with activations for the backward pass
+    held: int = 0  # with arrays for the weight gradients of a split backward pass
 
 
 Moment = tuple[LiveMicroBatches, ...]  # by local chunk
@@ -44,27 +40,19 @@ Moment = tuple[LiveMicroBatches, ...]  # by local chunk
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes that a rank keeps for parameters, gradients and optimizer state.
+    """Bytes per rank of parameters, gradients and optimizer state."""
 
-    ``per_parameter``: permanent bytes per parameter.
-    ``itemsize``: bytes per element of parameters and gradients.
-    ``gathered``: number of stages whose unsharded parameters are in memory at once.
-    ``reduced``: number of stages whose unsharded gradients are in memory at once.
-    ``widened``: bytes per element of a stage's temporary float32 arrays, or 0.
-    """
-
-    per_parameter: float
-    itemsize: int
-    gathered: int = 0
-    reduced: int = 0
-    widened: int = 0
+    per_parameter: float  # permanent bytes per parameter
+    itemsize: int  # bytes per element of parameters and gradients
+    gathered: int = 0  # number of stages whose unsharded parameters are in memory at once
+    reduced: int = 0  # number of stages whose unsharded gradients are in memory at once
+    widened: int = 0  # bytes per element of a stage's temporary float32 arrays, or 0
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
-        """Return the `StateBytes` of the ZeRO settings ``config``. ``itemsize``: bytes per parameter and gradient.
+        """Return the bytes of parameters, gradients and optimizer state per rank with the ZeRO settings ``config``.
 
-        ``degrees``: numbers of shards of parameters, gradients and optimizer state. ``optimizer_bytes``: bytes per
-        parameter of optimizer state and master copies, before sharding.
+        ``optimizer_bytes``: bytes of optimizer state and master copy per unsharded parameter.
         """
         cut = degrees.parameters > 1, degrees.gradients > 1
         whole = config.keep_parameters + config.keep_gradients
@@ -89,10 +77,9 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the moments of a step that may need the most memory, each as a tuple of `LiveMicroBatches` per chunk.
+    """Return the moments of a step that may need the most memory, each as one `LiveMicroBatches` per chunk.
 
-    ``steps``: the rank's operations, in order. ``chunks``: the rank's pipeline chunks (virtual stages), as ranges of
-    model units.
+    ``steps``: the rank's operations. ``chunks``: layer ranges of the rank's pipeline chunks.
     """
     chunk_numbers = {chunk.start: number for number, chunk in enumerate(chunks)}
     recomputed = {(op.microbatch, op.unit) for op in steps if op.recompute}
@@ -125,11 +112,7 @@ _CHANGES: Final = {
 
 
 class StageMemory:
-    """Memory model of pipeline ranks. Local.
-
-    ``units``: costs of each model unit (layer, embedding or head). ``states``: bytes per parameter. ``live``: result of
-    the function `moments` for each rank. ``copies``: bytes of copies of tied tensors, by unit number.
-    """
+    """Model of the memory use of pipeline ranks. Local."""
 
     def __init__(
         self,
@@ -138,6 +121,8 @@ class StageMemory:
         live: Sequence[Sequence[Moment]],
         copies: Mapping[int, int] | None = None,
     ) -> None:
+        # ``units``: costs of each layer, of the embedding and of the head. ``live``: result of `moments` for each rank.
+        # ``copies``: bytes of copies of tied tensors, by unit number.
         self._live, extra = live, copies or {}
         state_bytes = [round(unit.parameters * states.per_parameter) + extra.get(i, 0) for i, unit in enumerate(units)]
         self._states = _sums(state_bytes)
@@ -189,7 +174,7 @@ def _sums(values: Sequence[int]) -> np.ndarray:
 
 
 def _largest(values: Sequence[int]) -> np.ndarray:
-    """Return the table t with t[start, stop] = the maximum of ``values[start:stop]``, or 0 if this is empty."""
+    # table[start, stop] is the maximum of values[start:stop], or 0 if this range is empty.
     count = len(values)
     table = np.zeros((count + 1, count + 1), np.int64)
     for start in range(count):

@@ -31,15 +31,11 @@ VISITS: Final = 50  # loads remembered per boundary (chunks so far, units so far
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Partition of a model over pipeline ranks that minimises the time of the slowest rank.
+    """Partition of a model over pipeline ranks that minimises the time of the slowest rank."""
 
-    ``chunks``: model units (embedding, layers, head) of each chunk, in model order. ``largest``: the slowest rank's
-    seconds per micro-batch. ``bound``: lower bound of ``largest``.
-    """
-
-    chunks: tuple[range, ...]
-    largest: float
-    bound: float
+    chunks: tuple[range, ...]  # layers (also embedding and head) of each chunk, in model order
+    largest: float  # seconds per micro-batch of the slowest rank
+    bound: float  # lower bound of ``largest``
 
     @property
     def is_proven(self) -> bool:
@@ -55,12 +51,11 @@ def search(
     memory: StageMemory | None,
     steps: int = STEPS,
 ) -> StagePartition | None:
-    """Return the fastest partition of model units into chunks, or None if no partition fits into memory. Local.
+    """Return the fastest partition of a model's layers into chunks, or None if none fits into memory. Local.
 
-    Chunk i is computed on ``ranks[i]``. ``seconds``: time of each unit. ``speeds``, ``limits``: each rank's relative
-    speed, and memory limit in bytes (0: no limit). ``memory`` predicts memory use; None ignores the limits.
-    ``steps``: maximum number of search steps.
+    ``seconds``: time of each layer. ``ranks``: rank of each chunk. ``speeds``: relative speed of each rank.
     """
+    # ``limits``: bytes of memory of each rank (0: no limit). ``memory`` None: no limits. ``steps`` bounds the search.
     task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
     best: tuple[float, tuple[int, ...]] | None = None
@@ -128,10 +123,8 @@ class _Task:
         return max(sum(self.seconds) / sum(self.speeds), max(loads))
 
     def _counts(self, unit_s: float) -> tuple[list[float], list[int]]:
-        """Assign each inner model unit (all but the first and the last) to the rank that then finishes first.
-
-        An inner unit takes ``unit_s`` seconds. Return (seconds of each rank, number of inner units of each chunk).
-        """
+        # Give each inner unit (all but the first and the last) to the rank that then finishes first. Return the seconds
+        # of each rank, and the number of inner units of each chunk.
         chunks, last = len(self.ranks), len(self.seconds) - 1
         counts = [0 if number in (0, chunks - 1) else 1 for number in range(chunks)]
         loads = [0.0] * len(self.speeds)
@@ -198,8 +191,7 @@ def _less(first: tuple[bool, float, float], second: tuple[bool, float, float]) -
 
 
 class _Walk:
-    """Branch-and-bound search for the best partition. It adds one chunk after another, depth first."""
-
+    # Branch and bound, depth first: add one chunk after another.
     def __init__(self, task: _Task, best: tuple[float, tuple[int, ...]] | None, bound: float, steps: int) -> None:
         self.task, self.best, self._bound, self._left = task, best, bound, steps
         self.is_complete = False
@@ -276,9 +268,9 @@ class StageDevices:
 def partition(
     seconds: Sequence[float], ranks: Sequence[int], devices: StageDevices, memory: StageMemory | None
 ) -> StagePartition | None:
-    """Return the fastest partition of model units on ``devices``, or None if no partition fits into memory. Local.
+    """Return the fastest partition of a model on ``devices``, or None if none fits into memory. Local.
 
-    ``seconds``: time of each unit. ``ranks``: rank of each chunk. ``memory`` predicts memory use (None: no limits).
+    ``seconds``: time of each layer. ``ranks``: rank of each chunk.
     """
     assert len(seconds) >= len(ranks) > 0
     if len(set(ranks)) == len(ranks):
@@ -287,10 +279,9 @@ def partition(
 
 
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
-    """Return the ranges of units that minimise the largest ratio of a rank's memory use to its limit. Local.
+    """Return the layer ranges that minimise the largest ratio of a rank's memory use to its limit. Local.
 
-    ``units``: number of model units. Rank ``ranks[i]`` gets range i. ``devices`` has the memory limits. ``memory``
-    predicts a rank's memory use.
+    ``units``: number of layers. Rank ``ranks[i]`` gets range i.
     """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
@@ -345,10 +336,8 @@ def _bytes(memory: StageMemory, rank: int, count: int) -> np.ndarray:
 
 
 def _least(costs: Sequence[np.ndarray]) -> tuple[float, tuple[range, ...]] | None:
-    """Return (maximum cost, chunks) for the chunks with the smallest maximum cost, or None if it is infinite.
-
-    Chunk i is a non-empty range [start, stop) of model units, and costs ``costs[i][start, stop]``.
-    """
+    # Minimise the largest cost of a chunk; None if it is infinite. Chunk i is a non-empty range of units, and costs
+    # costs[i][start, stop].
     count = costs[0].shape[0] - 1
     filled = np.triu(np.ones((count + 1, count + 1), bool), 1)
     best = np.full(count + 1, NEVER)  # by the number of assigned units

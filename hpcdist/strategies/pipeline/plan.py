@@ -43,16 +43,13 @@ class PartitionRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """Assignment of the layers (with embedding and head) to pipeline ranks, and the work and memory of each rank.
-
-    ``gap``: upper bound of the fraction of time that another partition could save. 0: this partition is optimal.
-    """
+    """Assignment of a model's layers to pipeline ranks, with the work and memory of each rank."""
 
     placement: StagePlacement
     basis: str
     origin: str
     rows: tuple[PartitionRow, ...]
-    gap: float = 0.0
+    gap: float = 0.0  # upper bound of the fraction of time that another partition could save; 0: optimal
 
     @property
     def stage_units(self) -> tuple[int, ...]:
@@ -97,12 +94,11 @@ def plan(
     earlier_units: Sequence[int] = (),
     documents: DocumentPairs | None = None,
 ) -> PartitionPlan:
-    """Return the partition of ``model`` over the pipeline ranks, for micro-batches of ``samples`` samples.
+    """Return the assignment of the layers of ``model`` to pipeline ranks, for micro-batches of ``samples`` samples.
 
-    ``states``: bytes per parameter of weights, gradients and optimizer state. Keyword-only ``seconds``: measured times
-    of each layer. Keyword-only ``earlier_units``: number of layers of each stage in a checkpoint; this partition is
-    kept. Raises ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
+    Raises ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
     """
+    # ``seconds``: measured times of each layer. ``earlier_units``: layers of each stage in a checkpoint, to be kept.
     ranks, count = parallel.pipeline, len(model.stages)
     check_units(count, ranks, schedule.chunks)
     split = TensorSplit(ranks=parallel.tensor, by_tokens=parallel.sequence_parallel)

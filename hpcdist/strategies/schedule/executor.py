@@ -29,10 +29,9 @@ __all__ = ["Executor", "MicroBatch", "StepResult"]
 
 
 class Executor:
-    """Executes the operations of one rank (passes, messages, updates), for training steps and evaluations.
+    """Executor of one rank's operations (passes, messages, updates) in training steps and evaluations.
 
-    ``clip_norm``: bound of the norm of the mean gradient; 0 disables clipping. ``seed``: seed of dropout. ``spans``:
-    sink that gets start and end times of all operations.
+    ``clip_norm``: bound of the norm of the mean gradient (0: none). ``spans`` receives operation times.
     """
 
     def __init__(
@@ -98,14 +97,11 @@ class Executor:
     ) -> StepResult:
         """Run one training step and return its result. Collective: every rank passes its own ``operations``.
 
-        - ``batches``: this replica's micro-batches, which start at sample ``first_sample`` of the global batch.
-        - ``samples``: number of samples of the global batch. ``step``: number of the step.
-        - ``targets``: number of targets in the global batch, by default the samples times the tokens per sample.
-        - ``stop_requests``: this rank's stop requests. The result has the sum over the ranks.
-
-        Raises NonFiniteError on every rank, before any parameter changes, if loss or gradient is not finite. With
-        loss scaling, a step with a non-finite gradient is skipped instead.
+        Raises NonFiniteError on every rank, before any update, if the loss or a gradient is not finite.
         """
+        # ``batches``: this replica's micro-batches, from sample ``first_sample`` of the global batch. ``targets``:
+        # number of targets in the global batch (None: samples times tokens per sample). The result sums
+        # ``stop_requests`` over the ranks. With loss scaling, a step with a non-finite gradient is skipped.
         sizes = [len(inputs) for inputs, _ in batches]
         try:
             for observer in self._observers:
@@ -145,10 +141,9 @@ class Executor:
         seconds["compute_s"] -= inside_s
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
-        """Return the loss of a batch in nats, summed over its targets, or 0 on ranks without the last stage.
+        """Return the sum of the loss over the batch's targets in nats, or 0 on ranks without the last stage.
 
-        Collective over the pipeline. If parameters are sharded, it is collective over all ranks, and a rank without
-        samples passes an empty batch.
+        Collective over the pipeline or, with sharded parameters, over all ranks.
         """
         self._begin(self._forward_only, [(inputs, targets)])
         for operation in self._forward_only:
@@ -248,7 +243,7 @@ class Executor:
         outcome.measured = np.concatenate([NO_COUNTS, *self._sums])
 
     def _weigh(self, weight: float) -> None:
-        """Multiply the gradient by (number of targets / ``weight``). ``weight``: sum of the weights of all targets."""
+        # ``weight``: sum of the weights of all targets.
         exchange = self.exchange
         targets = self._targets if exchange.traits.lock_step else sum(self.sizes) * self.model.tokens_per_sample
         if not targets:  # a worker without samples in this step

@@ -35,9 +35,9 @@ class KernelLaunches:
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
         """Prepare for the operations of a step. Return ``draws``, which a subclass may copy to the GPU.
 
-        ``draws``: dropout random state of each micro-batch. ``sizes``: number of samples of each micro-batch.
-        ``scale``: factor of the loss gradient. Keyword-only ``steady``: False in an evaluation or a NaN search.
+        ``draws``: dropout random state per micro-batch. ``sizes``: samples per micro-batch. ``scale``: loss scale.
         """
+        # ``steady`` is False in an evaluation or a NaN search.
         return draws
 
     def run(
@@ -51,19 +51,17 @@ class KernelLaunches:
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run the compute operation ``op``: return ``call(moving)``.
+        """Return the result of ``call(moving)``, which runs the compute operation ``op``.
 
-        Keyword-only ``moving``: dict of input arrays whose addresses change between steps. A subclass may pass copies
-        at fixed addresses to ``call``. All other arrays have fixed addresses: ``saved`` (arrays for the backward pass),
-        and keyword-only ``still`` (an input), ``parameters`` and ``gradients``.
+        Keyword-only ``moving``: input arrays whose addresses change between steps. A subclass may pass copies.
         """
+        # All other arrays have fixed addresses: ``saved`` (for the backward pass), ``still`` (an input),
+        # ``parameters``, ``gradients``.
         return call(moving)
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """A captured CUDA graph of an operation, and the changes that the operation makes to Python objects."""
-
     number: int
     graph: Any
     result: Any
@@ -115,10 +113,9 @@ class StageGraphs(KernelLaunches):
         parameters: Parameters | None = None,
         gradients: BoundGradients | None = None,
     ) -> T:
-        """Run ``op`` as a CUDA graph and return its result. The first run with the same arrays captures the graph.
-
-        During warm-up and evaluations, in a search for NaN, or with too many graphs, run ``call`` without a graph.
-        """
+        """Return the result of operation ``op``, run as a CUDA graph that is captured at the first run."""
+        # A graph is captured per operation and set of arrays. Without a graph: warm-up, evaluations, a search for NaN,
+        # or too many graphs.
         if not self._on:
             return call(moving)
         if op.kind is Kind.FORWARD and saved.draw is not None and saved.draw.words is not None:

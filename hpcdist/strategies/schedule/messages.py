@@ -22,10 +22,9 @@ Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `
 
 
 class StageMessages:
-    """Pipeline messages of one rank, identified by micro-batch, connection between model units, and direction.
+    """Pipeline messages of one rank. Receives are posted in advance, and sends never block.
 
-    Sends never block. Receives are posted in advance. ``arena`` allocates their buffers. Messages have the compute
-    dtype. Construction is collective over the pipeline.
+    Construction is collective over the pipeline. ``arena`` allocates the receive buffers.
     """
 
     def __init__(self, context: RankContext, arena: Arena) -> None:

@@ -30,12 +30,12 @@ def phase_of(kind: Kind) -> str:
 
 
 class PhaseTimer:
-    """Timer of the operations of a step, constructed just before the first operation starts. Local.
+    """Timer of the operations of a training step. Local.
 
-    The argument ``seconds`` is a dict with keys such as "compute_s": the timer adds each phase's seconds. The argument
-    ``spans`` collects start and end times of operations. On a GPU, consecutive operations of a phase are timed as one.
+    It starts at construction, and adds to ``seconds["compute_s"]`` and the seconds of other phases.
     """
 
+    # On a GPU, consecutive operations of a phase are timed as one.
     def __init__(
         self,
         operations: Sequence[Operation],

@@ -38,7 +38,7 @@ def check_parameters(executor: Executor, step: int) -> None:
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
     """Raise DivergenceError on all ranks of ``comm`` if the elements of ``store`` differ. Collective over ``comm``.
 
-    The message names the first differing tensor and the ranks. All ranks pass a ``store`` of the same range.
+    All ranks pass a ``store`` of the same range.
     """
     if _agree(comm, _digest(backend.to_host(store.array)), algorithm):
         return
@@ -47,11 +47,11 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
 
 
 def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError if tensors that the tensor axis does not shard differ between its ranks. Collective.
+    """Raise DivergenceError on all ranks of ``comm`` if tensors that should be replicated differ. Collective.
 
-    ``comm``: communicator of the tensor axis; all its ranks raise the error. ``store``: `FlatStore` with these tensors,
-    for the same range of the flat parameter vector on every rank.
+    ``comm``: ranks of the tensor axis. ``store``: same range of the parameters on every rank.
     """
+    # The tensors that the tensor axis does not shard.
     whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
     together = backend.namespace(store.array).concatenate(values)  # one copy from the GPU
@@ -60,9 +60,8 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 
 
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
-    """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over the world.
+    """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over ``comm``.
 
-    ``comm``: the world. ``replica``: number of this rank's replica. ``what``: name of the batch in messages.
     Keyword-only ``looks``: False if the batch of this rank is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)

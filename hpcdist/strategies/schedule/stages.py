@@ -49,11 +49,8 @@ class SkipExchange:
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep ``y``, the output of the forward pass ``op``, for later model units that read it over skip connections.
-
-        With keyword-only ``dropped=True``, the activations are freed after this pass, so ``y`` is copied for later
-        units on this rank.
-        """
+        """Keep ``y``, the output of the forward pass ``op``, for later layers that read it over skip connections."""
+        # With ``dropped``, the activations are freed after this pass, so later units on this rank need a copy.
         if dropped:
             self.end(op)
             for source in self._place.skips_into(op.unit):
@@ -109,8 +106,7 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 class Stages:
     """Executor of the compute operations and pipeline messages of one rank.
 
-    ``arena``: memory of the activations. ``bound``: this rank's parameters and gradients. ``watch``: detector of
-    non-finite values. ``launches``: object that launches kernels, directly or as CUDA graphs.
+    ``arena``: memory of the activations. ``watch``: detector of NaN. ``launches``: launches kernels or CUDA graphs.
     """
 
     def __init__(
@@ -291,7 +287,7 @@ class Stages:
         )
 
     def _attend(self, op: Operation) -> None:
-        """Take part in the expert-parallel collectives of the pass ``op`` with an empty micro-batch. Collective."""
+        # Take part in the expert-parallel collectives of a pass with an empty micro-batch. Collective.
         stage, operations = self._model.stages[op.unit], self._model.operations
         if operations.experts is None or not operations.experts.attends:
             return

@@ -24,21 +24,16 @@ class RecomputeVerdict:
 
 @dataclass
 class StepResult:
-    """Result of a training step: mean loss over the global batch, stop requests, and this rank's seconds by phase.
-
-    ``correction``: factor of loss and gradient because targets have weights. ``skipped``: True if the gradient
-    overflowed at ``loss_scale``, so nothing was updated. ``measured``: `counts` of all observers, concatenated and
-    summed over the world.
-    """
+    """Result of a training step: mean loss over the global batch, stop requests, and seconds by phase."""
 
     loss: float = float("nan")
     gradient_norm: float = float("nan")
     stop_requests: np.ndarray = field(default_factory=lambda: np.zeros(0))
     loss_scale: float = 1.0
-    correction: float = 1.0
-    skipped: bool = False
+    correction: float = 1.0  # factor of loss and gradient because targets have weights
+    skipped: bool = False  # True if the gradient overflowed at ``loss_scale``: nothing was updated
     recomputed: RecomputeVerdict | None = None
-    measured: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    measured: np.ndarray = field(default_factory=lambda: np.zeros(0))  # observers' `counts`, summed over the world
     seconds: dict[str, float] = field(
         default_factory=lambda: {"compute_s": 0.0, "communication_s": 0.0, "update_s": 0.0}
     )

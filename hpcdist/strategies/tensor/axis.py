@@ -26,10 +26,9 @@ ONE_NODE: Final = "node_shared"
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the algorithm for allreduces of activations over ``comm``. Collective.
 
-    ``chosen``: algorithm for gradients. If keyword-only ``settled`` is False (the recipe does not name an algorithm),
-    ranks on CPUs (keyword-only ``on`` is "cpu") that can share memory use "node_shared". Otherwise, the result is
-    ``suited(comm, chosen)``.
+    ``chosen``: algorithm for gradients.
     """
+    # If the recipe names no algorithm, ranks on CPUs that can share memory use "node_shared".
     if not settled and on == "cpu" and shared_memory.is_available(comm):
         return ONE_NODE
     return suited(comm, chosen)
@@ -109,9 +108,9 @@ class Borders:
         return dx
 
     def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
-        """Return uninitialised memory of ``shape`` for this rank's partial sum of the layer's output, for all tokens.
+        """Return uninitialised memory for this rank's partial sum of a layer's output, for all tokens.
 
-        `leave` sums it over the ranks. ``name`` is the name of the output in ``saved``, which provides the memory.
+        ``saved`` allocates the memory under ``name``.
         """
         return saved.empty(name, shape, dtype)
 
@@ -134,13 +133,11 @@ class Borders:
 
 
 class SequenceBorders(Borders):
-    """Collectives of sequence parallelism: each rank has some of the tokens outside of tensor-parallel layers.
+    """Collectives of sequence parallelism: outside of tensor-parallel layers, each rank has a shard of the tokens."""
 
-    Activations, of shape (batch x context, hidden), are sharded by rows into nearly equal shards. ``context``: tokens
-    per sample on this tensor axis, at least one per rank. With context parallelism, ``pieces`` lists the token ranges
-    of these tokens, and ``whole`` is the number of tokens of a whole sample.
-    """
-
+    # Activations, of shape (batch x context, hidden), are sharded by rows. ``context``: tokens per sample on this
+    # tensor axis. With context parallelism, ``pieces`` are their token ranges, and ``whole`` is the tokens of a whole
+    # sample.
     by_rows = True
 
     def __init__(self, axis: TensorAxis, context: int, pieces: Pieces | None = None, whole: int = 0) -> None:

@@ -132,12 +132,10 @@ def _weight_gradients(
 
 
 class ParallelExperts(WholeExperts):
-    """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over the axis.
+    """Mixture of experts whose feed-forward columns are sharded over the tensor axis. Collective over this axis."""
 
-    All ranks have the whole router and output biases. If activations are sharded by tokens, only rank 0 stores their
-    gradients, because a later step sums these gradients over the ranks.
-    """
-
+    # All ranks have the whole router and output biases. If activations are sharded by tokens, only rank 0 stores their
+    # gradients, because a later step sums these gradients over the ranks.
     def __init__(self, borders: Borders) -> None:
         self._borders, self.first = borders, borders.axis.rank == 0
         self.writes_whole = self.first or not borders.by_rows
@@ -216,8 +214,7 @@ def cut_model(
 ) -> Model:
     """Return this rank's shard of the transformer ``model`` on the tensor axis ``comm``. Collective over ``comm``.
 
-    ``algorithm``: name of the allreduce algorithm for activations. Initial values equal the values of the unsharded
-    model. Raises ConfigurationError for models other than transformers.
+    ``algorithm``: allreduce algorithm for activations. Raises ConfigurationError for other models.
     """
     if comm.size == 1:
         return model
@@ -279,13 +276,12 @@ class CutModel(Model):
 
 
 class CutStage(WrappedStage):
-    """Wrapper of the stage ``inner`` that keeps only this rank's tensor shards.
+    """Pipeline stage with this rank's tensor-parallel shards of ``inner``. Collective over the tensor axis.
 
-    ``classes``: in the last stage, the range of the vocabulary whose logits this rank computes; otherwise None. Forward
-    and backward passes are collective over the tensor axis, and return results for this rank's tokens. If activations
-    are sharded by tokens, gradients of unsharded tensors are partial until `sum_gradients` sums them over the ranks.
+    ``classes``: vocabulary range of this rank's logits, or None before the last stage.
     """
 
+    # If activations are sharded by tokens, gradients of unsharded tensors are partial until `sum_gradients`.
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
         super().__init__(inner, (local_part(spec, borders.axis.comm) for spec in inner.tensors()))
         self._borders, self._classes = borders, classes
@@ -301,8 +297,7 @@ class CutStage(WrappedStage):
 
 
 class _Box:
-    """Receiver of an unsharded tensor's values that stores only this rank's shard."""
-
+    # Receives an unsharded tensor's values, and stores only this rank's shard.
     def __init__(self, part: Array, spec: TensorSpec) -> None:
         self._part = part
         self._inside = tuple(slice(start, stop) for start, stop in spec.box)

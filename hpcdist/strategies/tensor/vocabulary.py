@@ -54,11 +54,9 @@ class VocabularyEmbedding:
 
 
 class RowPositions:
-    """Position embedding for activations that are sharded by tokens: each rank embeds its local tokens. Local.
+    """Position embedding for sequence parallelism: each rank embeds its own tokens. Local."""
 
-    The gradient of the position table covers only the local tokens; it is summed over the ranks once per step.
-    """
-
+    # The gradient of the position table covers only the local tokens; it is summed over the ranks once per step.
     def __init__(self, borders: SequenceBorders) -> None:
         self.borders = borders
 
@@ -94,20 +92,16 @@ class RowPositions:
 
 
 class VocabularyCrossEntropy:
-    """Cross-entropy loss of logits whose classes are sharded over the tensor axis. Collective over the axis.
+    """Cross-entropy loss of logits whose classes are sharded over the tensor axis. Collective over this axis."""
 
-    For each token, ranks exchange the largest logit, the sum of exponentials and the target's logit. Tokens with target
-    -1 do not count.
-    """
-
+    # Ranks exchange each token's largest logit, sum of exponentials and target logit. Targets of -1 do not count.
     def __init__(self, borders: Borders, classes: Range, vocabulary: int) -> None:
         self.axis, self.own, self.vocabulary = borders.axis, classes, vocabulary
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
         """Return the loss summed over all tokens on the first rank, and 0 on the other ranks.
 
-        ``logits`` are contiguous, of shape (tokens, local classes), and may be overwritten. ``targets``: class index of
-        each token in the whole vocabulary.
+        ``logits``: shape (tokens, local classes), may be overwritten. ``targets``: global class indices.
         """
         check_tokens(targets, self.vocabulary, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)
@@ -127,7 +121,6 @@ class VocabularyCrossEntropy:
         return loss
 
     def _forward_device(self, logits: Array, indices: Array, top: Array, sums: Array, saved: Saved) -> Scalar:
-        """Return the loss of ``logits`` on a GPU for target classes ``indices``. ``top``, ``sums``: scratch buffers."""
         xp, tokens = namespace(logits), logits.shape[0]
         statistics = saved.empty("cross_entropy.statistics", (tokens, 2), sums.dtype)
         local_targets = saved.empty("cross_entropy.own", (tokens,), np.int64)

@@ -47,9 +47,9 @@ Wait = Callable[[], object]
 
 
 class Offload:
-    """Factory of a rank's parameter and gradient stores and its optimizer, in memory, on the host or in a file. Local.
+    """Factory of a rank's parameters, gradients and optimizer, in memory, on the host or in a file. Local.
 
-    Raises ConfigurationError for unsupported settings. Stores raise StorageError if the disk has too little space.
+    Raises ConfigurationError for unsupported settings. Writes raise StorageError if the disk is full.
     """
 
     def __init__(self, context: RankContext, config: ZeroConfig) -> None:
@@ -146,7 +146,7 @@ class BlockedOptimizer(WrappedOptimizer):
         written: set[str],
         compute: Callable[[Range, Mapping[str, FlatStore]], None],
     ) -> None:
-        """Read each block of the range ``piece``, call ``compute``, and write back the stores named in ``written``."""
+        # Read each block of ``piece``, call ``compute``, and write back the stores named in ``written``.
         blocks = list(cut(piece, self._block))
         away = {name: store for name, store in stores.items() if not _is_on_host(store)}
         arrived: list[Wait] = []
@@ -186,7 +186,7 @@ class BlockedOptimizer(WrappedOptimizer):
         return FlatStore(self._inner.layout, self._inner.dtype, block, allocate=lambda size, dtype: buffer)
 
     def _buffer(self, name: str, number: int, block: Range) -> np.ndarray:
-        """Return memory for block ``number`` of store ``name``; it is overwritten after `SETS` more blocks."""
+        # The memory is overwritten after `SETS` more blocks.
         sets = self._buffers.setdefault(name, [])
         while len(sets) <= number % SETS:
             sets.append(self._take())

@@ -56,17 +56,13 @@ KINDS: Final = (
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Event of a run after ``step`` steps, at ``time_ns`` of the wall clock.
-
-    ``values``: dict of numbers (by the key of a quantity) and texts. The number for a counter is its total so far.
-    ``ranks``: dict of arrays of shape (world,), with NaN for unknown values.
-    """
+    """Event of a run after ``step`` steps, with a dict of numbers and texts."""
 
     kind: str
     step: int
-    values: Mapping[str, float | int | str] = field(default_factory=dict)
-    ranks: Mapping[str, np.ndarray] = field(default_factory=dict)
-    time_ns: int = field(default_factory=time.time_ns)
+    values: Mapping[str, float | int | str] = field(default_factory=dict)  # the value of a counter is its total so far
+    ranks: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of shape (world,); NaN: unknown
+    time_ns: int = field(default_factory=time.time_ns)  # wall clock
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS, self.kind
@@ -164,7 +160,7 @@ def read(file: Any) -> Observations:
 
 
 def _due(file: Any, events: Sequence[RunEvent]) -> list[RunEvent]:
-    """Return the ``events`` to store now. Types in `THINNED` are left out if one was stored shortly before."""
+    # Leave out events of the types in `THINNED` if an event of the same type was stored shortly before.
     due, attributes = [], file[GROUP].attrs
     last = {kind: int(attributes.get(f"{kind}_ns", 0)) for kind in THINNED}
     ends = any(event.kind == "end" for event in events)

@@ -107,29 +107,24 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 
 @dataclass(frozen=True)
 class StepRow:
-    """Measurements of one step on all ranks. A value that was not measured is NaN, or missing in ``ranks``.
+    """Measurements of one training step on all ranks. A value that was not measured is NaN."""
 
-    ``ranks`` maps names in `PER_RANK` to arrays of shape (world,), in seconds or bytes. ``data_s`` is the wait for the
-    batch. ``exposed_s`` is the wait for overlapped reductions, and ``overlapped_s`` their time. ``tokens``: sum over
-    ranks.
-    """
-
+    # Among the names, ``data_s`` is the wait for the batch, ``exposed_s`` the wait for overlapped reductions, and
+    # ``overlapped_s`` the time of these reductions.
     step: int
     time_ns: int
     loss: float
     learning_rate: float
-    tokens: float
+    tokens: float  # sum over the ranks
     gradient_norm: float = math.nan
-    ranks: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ranks: Mapping[str, np.ndarray] = field(default_factory=dict)  # names in `PER_RANK`; arrays (world,) in s or bytes
 
 
 class DerivedFigures:
-    """Calculator of figures, such as the speed, over the last ``window`` steps. Pass steps in order.
+    """Calculator of figures, such as the speed, over the last ``window`` steps. Steps must be passed in order."""
 
-    The first step after a start is excluded as soon as there is a second step. ``lock_step``: False if ranks do not
-    wait for each other.
-    """
-
+    # The first step after a start is excluded as soon as there is a second step. ``lock_step`` False: ranks do not wait
+    # for each other.
     def __init__(self, window: int = WINDOW, *, lock_step: bool = True) -> None:
         assert window >= 1
         self.window, self._lock_step = window, lock_step
@@ -138,10 +133,9 @@ class DerivedFigures:
         self.scores = np.empty(0)  # (W,) `straggler_scores` of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return a dict of finite figures for each step in ``rows``. The function `key` makes the dict keys.
-
-        Only the dict of the last step has figures of the straggler, the rank with the longest compute time.
-        """
+        """Return a dict of figures, such as the speed, for each step in ``rows``. Unknown figures are left out."""
+        # Only the dict of the last step has figures of the straggler (longest compute time). The function `key` makes
+        # the keys.
         figures: list[dict[str, float]] = []
         for world, alike in groupby(rows, _world):
             if self._rows and _world(self._rows[-1]) != world:
@@ -188,7 +182,7 @@ class DerivedFigures:
         return _ratio(of_ranks[0][0], np.max([spent for _, spent in of_ranks], axis=0))
 
     def _sums(self, *columns: np.ndarray) -> list[np.ndarray]:
-        """Return the moving sum of each argument over the last ``self.window`` steps. Steps with NaN count as 0."""
+        # Moving sums over the last ``self.window`` steps. Steps with NaN count as 0.
         is_known = np.isfinite(columns).all(axis=0)
         sums = []
         for column in columns:

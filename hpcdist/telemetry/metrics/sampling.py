@@ -19,16 +19,12 @@ MAX_SMALL_ROWS: Final = 200_000  # number of first rows read from a table withou
 
 @dataclass(frozen=True)
 class SampledMetrics:
-    """Metrics of a run. Columns with a value per rank are read only for a sample of the steps.
+    """Metrics of a run. Columns with a value per rank are read only for a sample of the steps."""
 
-    ``steps``: columns with one value per step, for all steps. ``sample``: all columns, for the steps with the indices
-    ``chosen``. ``tables``: columns of each other table in the metrics file, by table name.
-    """
-
-    steps: dict[str, np.ndarray]
+    steps: dict[str, np.ndarray]  # columns with one value per step, for all steps
     chosen: np.ndarray  # (rows,) indices into the columns of ``steps``
-    sample: MetricsData
-    tables: dict[str, dict[str, np.ndarray]]
+    sample: MetricsData  # all columns, for the steps ``chosen``
+    tables: dict[str, dict[str, np.ndarray]]  # columns of the other tables, by table name
     observed: Observations
 
     @property
@@ -37,9 +33,9 @@ class SampledMetrics:
 
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
-    """Read the metrics file ``path`` of a finished or running run. Raises StorageError if it is missing or invalid.
+    """Read the metrics file ``path`` of a finished or running run. Raises StorageError if missing or invalid.
 
-    Columns with a value per rank are read only for evenly spread steps, about ``wide_bytes`` bytes per column.
+    Columns with a value per rank are sampled to about ``wide_bytes`` bytes each.
     """
     return read_settled(path, lambda file: _read(file, wide_bytes))
 

@@ -57,16 +57,14 @@ PER_RANK: Final = tuple(column.name for column in STEPS.columns if column.wide)
 
 
 class MetricsWriter:
-    """Writer of the metrics file ``path`` on rank 0. A context manager: leaving it writes all rows.
+    """Writer of a run's metrics file on rank 0. A context manager: leaving it writes all rows.
 
-    The file is open only during writes, so it is always readable. ``world``: number of ranks. If ``resume_step`` is
-    None, a new file is created (StorageError if it exists). Otherwise, the file is continued, and rows of later steps
-    are dropped. The keyword ``attributes`` (numbers and strings): root attributes of the file.
-
-    Methods raise StorageError if the disk is full or fails; rows already written stay readable. A damaged file is
-    renamed, and a new file is created.
+    With ``resume_step``, the file is continued, and later steps are dropped. Methods raise StorageError if the disk
+    fails.
     """
 
+    # The file is open only during writes, so it is always readable. A damaged file is renamed, and a new file is
+    # created. ``attributes``: root attributes.
     def __init__(
         self,
         path: str | Path,
@@ -231,7 +229,7 @@ class MetricsWriter:
 
 
 def _link_to_root(file: Any) -> None:
-    """Link the columns of the steps table at the file's root, so that `xarray.open_dataset` needs no group name."""
+    # With links at the root, `xarray.open_dataset` needs no group name.
     for name, column in file["steps"].items():
         if name in file and file[name] == column:
             continue
@@ -285,13 +283,10 @@ def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
 
 
 def summarise(metrics: MetricsData) -> dict[str, Any]:
-    """Return a dict of figures of a run as JSON values, None if not measured.
-
-    - Times are from the slowest rank, without the first step of each session.
-    - ``train_loss_mean``: mean over the last `LAST_LOSSES` steps.
-    - ``bytes_sent_per_step``: median over steps of the maximum over ranks.
-    - ``slowest_rank``: rank with the largest median compute time. ``imbalance``: this time over the median rank's time.
-    """
+    """Return a dict of figures of a run as JSON values, such as "train_loss". Unknown figures are None."""
+    # Times are from the slowest rank, without the first step of each session. train_loss_mean: over the last
+    # `LAST_LOSSES` steps. bytes_sent_per_step: median over steps of the maximum over ranks. slowest_rank: largest
+    # median compute time. imbalance: this time over the median rank's.
     steps = metrics.steps
     count = len(steps["step"])
     loss = steps["loss"][-LAST_LOSSES:]

@@ -66,11 +66,9 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the recorded operations of one step: the step of median duration among the last `LAST_STEPS` steps.
-
-    Reads at most `MAX_RANKS` ranks, including the first, the last and rank ``slowest``. Damaged files are skipped. The
-    metrics file ``metrics_path`` has the clock readings of the nodes.
-    """
+    """Return the recorded operations of a step with typical duration, for some ranks including ``slowest``."""
+    # The step has the median duration of the last `LAST_STEPS` steps. At most `MAX_RANKS` ranks are read, also the
+    # first and the last. ``metrics_path``: file with the clock readings of the nodes.
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
         return StepSpans()
@@ -115,7 +113,7 @@ def _steps(rank: RankSpans) -> Mapping[int, Span]:
 
 
 def _typical(ranks: Sequence[RankSpans]) -> int | None:
-    """Return the number of the step of median duration among the last steps that all ranks recorded, or None."""
+    # Step of median duration among the last steps that all ranks recorded.
     steps = [_steps(rank) for rank in ranks]
     # A step whose first operations were overwritten in the ring buffer would look idle.
     oldest = [min((span.begin_ns for span in rank.spans if span.phase != "step"), default=math.inf) for rank in ranks]
@@ -134,7 +132,7 @@ def _typical(ranks: Sequence[RankSpans]) -> int | None:
 
 
 def _offsets(ranks: Sequence[RankSpans], step: int, metrics_path: Path | None) -> tuple[dict[int, int], str]:
-    """Return a dict from rank to the ns to add to its clock at ``step``, and a text about their accuracy."""
+    # Return the ns to add to each rank's clock at ``step``, and a text about their accuracy.
     boots = {rank.boot_id or rank.host for rank in ranks}
     if len(boots) == 1:  # one kernel, one clock
         return {rank.rank: 0 for rank in ranks}, ""
@@ -230,11 +228,8 @@ class RunEnergy:
 
 
 def read_energy(run_dir: Path, attributes: Mapping[str, Any], last_step: int = 0) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``, from its energy record `USAGE` and its metrics file.
-
-    If their totals differ, the energy record is used. ``attributes``: HDF5 attributes of the metrics file.
-    ``last_step``: number of the run's last step.
-    """
+    """Return the energy of the run in ``run_dir``, from its energy record and its metrics file."""
+    # If the totals of the two files differ, the energy record `USAGE` is used. ``attributes``: of the metrics file.
     usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
     record = record if isinstance(record, dict) else {}
@@ -329,10 +324,8 @@ def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.nd
 def _joined_sessions(
     parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
 ) -> dict[str, EnergyCurve]:
-    """Return a dict from counter types to energy curves over all sessions (starts of the run).
-
-    ``parts[session][type]``: list of (times, millijoules, node). ``begins[session, node]``: begin time.
-    """
+    # parts[session][counter type]: list of (times, millijoules, node). begins[session, node]: begin time. A session is
+    # one start of the run.
     lasted = {
         session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)
         for session, kinds in parts.items()

@@ -75,18 +75,14 @@ class ExternalData:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run, read from its directory. Large tables are read at the first access.
-
-    ``run`` has the rows of the metrics file. If there are no rows, it is None and ``reason`` is the explanation.
-    ``attributes`` come from the metrics file. ``figures``: attributes, `summary_figures`, energy and noise scale.
-    """
+    """A run, read from its directory. Large tables are read at the first access."""
 
     run_dir: Path
     state: RunState
-    run: sampling.SampledMetrics | None
+    run: sampling.SampledMetrics | None  # None without rows: ``reason`` is the explanation
     reason: str
-    attributes: Mapping[str, Any]
-    figures: Mapping[str, Any]
+    attributes: Mapping[str, Any]  # from the metrics file
+    figures: Mapping[str, Any]  # of `summary_figures`
     energy: RunEnergy
     external: ExternalData
 
@@ -130,7 +126,7 @@ class RunData:
             return {}
 
     def setting(self, key: str) -> str | None:
-        """Return the value of the recipe key ``key``, such as "model.kind", as text. Return None if it is unknown."""
+        """Return the value of the recipe key ``key``, such as "model.kind", as text, or None if it is unknown."""
         section, _, name = key.partition(".")
         values = self._recipe.get(section)
         value = values.get(name) if isinstance(values, dict) else None
@@ -169,9 +165,9 @@ class RunData:
 
 
 def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> RunData:
-    """Read the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
+    """Return the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
 
-    ``external``: data that the caller has collected. ``now_ns``: current time, by default from the clock.
+    ``external``: data that the caller has collected. ``now_ns``: current time.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
@@ -198,12 +194,9 @@ def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None
 
 
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the figures of `step_metrics.summarise` for ``run``, and further figures.
-
-    ``data_fraction``: fraction of time spent waiting for data since the run last started, or None if unknown.
-    ``other_fraction``: fraction of time not spent on waiting for data, computation, communication or update.
-    ``skipped_steps`` and ``anomalies``: numbers over the whole run. ``noise_scale``: gradient noise scale, if measured.
-    """
+    """Return the figures of `step_metrics.summarise` for ``run``, and further figures for reports."""
+    # data_fraction: time spent waiting for data since the run last started. other_fraction: time not spent on data,
+    # computation, communication or update. skipped_steps and anomalies: numbers over the whole run.
     summary = step_metrics.summarise(run.sample)
     summary |= {"data_fraction": None, "other_fraction": None}
     if summary["compute_fraction"] is not None:

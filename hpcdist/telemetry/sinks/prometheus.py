@@ -56,12 +56,10 @@ class CounterTotals:
 
 
 class LatestFigures:
-    """Latest value of every metric: a prometheus_client collector, which another thread may read.
+    """Latest values of all metrics, as a prometheus_client collector that another thread may read."""
 
-    Metrics have the labels ``run``, ``jobid`` (without a job, the run's name), and at most one other label. Only the
-    metric `INFO` has labels with the owner of the job.
-    """
-
+    # Metrics have the labels ``run``, ``jobid`` (without a job, the run's name), and at most one other label. Only the
+    # metric `INFO` has labels with the owner of the job.
     def __init__(self, run: RunInfo, totals: CounterTotals) -> None:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -144,10 +142,10 @@ class _Exporter(Protocol):
 
 
 class PrometheusSink:
-    """Sink that exports the latest figures of a run to Prometheus. ``where`` is the file or address of the export.
+    """Sink that exports the latest figures of a run to Prometheus.
 
-    Raises MissingCapabilityError if prometheus_client is missing, ConfigurationError for an unusable port or gateway,
-    and StorageError for an unwritable directory.
+    Raises MissingCapabilityError without prometheus_client, ConfigurationError for an unusable port or gateway, and
+    StorageError for an unwritable directory.
     """
 
     name = "Prometheus"
@@ -238,8 +236,7 @@ class _Server:
 
 
 class _Gateway:
-    """Thread that pushes to a Pushgateway. Each push sends the latest figures, so pushes never queue up."""
-
+    # A thread pushes the latest figures, so pushes never queue up.
     def __init__(self, run: RunInfo, config: TelemetryConfig, registry: Any) -> None:
         self._registry, self._address = registry, config.gateway
         self._group = {"jobid": job_identity(run)}

@@ -19,12 +19,12 @@ _PROBE: Final = b" " * 4096
 
 
 class AppendOnlyFile:
-    """File to which one thread appends whole records. ``header``: bytes to write at the start of an empty file.
+    """File to which one thread appends whole records. Methods raise StorageError if the file cannot be written.
 
-    The constructor and `append` raise StorageError, with the advice ``cure``, if the file cannot be written. Records
-    that could not be written are kept, up to `PENDING_BYTES`. The next `append` writes them.
+    The next `append` writes the records that could not be written.
     """
 
+    # ``cure``: advice in the errors. ``header``: start of an empty file. At most `PENDING_BYTES` of records are kept.
     def __init__(self, path: Path, cure: str, header: bytes = b"") -> None:
         self.path, self._cure, self._header = path, cure, header
         self._pending: list[bytes] = []

@@ -129,10 +129,9 @@ class ClockCorrections:
 def find_corrections(
     logs: Mapping[int, RankLog], sessions: Sequence[ClockSession], matches: Matches
 ) -> ClockCorrections:
-    """Return the clock corrections of all hosts in ``logs``. Local.
+    """Return the clock corrections of all hosts in ``logs``, from clock readings or else from message times. Local.
 
-    ``sessions``: readings of the hosts' clocks, for each start of the run. If a host has no readings, the message times
-    in ``matches`` are used.
+    ``sessions``: clock readings of each start of the run.
     """
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
@@ -160,7 +159,7 @@ def find_corrections(
 
 
 def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> ClockCorrections | None:
-    """Return the clock corrections from the readings in ``sessions``, or None if a host has no readings."""
+    # None if a host has no readings.
     for last in reversed(sessions):
         if not last.hosts.of_rank or not set(hosts) <= set(last.hosts.boots):
             continue
@@ -178,18 +177,15 @@ def _measured_clocks(hosts: Sequence[str], sessions: Sequence[ClockSession]) -> 
 
 @dataclass
 class _OffsetBounds:
-    """Bounds of the offset by which a second clock is ahead of a first clock, from the messages of one step."""
-
+    # Bounds of the offset by which a second clock is ahead of a first clock, from the messages of one step.
     at_ns: list[int] = field(default_factory=list)  # times of the first clock
     least_ns: list[int] = field(default_factory=list)
     most_ns: list[int] = field(default_factory=list)
     together_ns: list[int] = field(default_factory=list)  # offsets if both left a collective at the same time
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return (time, offset, width) in ns, or None if the offset has no lower or upper bound.
-
-        At ``time`` of the first clock, the second clock is ``offset`` ahead, with an error of at most width / 2.
-        """
+        """Return (time, offset, error width) of the second clock in ns, or None without bounds of the offset."""
+        # At ``time`` of the first clock, the second clock is ``offset`` ahead, with an error of at most width / 2.
         if not self.least_ns or not self.most_ns:
             return None
         # Bounds can contradict each other if clocks drift within the step: swap them.
@@ -267,16 +263,12 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Result of `causal_order`: ``pairs`` of calls were checked, of which ``wrong`` pairs are in an impossible order.
-
-    ``most_ns``: largest time difference of a wrong pair. ``beyond``: number of pairs whose difference exceeds the error
-    bounds of both clocks, or None if a bound is unknown.
-    """
+    """Result of `causal_order`: numbers of checked and of impossible pairs of calls."""
 
     pairs: int
     wrong: int
-    most_ns: int
-    beyond: int | None
+    most_ns: int  # largest time difference of a wrong pair
+    beyond: int | None  # wrong pairs beyond the error bounds of both clocks; None: a bound is unknown
 
     def __str__(self) -> str:
         if not self.wrong:
@@ -291,10 +283,9 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Count the receives and collectives that end before the calls that they waited for have begun. Local.
+    """Count the receives and collectives that end before the calls that they waited for. Local.
 
-    ``matches``: matching sends and receives, and collectives, with times on one clock. ``bounds_ns``: largest clock
-    error of each rank, None if unknown.
+    ``matches``: matching calls, with times on one clock. ``bounds_ns``: largest clock error of each rank.
     """
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:

@@ -75,15 +75,11 @@ def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSeg
 
 @dataclass(frozen=True)
 class CommunicationOverlap:
-    """Communication time of one rank: ``hidden_ns`` overlaps with the rank's computation, ``exposed_ns`` does not.
+    """Communication time of one rank, in ns."""
 
-    ``waited_ns`` is the part of ``exposed_ns`` in which the rank waits for late ranks. ``hidden_ns`` is an upper
-    bound: a message counts as in flight until the rank notices that the message is complete.
-    """
-
-    hidden_ns: int
-    exposed_ns: int
-    waited_ns: int
+    hidden_ns: int  # overlaps with computation; an upper bound, because messages seem in flight until noticed
+    exposed_ns: int  # does not overlap with computation
+    waited_ns: int  # time in ``exposed_ns`` in which the rank waits for late ranks
 
     @property
     def hidden_share(self) -> float | None:
@@ -134,9 +130,9 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 
 
 def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return the communication time of one rank that overlaps with its computation, and the time that does not.
+    """Return the communication time of a rank that overlaps with computation, and the time that does not.
 
-    ``row`` is the rank's timeline. ``transfers`` are the (begin, end) times of the rank's messages and collectives.
+    ``row``: timeline of the rank. ``transfers``: (begin, end) of its messages and collectives.
     """
     computing = union([(piece.begin_ns, piece.end_ns) for piece in row if piece.phase in COMPUTES])
     exposed = sum(piece.end_ns - piece.begin_ns for piece in row if piece.phase == "communication")

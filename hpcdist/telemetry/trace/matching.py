@@ -65,10 +65,7 @@ def match(logs: Mapping[int, RankLog], world: int) -> Matches:
 
 
 def _members(comm: str, seen: Sequence[int], recorded: Sequence[int], world: int) -> Sequence[int]:
-    """Return the world ranks of the members of communicator ``comm``, ordered by their rank in ``comm``.
-
-    ``recorded``: world ranks that have a log. ``seen``: world ranks whose log contains calls on ``comm``.
-    """
+    # ``recorded``: world ranks that have a log. ``seen``: world ranks whose log contains calls on ``comm``.
     return range(world) if "/" not in comm or len(seen) == len(recorded) else seen
 
 
@@ -139,11 +136,8 @@ def _by_step(calls: Iterable[RecordedCall]) -> dict[int, list[RecordedCall]]:
 def _rounds(
     calls: Sequence[RecordedCall], logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]
 ) -> list[tuple[RecordedCall, RecordedCall]]:
-    """Return pairs of matching sendrecv calls: a rank's call, and the call of the rank to which it sends.
-
-    All ``calls`` have the same communicator and tag. A rank's n-th call matches the other rank's n-th call. ``ranks``
-    maps a communicator to the world ranks of its members.
-    """
+    # Pair each sendrecv call with the call of the rank to which it sends: the n-th call of one matches the n-th call of
+    # the other. All calls have the same communicator and tag. ``ranks``: world ranks of each communicator's members.
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):
         groups = [turns]  # complete records

@@ -26,17 +26,13 @@ _NONBLOCKING: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall(CommunicatorCall):
-    """Recorded communication call on a rank. Times are in ns of one clock.
-
-    ``step``: step in which the call began, or `NO_STEP`. ``is_open``: the call had not ended at the rank's last
-    heartbeat, at time ``end_ns``.
-    """
+    """Recorded communication call on a rank. Times are in ns of one clock."""
 
     rank: int
-    step: int
+    step: int  # in which the call began, or `NO_STEP`
     begin_ns: int
     end_ns: int
-    is_open: bool = False
+    is_open: bool = False  # not ended at the last heartbeat, at ``end_ns``
 
     @property
     def behind(self) -> bool:
@@ -46,22 +42,18 @@ class RecordedCall(CommunicatorCall):
 
 @dataclass(frozen=True)
 class RankLog:
-    """Log of one rank: its time spans, communication calls and steps, in ns of the monotonic clock of ``host``.
-
-    Monotonic time + ``wall_ns`` is wall-clock time. ``host``: boot id or name of the host. ``steps``: begin and end of
-    each step. Calls before ``covered_ns`` may be missing. ``ended``: True if the rank finished without an error.
-    """
+    """Log of one rank: its time spans, communication calls and steps, in ns of its host's monotonic clock."""
 
     rank: int
     world: int
-    host: str
+    host: str  # boot id or name
     name: str
-    wall_ns: int
+    wall_ns: int  # wall-clock time minus monotonic time
     spans: tuple[Span, ...] = ()
     calls: tuple[RecordedCall, ...] = ()
-    steps: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    covered_ns: int = 0
-    ended: bool = False
+    steps: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # begin and end of each step
+    covered_ns: int = 0  # calls before this time may be missing
+    ended: bool = False  # True if the rank finished without an error
 
     @property
     def comms(self) -> frozenset[str]:
@@ -200,9 +192,9 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 
 
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return the numbers of the steps to show, and notes for the user about missing steps. Raises UsageError.
+    """Return the step numbers to show, and notes for the user about missing steps. Raises UsageError.
 
-    Only steps in all ``logs`` are used: the ``requested`` steps or, if ``requested`` is None, the last ``last`` steps.
+    ``requested``: steps to show if all ``logs`` contain them; None: the ``last`` steps.
     """
     stepping = [log for log in logs if log.steps]
     if not stepping:

@@ -59,10 +59,9 @@ class Trace:
 def collect(
     run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, most: int = MAX_PIECES
 ) -> Trace:
-    """Return the trace of ``steps`` and ``ranks`` of the run in ``run_dir``.
+    """Return the trace of the run in ``run_dir``. Raises UsageError and StorageError.
 
-    ``steps`` None: the last `DEFAULT_STEPS` steps that all ranks recorded. ``ranks`` None: all ranks. If there are more
-    than ``most`` spans and calls, the trace has fewer steps or ranks. Raises UsageError and StorageError.
+    ``steps`` None: the last steps. ``ranks`` None: all ranks. ``most``: maximum number of time intervals.
     """
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)

@@ -18,20 +18,15 @@ NO_SOURCE_LINE: Final = 1 << 62
 
 @dataclass(frozen=True)
 class TimelinePiece:
-    """A time interval of a rank with one activity, ``name``.
-
-    The activity is an operation, such as "REDUCE", or a communication call in it, such as "REDUCE: send". If the call
-    waited for another rank, ``by`` is this other rank, and ``since_ns`` is the time at which it began its call. If
-    the call did not wait, ``by`` is this rank. If the activity is not a call, or it is unmatched, ``by`` is -1.
-    """
+    """A time interval of a rank with one activity, such as an operation or a communication call."""
 
     rank: int
     phase: str
-    name: str
+    name: str  # operation ("REDUCE"), or a communication call in it ("REDUCE: send")
     begin_ns: int
     end_ns: int
-    by: int = -1
-    since_ns: int = 0
+    by: int = -1  # rank that the call waited for, else this rank; -1: no matched call
+    since_ns: int = 0  # time at which rank ``by`` began its call
 
     @property
     def waited_ns(self) -> int:
@@ -72,11 +67,11 @@ def build(
     *,
     tail: bool = False,
 ) -> RunTimeline:
-    """Return the timeline of the steps ``steps`` from the ranks' ``logs``, with all times on one clock.
+    """Return the timeline of ``steps`` from the ranks' ``logs``, with all times on one clock.
 
-    ``matches``: matched messages and collectives. ``corrections``: clock corrections of the hosts. Keyword-only
-    ``tail=True`` includes activities after the last of ``steps``.
+    ``matches``: matched messages and collectives. ``corrections``: clock corrections of the hosts.
     """
+    # With ``tail``, activities after the last of ``steps`` are included.
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
     moved: dict[int, RecordedCall] = {}  # corrected call by the id of the call in the log
@@ -152,7 +147,7 @@ def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
 
 
 def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
-    """Return a dict from `id(call)` to (rank, begin time) of the call that it waited for, else of itself."""
+    # Map id(call) to (rank, begin time) of the call that it waited for, or else of the call itself.
     causes: dict[int, tuple[int, int]] = {}
     for meeting in timeline.matches.meetings:
         last = meeting.released_by()
@@ -201,7 +196,7 @@ def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> lis
 def _cut(
     leaves: Sequence[TimelinePiece], calls: Sequence[RecordedCall], causes: Mapping[int, tuple[int, int]]
 ) -> list[TimelinePiece]:
-    """Split ``leaves``, the timeline of a rank, where ``calls`` begin and end. ``causes``: result of `_causes`."""
+    # Split the timeline of a rank where calls begin and end. ``causes``: result of `_causes`.
     ends = sorted((call for call in outermost(calls) if id(call) in causes or not call.behind), key=lambda c: c.end_ns)
     times = [call.end_ns for call in ends]
     parts: list[TimelinePiece] = []

@@ -105,9 +105,9 @@ def assemble(
 ) -> Trainer:
     """Build the trainer of ``recipe`` on this rank, with initial or restored parameters. Collective.
 
-    ``script_model`` replaces the recipe's model; the script then provides the batches. ``directory``: run directory.
-    Without it, the faults in the recipe's section ``chaos`` are not injected.
+    ``script_model`` replaces the recipe's model. ``directory``: run directory.
     """
+    # With ``script_model``, the script provides the batches. Without ``directory``, no faults of [chaos] are injected.
     origin = CheckpointSource.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel, precision = session.comm, recipe.parallel, recipe.precision
     imports = recipe.model.kind == "import" and comm.rank == 0
@@ -177,7 +177,7 @@ def _build_executor(
 
 
 def _axes(comm: Communicator, grid: ProcessGrid, roles: Roles | None) -> tuple[GridCommunicators, bool]:
-    """Return this rank's grid communicators, and False if it is a dedicated parameter server. Collective."""
+    # The result is (communicators, False on a dedicated parameter server). Collective.
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     return GridCommunicators(grid if computes else ProcessGrid(data=members.size), members), computes
@@ -245,7 +245,7 @@ def _build_observers(
 
 
 def _initialised(trainer: Trainer) -> Trainer:
-    """Set initial parameters: drawn from the seed, received from rank 0, or read from a checkpoint. Collective."""
+    # Drawn from the seed, received from rank 0, or read from a checkpoint. Collective.
     local_units, units = trainer.context.ranges, trainer.model.layout.units
     for unit, stage in enumerate(trainer.model.stages):
         if unit not in local_units and trainer.model.seeded:

@@ -71,9 +71,9 @@ def check_exchange(
 ) -> None:
     """Raise ConfigurationError if the strategy would reduce gradients before they are complete. Local.
 
-    ``schedule``: schedule read from a file, or None. Keyword-only ``accumulates``: True if the strategy adds up the
-    gradients of all micro-batches before it reduces them.
+    ``schedule``: schedule read from a file, or None.
     """
+    # ``accumulates``: the strategy adds up the gradients of all micro-batches before it reduces them.
     if not accumulates and tied_tensors(context.model, context.placed):
         raise ConfigurationError(
             f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
@@ -104,12 +104,12 @@ def plan_partition(
     origin: StateSource | None,
     documents: DocumentPairs | None,
 ) -> PartitionPlan | None:
-    """Assign the layers of the model ``whole`` to pipeline stages. Return None if there is only one stage.
+    """Return the assignment of layers to pipeline stages, or None if there is only one stage. Collective.
 
-    ``schedule``: schedule read from a file, or None. ``origin``: state to resume from, or None. ``documents``: number
-    of query-key pairs per packed sample, or None. With ``parallel.partition`` = "measured", ``local_model`` is timed,
-    and the call is collective over ``comm``. All ranks return the same partition or raise ConfigurationError.
+    ``whole``: unsharded model. ``origin``: state to resume from. Raises ConfigurationError on all ranks.
     """
+    # Local unless parallel.partition = "measured": then ``local_model`` is timed. ``documents``: query-key pairs per
+    # packed sample. ``schedule``: read from a file, or None.
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
     if grid.pipeline * order.chunks == 1:
@@ -155,11 +155,11 @@ def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, l
 
 
 def model_state_bytes(recipe: Recipe, replicas: int, *, splits: bool = False) -> StateBytes:
-    """Return the bytes of parameters, gradients and optimizer state on one rank, as a `StateBytes`. Local.
+    """Return the bytes of parameters, gradients and optimizer state on one rank. Local.
 
-    ``replicas``: number of data-parallel replicas. Keyword-only ``splits``: True if the schedule computes input
-    gradients and weight gradients in separate passes.
+    ``replicas``: number of data-parallel replicas.
     """
+    # ``splits``: the schedule computes input gradients and weight gradients in separate passes.
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working
     itemsize = master if working is None else dtype_of(working).itemsize

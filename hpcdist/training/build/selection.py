@@ -32,17 +32,13 @@ DEADLINE_SHARE: Final = 0.25  # largest fraction of communication.deadline_s for
 
 @dataclass(frozen=True)
 class AlgorithmSelection:
-    """Collective algorithm of a run, and the source of this choice.
-
-    ``source``: "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default". ``ranks_per_node``:
-    number of ranks on each node. ``seconds``: duration of the measurement. ``note``: remark for the log, or "".
-    """
+    """Collective algorithm of a run, and the source of this choice."""
 
     algorithm: str
-    source: str
+    source: str  # "recipe", "checkpoint", "measured", "cache" (an earlier measurement) or "default"
     ranks_per_node: tuple[int, ...]
-    seconds: float = 0.0
-    note: str = ""
+    seconds: float = 0.0  # duration of the measurement
+    note: str = ""  # for the log
 
     def described(self) -> str:
         """Return the log line about the choice of the collective algorithm, or "" if nothing is to report. Local."""
@@ -59,11 +55,11 @@ class AlgorithmSelection:
 def resolve_algorithm(
     session: Session, recipe: Recipe, model: Model, data: Communicator, origin: StateSource | None
 ) -> AlgorithmSelection:
-    """Return the algorithm that reduces gradients over the communicator ``data``. Collective over the world.
+    """Return the algorithm that reduces gradients over ``data``, the same on all ranks. Collective over the world.
 
-    ``data`` joins the ranks that hold the same parameters. ``origin``: state to resume from, or None. All ranks get the
-    same result. Raises an error if this run cannot use the algorithm in the recipe.
+    ``data``: ranks with the same parameters. ``origin``: state to resume from, or None.
     """
+    # Raises an error if this run cannot use the recipe's algorithm.
     comm, requested = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
     if recipe.run.logical_shards:
@@ -175,11 +171,11 @@ def _tuning_request(recipe: Recipe, model: Model, data: Communicator, kind: str)
 
 
 def resolve_compression(context: RankContext, recipe: Recipe, origin: StateSource | None) -> CompressionDecision:
-    """Return the gradient compression of a run. All ranks get the same result. Collective over the world.
+    """Return the gradient compression of a run, the same on all ranks. Collective over the world.
 
-    ``origin``: state to resume from, or None. With "auto" in the recipe, a resume on the same number of ranks keeps the
-    compression in ``origin``.
+    ``origin``: state to resume from, or None.
     """
+    # With "auto" in the recipe, a resume on the same number of ranks keeps the compression of ``origin``.
     configured = recipe.communication.compression
     if configured != AUTO:
         return CompressionDecision(configured, "recipe")

@@ -92,10 +92,9 @@ def _versions() -> dict[str, str]:
 
 
 def restore_state(trainer: Trainer, origin: StateSource) -> Trainer:
-    """Restore the training state from ``origin``, which another number of ranks may have saved. Collective.
+    """Return a copy of ``trainer`` with the training state of ``origin``, saved on any number of ranks. Collective.
 
-    Return a copy of ``trainer`` that continues after the last step of ``origin``. Raises DataError if the training data
-    changed, and ConfigurationError if the state needs an option that the recipe does not set.
+    Raises DataError if the training data changed, and ConfigurationError if a recipe option is missing.
     """
     resumed = origin.scalars
     optimizer_state = resumed.get("optimizer")
@@ -150,11 +149,10 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 
 
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
-    """Replace the initial parameters of ``trainer`` by the parameters in ``source``, a checkpoint or run directory.
+    """Load the parameters of checkpoint ``source`` into ``trainer``, also router biases. Collective over the world.
 
-    Router biases are also loaded. Returns {tensor name: reason why this tensor keeps its initial values}, the same on
-    all ranks. Raises StorageError for a tensor that is missing, damaged or of another shape, unless keyword-only
-    ``partial`` is True. Collective over the world.
+    Returns {skipped tensor: reason}. Without keyword-only ``partial``, raises StorageError for a missing or unsuitable
+    tensor.
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))
@@ -196,7 +194,7 @@ def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, 
 
 
 def _dense_sources(layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return {expert tensor: stored dense tensor to copy to each expert}. ``shapes``: shape of each stored tensor."""
+    # A tensor that is stored dense is copied to each expert. Returns {expert tensor: dense tensor}.
     sources = {}
     for segment in layout.segments:
         spec, dense = segment.spec, segment.key.replace(".experts.", ".")

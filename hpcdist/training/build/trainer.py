@@ -113,10 +113,9 @@ class Trainer:
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)
 
     def evaluate(self, rounds: Iterable[Sequence[MicroBatch]], parts: int = 1) -> float:
-        """Return the mean loss per target over all replicas, or NaN without targets. Collective.
+        """Return the mean loss per target over all replicas, or NaN without targets. Collective. Call `flush` first.
 
-        Call `flush` first. ``rounds`` yields lists of up to ``parts`` micro-batches on the model's device. All ranks
-        must pass the same number of lists.
+        ``rounds``: lists of at most ``parts`` micro-batches. All ranks must pass the same number of lists.
         """
         counts_targets = self.context.computes and self.last_stage and self.context.speaks
         total, count = 0.0, 0.0

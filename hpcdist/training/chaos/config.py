@@ -112,13 +112,13 @@ def _malformed_entry(kind: str, entry: str, reason: str) -> ConfigurationError:
 class ChaosConfig:
     """Section ``[chaos]``: stragglers and faults to inject into a run, for tests.
 
-    Each step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward take
-    ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). Forward and backward take at least
-    ``step_s`` seconds in every step, and longer on replicas with more samples than average.
+    A step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward then take
+    ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). In every step, forward and
+    backward take at least ``step_s`` seconds, and longer on replicas with more samples than average.
 
-    Each fault happens once per run directory, even if its step is repeated. A rank kills itself in one of the
-    `STEP_PHASES`, by default "begin". A bit flips in a gradient before the exchange, or in a parameter after the
-    update. A disk fails in the first save after the step: a write ("fail"), at half of the bytes ("full"), or "fsync".
+    Each fault happens once per run directory, even if its step is repeated. ``kill``: the rank kills itself in one of
+    the `STEP_PHASES`. ``corrupt``: a bit flips in a gradient before the exchange, or in a parameter after the update.
+    ``disk``: in the first save after the step, a write fails, the disk is full after half of the bytes, or fsync fails.
     """
 
     slow_ranks: tuple[int, ...] = key((), "Ranks to slow down, as [0].", ge=0)
@@ -168,11 +168,11 @@ class ChaosConfig:
                 )
 
     def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
-        """Raise ConfigurationError if a setting names a rank on which its fault or slowdown cannot occur.
+        """Raise ConfigurationError if a fault or slowdown is set for a rank on which it cannot occur.
 
-        Only the first ``computing`` of ``world`` ranks compute; the others are parameter servers. Keyword-only
-        ``lock_step`` is True if servers take part in every step.
+        Only the first ``computing`` of ``world`` ranks compute; the others are parameter servers.
         """
+        # ``lock_step``: servers take part in every step.
         for rank in self.slow_ranks:
             self._check_rank("slow_ranks", rank, world)
             if rank >= computing:

@@ -39,11 +39,9 @@ def is_slow(config: ChaosConfig, rank: int, step: int) -> bool:
 
 
 class SlowdownTimer:
-    """Calculator of the sleep after each of the ``count`` compute operations of a step, to simulate a straggler.
+    """Calculator of sleep times after the ``count`` compute operations of a step, to simulate a straggler."""
 
-    Compute and sleep together take ``factor`` times the compute time, but at least ``factor * least_s`` seconds.
-    """
-
+    # Compute and sleep together take ``factor`` times the compute time, but at least ``factor * least_s`` seconds.
     def __init__(self, count: int, least_s: float, factor: float) -> None:
         self._count, self._least_s, self._factor = count, least_s, factor
         self._done, self._computed_s, self._taken_s = 0, 0.0, 0.0
@@ -61,11 +59,12 @@ class SlowdownTimer:
 
 
 class Slowdown(StepObserver):
-    """Step observer that slows down ``rank`` by sleeps after its forward and backward passes, as set in ``config``.
+    """Step observer that slows down ``rank`` by sleeps after forward and backward passes, as set in ``config``.
 
-    ``even_samples``: mean number of samples of a replica. On a replica with more, ``config.step_s`` is scaled up.
+    ``even_samples``: mean number of samples of a replica.
     """
 
+    # On a replica with more samples, ``config.step_s`` is scaled up.
     def __init__(self, config: ChaosConfig, rank: int, even_samples: float, exchange: Exchange) -> None:
         self._config, self._rank, self._even_samples, self._exchange = config, rank, even_samples, exchange
         self._pace: SlowdownTimer | None = None  # None outside of steps: evaluations are not slowed down
@@ -103,12 +102,12 @@ DISK_ERRNO: Final = {"fail": errno.EIO, "full": errno.ENOSPC, "fsync": errno.EIO
 
 
 class FailingFile(Overlay):
-    """New file at ``path`` that injects the write failure ``how``: "fail", "full", "fsync" or "kill".
+    """New file at ``path`` that injects a failure if ``strikes()`` is True.
 
-    The failure happens if the function ``strikes`` returns True: the write, or for "fsync" the fsync, raises OSError.
-    For "kill", ``strikes`` ends the process. "full" and "kill" happen after half of the data is written.
+    ``how``: "fail" or "fsync" (the write or fsync raises OSError), "full" (the disk is full), or "kill".
     """
 
+    # For "kill", ``strikes`` ends the process, also after half of the data.
     def __init__(self, path: Path, how: str, strikes: Callable[[], bool]) -> None:
         super().__init__(path, create=True)
         self._how, self._strikes = how, strikes
@@ -273,9 +272,9 @@ def make_infinite(values: Array) -> None:
 def refuse_impossible_faults(config: ChaosConfig, comm: Communicator, writers: str, exchange: Exchange) -> None:
     """Raise ConfigurationError on all ranks if a fault of ``config`` could never happen. Collective.
 
-    Examples: a disk error on a rank that writes no file with checkpoint.writers = ``writers``, or corrupt parameters on
-    a rank whose ``exchange`` keeps no parameters.
+    ``writers``: value of checkpoint.writers.
     """
+    # Examples: a disk error on a rank that writes no file, or corrupt parameters on a rank that keeps no parameters.
     if any(fault.in_save for fault in config.faults):
         writes: list[bool] = comm.allgather_object(group_of(comm, writers).writes)
         _refuse(

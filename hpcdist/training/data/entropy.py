@@ -16,10 +16,11 @@ MOST_NGRAM_KINDS: Final = 1 << 24
 
 
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
-    """Return the entropies in nats of a token, given the 0, 1 or 2 tokens before it, keyed by n-gram name.
+    """Return the entropies in nats of a token, given the 0, 1 or 2 tokens before it, by n-gram name.
 
-    A text longer than SAMPLE_TOKENS is sampled evenly. An entropy is None if the text has too many distinct n-grams.
+    An entropy is None if ``tokens`` has too many distinct n-grams.
     """
+    # A text longer than SAMPLE_TOKENS is sampled evenly.
     blocks = _sampled_blocks(tokens)
     chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
     small = tokens.dtype.itemsize <= 2
@@ -65,11 +66,8 @@ def _count_ngrams(blocks: list[np.ndarray], used: np.ndarray, order: int, counts
 
 @jit
 def _count(positions: Any, numbers: Any, kinds: Any, order: Any, counts: Any) -> Any:
-    """Count the n-grams of ``order`` tokens (1 to 3) in a text: add the numbers of occurrences to ``counts``.
-
-    ``kinds`` is the number of distinct tokens. Token i of the text has the id ``numbers[positions[i]]``. The n-gram of
-    ids a, b, c has the index (a * kinds + b) * kinds + c in ``counts``.
-    """
+    # Token i of the text has the id numbers[positions[i]], of ``kinds`` distinct ids. The n-gram of ids a, b, c has the
+    # index (a * kinds + b) * kinds + c in ``counts``.
     third, second = kinds * kinds if order == 3 else 0, kinds if order >= 2 else 0
     two_before, before = 0, 0
     for i in range(len(positions)):
@@ -84,10 +82,8 @@ _count.sample(lambda: (np.zeros(1, np.int64), np.zeros(1, np.int64), 1, 1, np.ze
 
 
 def _conditional_entropy(counts: np.ndarray, contexts: np.ndarray) -> float:
-    """Return the entropy in nats of a token, given the tokens before it: the sum over n-grams of -p ln(p / q).
-
-    p is the relative frequency of an n-gram (from ``counts``), q of the n-gram without its last token (``contexts``).
-    """
+    # The sum over n-grams of -p ln(p / q): p is the relative frequency of an n-gram (``counts``), q of the n-gram
+    # without its last token (``contexts``).
     total = int(counts.sum())
     return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
 

@@ -257,10 +257,11 @@ _RULES: Final = b"2"  # version of `not_text`: cached concatenations of other ve
 
 
 def not_text(path: Path, head: bytes) -> str:
-    """Return the reason why the file ``path`` is not text, or "" if it is text. ``head`` has its first bytes. Local.
+    """Return the reason why the file ``path`` is not text, or "" if it is text. Local.
 
-    UTF-8 and single-byte encodings are text. UTF-16 and UTF-32 are not, because they contain NUL bytes.
+    ``head``: first bytes of the file.
     """
+    # UTF-8 and single-byte encodings are text. UTF-16 and UTF-32 are not, because they contain NUL bytes.
     suffix = path.suffix.lower()
     if suffix in FORMATS:
         return f"{suffix} is {FORMATS[suffix]}"
@@ -332,11 +333,6 @@ def bytes_of_file(path: Path) -> FileArray:
 
 
 def _walk(root: Path, excluded: set[str]) -> list[str]:
-    """Return the paths of files below ``root``, relative to ``root``, sorted by the hash of the relative path.
-
-    This order makes the last files, the validation data, a fair sample. Directories in ``excluded`` are left out.
-    """
-
     def refuse(error: OSError) -> None:
         raise DataError(f"directory {error.filename} cannot be read: {error.strerror}; make it readable") from error
 
@@ -345,11 +341,12 @@ def _walk(root: Path, excluded: set[str]) -> list[str]:
         below[:] = [name for name in below if name not in excluded and not name.startswith(".")]
         paths = (os.path.join(folder, name) for name in files)
         names += [os.path.relpath(path, root) for path in paths if os.path.isfile(path)]
+    # This order makes the last files, the validation data, a fair sample.
     return sorted(names, key=lambda name: hashlib.blake2b(os.fsencode(name)).digest())
 
 
 def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
-    """Concatenate ``files`` of ``root`` in a cache file. Return its bytes (lazy), and the end offset of each file."""
+    # The result is the bytes (lazy) of the cache file, and the end offset of each file.
     state = hashlib.blake2b(os.fsencode(root) + b"\0" + _RULES, digest_size=16)
     for name in files:
         status = (root / name).stat()

@@ -92,11 +92,12 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, int]:
 class PackedSamples:
     """Samples of ``context`` tokens, each packed with whole documents and then padding.
 
-    The first document begins at offset ``start`` of ``tokens``. ``ends``: end offset of each document. If keyword-only
-    ``predicting`` is True, targets are the next tokens, and a document of n tokens takes n - 1 positions. If
-    keyword-only ``cut`` is True, documents longer than a sample are split. Otherwise they raise DataError.
+    ``start``: offset of the first document. ``ends``: end offsets of all documents. Too long documents raise DataError,
+    or are split with keyword-only ``cut``.
     """
 
+    # With ``predicting``, targets are the next tokens, and a document of n tokens takes n - 1 positions. With ``cut``,
+    # documents longer than a sample are split.
     shifts = 1
 
     def __init__(
@@ -172,17 +173,13 @@ class PackedSamples:
 
 @dataclass(frozen=True)
 class PackedSplit:
-    """Samples for training and for validation (None: no validation), packed with whole documents.
-
-    The training samples hold the tokens before offset ``stop``. ``padding``: fraction of padding in the training
-    samples. ``pairs``: mean number of query-key pairs of attention in a training sample.
-    """
+    """Training and validation samples, packed with whole documents."""
 
     training: FilledSamples
-    validation: FilledSamples | None
-    stop: int
-    padding: float
-    pairs: DocumentPairs
+    validation: FilledSamples | None  # None: no validation
+    stop: int  # training samples have the tokens before this offset
+    padding: float  # fraction of padding in the training samples
+    pairs: DocumentPairs  # mean number of query-key pairs per training sample
     described: str
 
 

@@ -99,12 +99,10 @@ def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: S
 
 
 class Prefetcher(ReadAhead[Batch]):
-    """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1`` (from 0). A thread reads ahead.
+    """Iterator over this replica's batches of steps ``first_step`` to ``steps - 1``. A thread reads ahead."""
 
-    If keyword-only ``reads`` is False, batches are placeholders without data. Keyword-only ``shares`` has the number of
-    samples of each replica (None: equal). Keyword-only ``rule`` is passed to `SampleOrder`.
-    """
-
+    # ``reads`` False: placeholders without data. ``shares``: samples of each replica (None: equal). ``rule``: for
+    # `SampleOrder`.
     def __init__(
         self,
         source: Source,

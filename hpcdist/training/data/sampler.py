@@ -51,7 +51,7 @@ def _feistel(values: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Hash 64-bit ``values`` with ``key`` (the finaliser of splitmix64; Steele et al., OOPSLA 2014)."""
+    # The finaliser of splitmix64 (Steele et al., OOPSLA 2014).
     mixed = values ^ key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -160,11 +160,11 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
-    """Yield the evaluation batches of replica ``part`` of ``parts`` replicas, of at most ``longest`` samples each.
+    """Yield the evaluation batches of data-parallel rank ``part`` of ``parts``, each with at most ``longest`` samples.
 
-    The replicas divide all ``samples`` or, if ``limit`` is not 0, ``limit`` evenly spaced samples. Every replica gets
-    the same number of batches; the last may be empty.
+    All ranks get the same number of batches. ``limit``: number of evenly spaced samples to use (0: all).
     """
+    # The last batch may be empty.
     total = min(limit or samples.count, samples.count)
     chunks = list(cut(even_part(total, parts, part), longest))
     most = -(-even_part(total, parts, 0).size // longest)

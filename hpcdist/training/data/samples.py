@@ -51,7 +51,7 @@ pread = Primitive(_pread, "pread of the C library")
 
 @jit
 def _read_blocks(descriptor: Any, offsets: Any, blocks: Any) -> Any:
-    """Read row i of ``blocks`` at file offset ``offsets[i]``. Return the number of rows before the first failure."""
+    # Row i is at file offset offsets[i]. Return the number of rows before the first failure.
     address, size = blocks.ctypes.data, blocks.shape[1]
     for i in range(len(offsets)):
         done = 0
@@ -179,8 +179,7 @@ def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
 class Samples(Protocol):
     """Interface of a sequence of ``count`` training samples.
 
-    A shift of 0 to ``shifts - 1`` tokens moves the boundaries of all samples in the text. If the attribute ``shifts``
-    is 1, there is no shift.
+    A shift of 0 to ``shifts - 1`` tokens moves the boundaries of all samples in the text.
     """
 
     count: int
@@ -206,9 +205,10 @@ class FilledSamples(Samples, Protocol):
 class TokenWindows:
     """Samples that are adjacent windows of ``context`` tokens. The target of each token is the next token.
 
-    If ``shifting`` is True, a shift of up to ``context - 1`` tokens can vary the window boundaries between epochs.
+    ``shifting``: True if window boundaries can vary between epochs.
     """
 
+    # The shift is at most ``context - 1`` tokens.
     def __init__(self, tokens: Sliceable, context: int, shifting: bool) -> None:
         assert len(tokens) > context
         self._tokens, self._context = tokens, context
@@ -266,12 +266,12 @@ _MASKING_STREAM: Final = 0x6D61736B  # separates these words from dropout with t
 
 
 class MaskedSamples:
-    """Samples of ``windows`` in which some tokens are masked.
+    """Samples for masked language modelling: in ``windows``, some tokens are replaced by the token ``mask``.
 
-    Targets are the original tokens at masked positions, and `IGNORED` elsewhere. ``seed`` and ``epoch`` select the
-    masked tokens. ``mask`` is the mask token, one of the ``vocabulary`` tokens.
+    ``vocabulary``: number of tokens. ``seed`` and ``epoch`` select the masked tokens.
     """
 
+    # Targets are the original tokens at masked positions, and `IGNORED` elsewhere.
     def __init__(
         self, windows: Samples, mask: int, vocabulary: int, seed: int = 0, epoch: int = VALIDATION_EPOCH
     ) -> None:

@@ -58,9 +58,9 @@ _memory_cache: dict[str, str] = {}  # digests by file state, for users without a
 def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
     """Return a hash of all elements of the datasets ``columns``. Collective: ranks with the same files share the work.
 
-    ``what``: name of the data for messages. If keyword-only ``kept_only`` is True, return only a cached hash, or ""
-    without a cached hash. If a rank cannot read the data, all ranks raise StorageError.
+    ``what``: name of the data for messages. All ranks raise StorageError together.
     """
+    # With ``kept_only``, return only a cached hash, or "" without a cached hash.
     began_ns = time.time_ns()
     key, newest_ns = _file_state(columns)
     states = comm.allgather_object((key, _cached(key)))
@@ -184,19 +184,15 @@ LARGEST_INPUT = 1 << 40  # products of three inputs still fit NumPy's numbers
 
 @dataclass(frozen=True)
 class Source:
-    """Training and validation samples of a run, with facts about the data.
-
-    ``tokens``: training text for next-token prediction, else None. ``inputs``: model sizes that the data determines,
-    such as the number of classes. ``fingerprint``: hash of a few elements. ``digest``: hash of all data, or "".
-    """
+    """Training and validation samples of a run, with facts about the data."""
 
     description: str
     training: Samples
     validation: Samples | None
-    tokens: Sliceable | None
-    inputs: dict[str, int]
-    fingerprint: str
-    digest: str = ""
+    tokens: Sliceable | None  # training text for next-token prediction
+    inputs: dict[str, int]  # model sizes set by the data, such as the number of classes
+    fingerprint: str  # hash of a few elements
+    digest: str = ""  # hash of all data, or ""
     padding: float | None = None  # packed training samples: fraction of padding
     targets: float | None = None  # packed training samples: mean number of targets
     documents: DocumentPairs | None = None  # packed training samples: pairs of attention
@@ -218,10 +214,11 @@ class Source:
             yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
     def targets_in(self, targets: Array, per_sample: float) -> float:
-        """Return the number of targets over which the loss of a batch with ``targets`` is averaged.
+        """Return the number of targets over which the loss of a batch is averaged.
 
-        This is ``per_sample`` for each sample. In packed samples, it is the number of targets that are not `IGNORED`.
+        ``targets``: targets of the batch. ``per_sample``: targets of a sample.
         """
+        # In packed samples, targets that are `IGNORED` do not count.
         if self.padding is None:
             return len(targets) * per_sample
         return int((targets != IGNORED).sum())
@@ -255,9 +252,10 @@ def open_source(
 ) -> Source:
     """Open the data for ``model``. Collective: all ranks raise if one fails, or if ranks see different data.
 
-    Ranks compare hashes of some elements. If keyword-only ``digests`` is True, they also compare a hash of all data. If
-    keyword-only ``kept_only`` is True, only a cached hash is used. Raises DataError for missing or unsuitable data.
+    Raises DataError for missing or unsuitable data.
     """
+    # Ranks compare hashes of some elements and, with ``digests``, of all data. ``kept_only``: use only a cached hash of
+    # all data.
     verdict: str | HpcdistError
     try:
         source, columns = _open_files(config, model)

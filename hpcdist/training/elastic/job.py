@@ -84,9 +84,9 @@ def _is_runnable(recipe: Recipe, ranks: int) -> bool:
 
 
 def describe_change(change: MembershipChange, trainer: Trainer, origin: StateSource | None, seconds: float) -> str:
-    """Return a message about a membership change: ranks that died or started, the layout, and the step to resume.
+    """Return a message about ranks that died or started, the new layout, and the step to resume.
 
-    ``origin`` is the source of the restored state, or None for the initial state. ``seconds`` is the recovery time.
+    ``origin``: source of the restored state. ``seconds``: recovery time.
     """
     happened = []
     if change.lost:
@@ -114,10 +114,10 @@ class Incarnation:
 class ElasticJob:
     """One process of a job that survives rank failures.
 
-    After each change of the training ranks, the process creates a new session and training loop. ``number``: number of
-    earlier changes. ``change``: the last change, or None at the start of the job.
+    ``number``: number of earlier recoveries. ``change``: last change of the training ranks, or None.
     """
 
+    # After each change of the training ranks, the process creates a new session and training loop.
     def __init__(
         self,
         job: TrainingJob,
@@ -183,7 +183,7 @@ class ElasticJob:
         gc.collect()  # free the old incarnation's state now: the new state must fit in addition to what is kept
 
     def _meet(self) -> None:
-        """Choose the training ranks and spares among the living ranks after a failure. Collective over these ranks."""
+        # Choose training ranks and spares among the living ranks. Collective over these ranks.
         team = self._team
         trained = team.place is not None
         change = team.meet()

@@ -46,13 +46,12 @@ def mode_of(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 class Membership:
-    """Roles of the processes of a job: training ranks and spares. Each process has one such object.
+    """Roles of a job's processes: training ranks and spares.
 
-    Attributes: ``everyone`` is the communicator of all living processes, and of the collective methods. ``place`` is
-    this process's training rank, or None for a spare. ``size`` and ``wanted`` are the numbers of training ranks now,
-    and after the next `fill`.
+    ``everyone``: communicator of all living processes. ``place``: this process's training rank, or None for a spare.
     """
 
+    # ``size`` and ``wanted``: numbers of training ranks now, and after the next `fill`.
     def __init__(self, everyone: Communicator, mode: str, place: int | None, target_size: int) -> None:
         self.everyone, self.mode, self.place, self.wanted = everyone, mode, place, target_size
         self.size = target_size
@@ -98,9 +97,10 @@ class Membership:
     def meet(self) -> MembershipChange:
         """Replace dead training ranks, and return the change. Collective over the living ranks.
 
-        In mode "replace", spares take the ranks of dead processes. Otherwise later ranks are renumbered to close the
-        gaps. After an error for which `is_rank_failure` is True, all living ranks must call this again.
+        After an error for which `is_rank_failure` is True, all living ranks must call `meet` again.
         """
+        # In mode "replace", spares take the ranks of dead processes. Otherwise later ranks are renumbered to close the
+        # gaps.
         before, self.everyone = self.everyone, self.everyone.shrink("everyone")
         before.abandon()
         lost = tuple(sorted(set(range(self.size)) - {place for place in self._places() if place is not None}))
@@ -125,10 +125,9 @@ class Membership:
                 self.place = place
 
     def fill(self, change: MembershipChange, description: Any) -> MembershipChange:
-        """Start a process for each training rank whose process died. Collective over the living ranks.
+        """Start a process for each dead training rank. Return ``change`` with the number of started processes.
 
-        Return a copy of ``change`` whose field ``added`` is the number of started processes. ``description`` is a
-        picklable object that the new processes receive from `join`.
+        ``description``: picklable object that new processes receive. Collective over the living ranks.
         """
         vacant = self._vacant(self._places())
         if vacant:

@@ -26,16 +26,12 @@ LOCAL_UPDATE_KINDS = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY)  # operations of a
 
 @dataclass(frozen=True)
 class SurvivorState:
-    """State of a run after ``step`` steps, distributed over the memory of the surviving ranks.
-
-    ``held``: parts of tensors in this rank's memory. ``holders``: communicator of the ranks that together hold all
-    tensors (None: the communicator passed to `fill`).
-    """
+    """Training state after ``step`` steps, distributed over the memory of the surviving ranks."""
 
     step: int
     scalars: Mapping[str, Any]
-    held: Sequence[Piece]
-    holders: Communicator | None = None
+    held: Sequence[Piece]  # parts of tensors in this rank's memory
+    holders: Communicator | None = None  # ranks that together hold all tensors; None: as passed to `fill`
 
     def fill(self, comm: Communicator, pieces: Sequence[Piece], optional: Collection[str]) -> None:
         reshard(self.holders or comm, self.held, pieces, optional)
@@ -46,25 +42,21 @@ class SurvivorState:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """State of a run in the memory of this process, for a recovery from a rank failure.
+    """Training state in the memory of this process, for a recovery from a rank failure."""
 
-    ``place``: this process's training rank. ``life``: number of recoveries of the job before this state. ``copies``:
-    copies of this rank's and a partner's state, or None. ``live``: the arrays that this rank trains with, or None.
-    """
-
-    life: int
-    place: int
-    copies: HeldCopies | None = None
-    live: SurvivorState | None = None
+    life: int  # number of recoveries of the job before this state
+    place: int  # this process's training rank
+    copies: HeldCopies | None = None  # copies of this rank's and a partner's state
+    live: SurvivorState | None = None  # arrays that this rank trains with
 
 
 class StateProtection:
-    """Protection of the state of a trainer against rank failures. All ranks must construct it together.
+    """Protection of a trainer's state against rank failures. Construction is collective.
 
-    ``life``: the job's number of recoveries. ``earlier``: states in this rank's memory from before the last recovery,
-    freed after the first completed step.
+    ``life``: number of recoveries of the job. ``earlier``: states in this rank's memory from before the last recovery.
     """
 
+    # ``earlier`` is freed after the first completed step.
     def __init__(self, trainer: Trainer, life: int, config: SurvivalConfig, earlier: list[RankMemory]) -> None:
         self._trainer, self._life, self._config, self._earlier = trainer, life, config, earlier
         self._done = trainer.first_step

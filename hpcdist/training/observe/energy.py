@@ -52,9 +52,9 @@ def energy_figures(
 ) -> dict[str, Any]:
     """Return a dict of a run's energy figures: total, per phase, per step, cost, emissions. Unknown figures are None.
 
-    ``report`` is the result of `EnergyMonitor.report` for ``steps`` steps. Keyword-only ``activities`` is the result of
-    `phase_shares.job_activities`. Keyword-only ``config`` has the electricity price and carbon intensity.
+    ``report``: result of `EnergyMonitor.report` for ``steps`` steps.
     """
+    # ``activities``: result of `phase_shares.job_activities`. ``config``: electricity price and carbon intensity.
     phases, config = report["phases"], config or EnergyConfig()
     training = phases.get("training", {"joules": math.nan})["joules"]
     none: dict[str, Any] = {name: {} for name in ("joules", "error_j", "seconds", "reason")}
@@ -133,12 +133,12 @@ USAGE_FILE: Final = "usage.json"
 
 
 class EnergyRecorder:
-    """Recorder of a run's energy, measured by `EnergyMonitor` and summed over all starts of the run. Collective.
+    """Recorder of the energy that a run consumed, summed over all starts of the run. Collective.
 
-    ``directory``: run directory, or None to store no energy record. ``spans()`` returns this rank's time spans since
-    its last call. If ``spans`` is None, the energy per activity is unknown. ``host``: name of this node.
+    ``directory``: run directory, or None to store nothing. ``host``: name of this node.
     """
 
+    # ``spans()`` returns this rank's time spans since its last call. Without it, the energy per activity is unknown.
     def __init__(
         self,
         comm: Communicator,
@@ -194,7 +194,7 @@ class EnergyRecorder:
             self._before_j = _training_j(record["joules"])
 
     def _attend(self, host: str, bus_id: str | None) -> None:
-        """Create a communicator of each node's ranks, and list the ranks that use each GPU. Collective."""
+        # Create a communicator of each node's ranks, and list the ranks that use each GPU. Collective.
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
         assert self._node is not None
@@ -283,10 +283,10 @@ class EnergyRecorder:
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
         """Return the energy figures of a run of ``steps`` steps as JSON values. Collective.
 
-        The figure ``j_per_step`` excludes checkpoints and validation. A repeated step costs energy, but counts once.
-        ``tokens_per_sample`` is None if samples are not made of tokens. Rank 0 also writes the energy to the run
-        directory, and only rank 0 raises StorageError.
+        Rank 0 also writes them to the run directory, and only rank 0 raises StorageError.
         """
+        # "j_per_step" excludes checkpoints and validation. A repeated step costs energy, but counts once.
+        # ``tokens_per_sample`` is None if samples are not made of tokens.
         report = self.monitor.report()
         phases = {name: {"joules": json_number(phase["joules"])} for name, phase in report["phases"].items()}
         activities = self._activities({**report, "phases": phases}, final=True)

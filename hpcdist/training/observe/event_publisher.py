@@ -33,9 +33,9 @@ from hpcdist.training.build.trainer import Trainer
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
     """Open the event sinks that ``config`` names (JSON lines, TensorBoard, Prometheus). For rank 0 only.
 
-    ``say`` prints where each sink writes. If a sink cannot be opened, the other sinks are closed, and the error is
-    raised.
+    If a sink cannot be opened, the error is raised. ``say``: function that prints a message.
     """
+    # ``say`` prints where each sink writes. After an error, the other sinks are closed.
     sinks: list[StreamSink] = []
     try:
         if config.jsonl:

@@ -141,12 +141,11 @@ PEAK_SECONDS: Final = 0.03  # duration of the peak measurement on each rank
 
 
 def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, reason: str) -> dict[str, Any]:
-    """Return the model FLOPs utilization (MFU) of a training and the figures it is computed from. Collective.
+    """Return the model FLOPs utilization (MFU) of a training as a dict of figures. Collective.
 
-    The figures are model FLOPs per sample, model FLOPs per second, and the measured peak FLOPs per second of all ranks.
-    If a figure is unknown, it is None, and the key "mfu_reason" explains the cause. ``reason`` explains a
-    ``tokens_per_s`` of NaN.
+    Unknown figures are None; "mfu_reason" is the cause. ``reason``: cause if ``tokens_per_s`` is NaN.
     """
+    # Figures: model FLOPs per sample and per second, and the measured peak FLOPs per second of all ranks.
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
     if trainer.recipe.model.kind in FOREIGN:
         return utilisation | {"mfu_reason": USER_MODEL_NOT_COUNTED}
@@ -211,12 +210,12 @@ def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
 
 
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures about stragglers for the summary. Local.
+    """Return figures about stragglers for a run's summary, such as the number of dropped gradients. Local.
 
-    ``workers``: one dict of measurements for each rank that computes. "samples_by_replica" is from the last step, or
-    None if samples are always divided evenly. With parameter servers, the number of dropped gradients, or their
-    staleness, is included.
+    ``workers``: one dict of measurements for each rank that computes.
     """
+    # "samples_by_replica": from the last step, or None if samples are always divided evenly. With parameter servers,
+    # dropped gradients or their staleness are included.
     exchange = trainer.exchange
     stragglers: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
     if exchange.traits.fullest is None:

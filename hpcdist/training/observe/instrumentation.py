@@ -71,12 +71,13 @@ def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
 
 
 class ConsoleProgress:
-    """Console output of a training: progress bar or log lines on rank 0. Other ranks print nothing.
+    """Console output of a training on rank 0: progress bar or log lines.
 
-    ``steps``: number of the last step. ``first``: number of steps before this start. ``every_s``: seconds between log
-    lines. ``shown``: True on rank 0. Speed and time to the end are measured without this process's first step.
+    ``steps``: last step. ``first``: steps before this start. ``every_s``: seconds between log lines. ``shown``: True on
+    rank 0.
     """
 
+    # Speed and time to the end are measured without this process's first step.
     def __init__(self, steps: int, first: int, every_s: float, shown: bool, unit: str = "tokens") -> None:
         self._steps, self._first, self._every_s, self._shown, self._unit = steps, first, every_s, shown, unit
         self._begun = self._last = time.monotonic()
@@ -100,9 +101,10 @@ class ConsoleProgress:
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
         """Report that ``done`` steps are complete.
 
-        ``targets``: number of targets in the last step on all ranks, except targets of dropped gradients.
-        ``communication_s``: this rank's communication time in the last step. ``step_s``: duration of the last step.
+        ``communication_s``, ``step_s``: communication time and duration of the last step. ``targets``: targets in this
+        step on all ranks.
         """
+        # Targets of dropped gradients are not in ``targets``.
         if not self._shown:
             return
         now = time.monotonic()
@@ -179,11 +181,8 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the numbers of samples of each replica that are planned after step ``done`` to the metrics.
-
-        ``first`` 0 writes the numbers of the next step, and all later changes. ``first`` -1 writes only the last
-        change.
-        """
+        """Write the numbers of samples per replica that are planned after step ``done`` to the metrics."""
+        # ``first`` 0: the numbers of the next step, and all later changes. ``first`` -1: only the last change.
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
@@ -196,10 +195,10 @@ SHIFT_SPAN: Final = "shift"
 class StepShifter:
     """Delay before each step, so that a power sensor measures all phases of a step equally often. Local.
 
-    ``sensor()`` returns a sensor that measures only part of the time, or None if all sensors measure continuously.
-    Delaying one rank is enough, because the other ranks wait for this rank in the step.
+    ``sensor()`` returns a sensor, or None if all sensors measure continuously.
     """
 
+    # Delaying one rank is enough, because the other ranks wait for this rank in the step.
     def __init__(self, sensor: Callable[[], PowerSensor | None], spans: SpanSink) -> None:
         self._sensor, self._spans = sensor, spans
         self._shift: SensorShift | None = None

@@ -18,19 +18,14 @@ MANY_DROPPED: Final = 0.5  # fraction of dropped choices that prints a warning
 
 
 class RouterFigures(NamedTuple):
-    """Figures about the expert routers in one step, averaged over the layers.
+    """Figures about the expert routers in one step, averaged over the layers."""
 
-    ``imbalance``: load of the busiest expert divided by the mean load. ``worst``: largest imbalance of a layer.
-    ``entropy``: entropy of a token's router scores in nats. ``dropped``: fraction of the tokens' expert choices that
-    were dropped. ``balance_loss`` and ``z_loss``: auxiliary losses without their coefficients.
-    """
-
-    imbalance: float
-    worst: float
-    entropy: float
-    dropped: float
-    balance_loss: float
-    z_loss: float
+    imbalance: float  # load of the busiest expert divided by the mean load
+    worst: float  # largest imbalance of a layer
+    entropy: float  # of a token's router scores, in nats
+    dropped: float  # fraction of the tokens' expert choices that were dropped
+    balance_loss: float  # without its coefficient
+    z_loss: float  # without its coefficient
 
 
 class RouterMeter(StepObserver):

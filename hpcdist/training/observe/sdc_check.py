@@ -41,11 +41,11 @@ class ComputationDigest:
 class SdcCheck(StepObserver):
     """Step observer that computes some steps a second time, to find silent data corruption.
 
-    A step is suspicious if its loss or gradient norm exceeds ``factor`` times the median of recent steps (0: never).
-    ``every_steps``: interval of steps that are always computed twice (0: none). If ``skips_overflow`` is True,
-    non-finite gradients are not suspicious. Construction is local.
+    Steps with a loss or gradient norm above ``factor`` times the median are repeated, and every ``every_steps``-th
+    step. 0 disables either check.
     """
 
+    # With ``skips_overflow``, non-finite gradients are not suspicious. Construction is local.
     def __init__(
         self, comm: Communicator, exchange: Exchange, *, factor: float, every_steps: int, skips_overflow: bool
     ) -> None:
@@ -73,9 +73,10 @@ class SdcCheck(StepObserver):
     def agreed(self, step: RunningStep) -> None:
         """Compute ``step`` a second time if a check is due, or if its loss or gradient norm is suspicious. Collective.
 
-        If the results differ, a third computation decides. Raises DivergenceError on all ranks if all three results
-        differ, or if a rank computes wrong results in two checks in a row.
+        Raises DivergenceError on all ranks if a rank computes wrong results repeatedly.
         """
+        # If the results differ, a third computation decides. DivergenceError: all three results differ, or a rank
+        # computes wrong results in two checks in a row.
         outcome = step.outcome
         suspicion = self._suspicion(outcome)
         if suspicion or self._is_due(step.number):

@@ -101,11 +101,11 @@ def load(
     overrides: Iterable[str] | settings.Settings = (),
     environment: Mapping[str, str] | None = None,
 ) -> ResolvedRecipe:
-    """Return the recipe of the file ``path`` (None: no file), changed by ``overrides``, each ``section.name=value``.
+    """Return the recipe of the file ``path`` (None: no file), changed by ``overrides`` such as "run.steps=100".
 
-    A relative path, such as ``data.path``, is relative to the file that sets it, or else to the current directory.
     Raises ConfigurationError for an invalid file, key or value, and UsageError for an override without a value.
     """
+    # A relative path, such as data.path, is relative to the file that sets it, or else to the current directory.
     environment = os.environ if environment is None else environment
     keys = known_keys()
     sources = [

@@ -43,17 +43,12 @@ _ANY: Final = "compressors"  # the compressor, or the candidates of auto
 
 @dataclass(frozen=True)
 class Need:
-    """Requirement of a recipe key, as texts for the documentation.
+    """Requirement of a recipe key, as texts for the documentation."""
 
-    The key needs the setting ``what``, e.g. "parallel.pipeline > 1". If ``excludes`` is True, the key must not be used
-    with this setting. ``of``: values of the key that have this requirement ("": all values). ``where``: setting under
-    which the requirement holds ("": always).
-    """
-
-    what: str
-    of: str = ""
-    where: str = ""
-    excludes: bool = False
+    what: str  # setting that the key needs, such as "parallel.pipeline > 1"
+    of: str = ""  # values of the key that have this requirement ("": all values)
+    where: str = ""  # setting under which the requirement holds ("": always)
+    excludes: bool = False  # the key must not be used with the setting ``what``
 
     def __str__(self) -> str:
         where = f", where {self.where}" if self.where else ""
@@ -131,7 +126,7 @@ def _choices(key: str) -> tuple[Any, ...]:
 
 
 def _needs(each: Rule, key: str) -> Iterator[Need]:
-    """Yield the requirement of the recipe key ``key`` that follows from ``each``, a rule that forbids some settings."""
+    # ``each`` forbids a combination of settings.
     conditions = {**each.conditions, **each.given}
     other = {name: of for name, of in conditions.items() if name != key and (of.sign != "?" or name[:2] == "--")}
     if key not in conditions or not other or each.relation is not None or conditions[key].matches(_default(key)):

@@ -47,11 +47,12 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 
 
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
-    """Return the process grid of ``recipe`` on ``world`` ranks, and the roles (server, worker) of the ranks. Local.
+    """Return the process grid of ``recipe`` on ``world`` ranks, and the ranks' roles (server, worker). Local.
 
-    The roles are None without parameter servers, or if every rank computes and serves. Raises ConfigurationError if the
-    recipe does not fit ``world``. If keyword-only ``chaos`` is True, the ranks in section [chaos] are also checked.
+    Raises ConfigurationError if the recipe does not fit ``world``.
     """
+    # The roles are None without parameter servers, or if every rank computes and serves. With ``chaos``, the ranks in
+    # section [chaos] are also checked.
     from hpcdist.strategies.core.grid import ProcessGrid
     from hpcdist.strategies.parameter_server.partition import Roles
     from hpcdist.strategies.zero.config import STAGES

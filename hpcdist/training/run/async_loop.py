@@ -31,13 +31,11 @@ def loop_class(trainer: Trainer) -> type[TrainingLoop]:
 
 
 class AsyncTrainingLoop(TrainingLoop):
-    """Training loop of one rank in asynchronous training, or with backup workers. `run` is collective over the world.
+    """Training loop of a rank in asynchronous training, or with backup workers. `run` is collective over the world."""
 
-    All ranks synchronize at a stop request or non-finite loss, every ``checkpoint.every_steps`` steps of the slowest
-    worker, and at the end. The step count of the run is the step count of the slowest worker. With backup workers,
-    gradients that arrive too late are dropped.
-    """
-
+    # Ranks synchronize at a stop request or non-finite loss, every checkpoint.every_steps steps of the slowest worker,
+    # and at the end. The run counts the steps of the slowest worker. With backup workers, gradients that
+    # arrive too late are dropped.
     kind_of_metrics = AsyncRunMetrics
     metrics: AsyncRunMetrics
 
@@ -74,7 +72,7 @@ class AsyncTrainingLoop(TrainingLoop):
         return bool(self.stop_requests.current().any())
 
     def _tighten(self) -> None:
-        """On a parameter server, shorten the watchdog's deadline as soon as all workers have made a step. Local."""
+        # On a server, shorten the watchdog's deadline as soon as all workers have made a step. Local.
         if self.exchange.shard is None or self.exchange.works or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
@@ -93,7 +91,7 @@ class AsyncTrainingLoop(TrainingLoop):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Do not count messages in the ``with`` body as messages of training steps. Local."""
+        # Messages in the ``with`` body do not count as messages of training steps. Local.
         sent, shared = self.traffic.sent_bytes, self.traffic.moved().shared
         yield
         self._counted += self.traffic.sent_bytes - sent

@@ -29,12 +29,12 @@ def train(
     limit_s: float | None = None,
     is_verbose: bool = False,
 ) -> None:
-    """Train ``recipe`` on all ranks of the launcher, then exit with the same exit code on all ranks. Collective.
+    """Train ``recipe`` on all ranks of the launcher, then exit with the same code on all ranks. Collective.
 
-    ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``as_json``: True to print the summary
-    as JSON. The run saves and stops before ``limit_s`` seconds, or the time of the Slurm job, are over. In a job of
-    `hpcdist run --survive`, the run survives rank failures.
+    ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``limit_s``: time limit in seconds.
     """
+    # The run saves and stops before ``limit_s`` seconds, or the time of the Slurm job, are over. In a job of
+    # `hpcdist run --survive`, it survives rank failures.
     standard_streams.tolerate()
     lock = RunLock()
     stop_requests = StopRequests.listening(limit_s, lock.release, failfast.note_end)

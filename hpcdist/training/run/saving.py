@@ -100,11 +100,11 @@ def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
 def stripe_checkpoints(
     comm: Communicator, directory: Path, config: CheckpointConfig, state_bytes: int, say: Callable[[str], None]
 ) -> None:
-    """Set the file-system striping of the checkpoint ``directory``, created if missing. Collective over ``comm``.
+    """Set the file-system striping of the checkpoint ``directory``. Collective over ``comm``.
 
-    ``state_bytes``: size of this rank's checkpoint data. Rank 0 passes a message, also about a failure, to the function
-    ``say``. A failure does not end the run.
+    ``state_bytes``: this rank's checkpoint bytes. Rank 0 reports the result with the function ``say``.
     """
+    # The directory is created if missing. A failure does not end the run.
     stripes = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped
     if not comm.broadcast_object(stripes):
         return

@@ -30,13 +30,12 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 class CheckpointTimer:
-    """Timer that decides when to save checkpoints, and whether the job's time is up. Local.
+    """Timer that decides when to save checkpoints, and whether the job's time is up. Local; only for one rank.
 
-    Only one rank needs a timer. ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since
-    1970. ``say``: function that prints a message. ``clock``: function that returns the time. ``starts``: record of the
-    starts and failures of the run.
+    ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since 1970.
     """
 
+    # ``say`` prints a message. ``clock`` returns the time. ``starts``: record of the starts and failures of the run.
     def __init__(
         self,
         config: CheckpointConfig,
@@ -155,10 +154,10 @@ EXIT_CODES = {StopReason.REQUEUE: errors.REQUEUE, StopReason.INTERRUPT: errors.I
 class StopRequests:
     """Stop requests of this rank: from signals, from the stop file, and because the job's time is up.
 
-    A signal requests a stop at the end of a step. Before the first step, a signal can end the process at once.
-    ``stop_file``: a file that requests a stop. ``ends``: end of the job, in seconds since 1970.
+    ``stop_file``: file that requests a stop. ``ends``: end of the job, in seconds since 1970.
     """
 
+    # A signal requests a stop at the end of a step. Before the first step, a signal can end the process at once.
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
         self.ends = ends
         self._stop_file = stop_file  # only one rank checks the stop and grow files
@@ -170,11 +169,12 @@ class StopRequests:
 
     @classmethod
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
-        """Return a `StopRequests` that handles signals. The job ends after ``limit_s`` seconds or at Slurm's limit.
+        """Return a `StopRequests` that handles signals. Main thread only.
 
-        Until `begun` is called, a signal ends the process at once. Further arguments are functions to call before this
-        exit. Main thread only. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
+        ``limit_s``: seconds to the end of the job, or None. Raises ConfigurationError if SLURM_JOB_END_TIME is not a
+        time.
         """
+        # Until `begun` is called, a signal ends the process at once, after calls of ``lets_go``.
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
         requests.listen()
         requests.starts(*lets_go)

@@ -48,10 +48,10 @@ def lock_step_throughput(
 ) -> StepThroughput:
     """Return the speed of a run whose ranks make each step together. Local.
 
-    ``ranks``: one dict of measurements per rank. ``workers``: the same, without parameter servers. ``targets``: mean
-    number of targets per step. A step takes the time of the slowest worker. The sent bytes of a step are from the rank
-    that sends most; the result has their median or, if keyword-only ``alike`` is False, their mean over the steps.
+    ``ranks``: one dict of measurements per rank. ``workers``: without parameter servers. ``targets``: mean per step.
     """
+    # A step takes the time of the slowest worker. The sent bytes of a step are from the rank that sends most; the
+    # result is their median or, if ``alike`` is False, their mean over the steps.
     if not workers[0]["count"]:
         return StepThroughput()
     slowest = [max(step_s for step_s, *_ in step) for step in zip(*map(_steady, workers), strict=True)]
@@ -73,9 +73,10 @@ def lock_step_throughput(
 def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
     """Return the speed of a run whose workers do not wait for each other. Local.
 
-    ``ranks``: one dict of measurements per rank. ``workers``: the same, without parameter servers. The token rate is
-    measured from the end of the first step of any worker. The step time is the median of the workers' median times.
+    ``ranks``: one dict of measurements per rank. ``workers``: without parameter servers.
     """
+    # The token rate is measured from the end of the first step of any worker. The step time is the median of the
+    # workers' medians.
     made = [rank for rank in workers if rank["count"]]
     if not made:
         return StepThroughput()
@@ -101,7 +102,7 @@ def _most(counts: Sequence[float]) -> float:
 
 
 def _steady(rank: Rank) -> Sequence[tuple[float, float, float]]:
-    """Return (seconds, sent bytes, communication seconds) of the sampled steps, or else of the first step."""
+    # (seconds, sent bytes, communication seconds) of the sampled steps, or else of the first step.
     first = rank["first"]
     if not rank["count"] or rank["sample"]:
         return rank["sample"]
@@ -242,9 +243,9 @@ def _shares(trainer: Trainer, step: int) -> list[int] | None:
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
     """Return total and exposed seconds of background gradient reductions, and the overlapped fraction. Local.
 
-    Exposed seconds do not overlap with computation. All seconds are means per step over ``workers``, the ranks except
-    parameter servers. Unknown figures are None.
+    All are means over ``workers``, the ranks without parameter servers.
     """
+    # Exposed seconds do not overlap with computation. Seconds are per step. Unknown figures are None.
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
     overlap = (total_s, exposed_s, share)
@@ -264,11 +265,11 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return {transport: bytes that a rank moves in a step}, or None without steps. Transports: see `BytesMoved`.
+    """Return {transport: bytes that a rank moves in a step}, or None without steps.
 
-    Each value is a mean over the steps, of the rank with the largest mean. The value of "messages" is ``sent``, unless
-    ``sent`` is NaN.
+    Transports are the fields of `BytesMoved`. ``sent``: value for "messages", or NaN to compute it.
     """
+    # Each value is a mean over the steps, of the rank with the largest mean.
     made = [rank for rank in ranks if rank["count"]]
     if not made:
         return None

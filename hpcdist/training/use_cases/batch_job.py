@@ -44,18 +44,14 @@ _DAY_S: Final = 86400.0
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A batch job, its site profile and its recipe, with messages for the user.
-
-    ``told``: notes on the job. ``hidden``: messages about files that compute nodes cannot see. ``missing``: messages
-    about modules that the recipe needs but the job's Python lacks.
-    """
+    """A batch job, its site profile and its recipe, with messages for the user."""
 
     job: BatchJob
     site: SiteProfile
-    told: tuple[str, ...]
-    hidden: tuple[str, ...]
+    told: tuple[str, ...]  # notes on the job
+    hidden: tuple[str, ...]  # messages about files that compute nodes cannot see
     recipe: "Recipe | None" = None
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # messages about modules that the job's Python lacks
 
 
 def plan_training(
@@ -65,11 +61,11 @@ def plan_training(
     kind: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the batch job, of class ``kind``, that trains the recipe ``path``, changed by ``overrides``.
+    """Return the batch job that trains the recipe ``path``, changed by ``overrides``.
 
-    ``options``: options of `hpcdist submit` by name. Other keywords are fields of the job. Raises HpcdistError if the
-    recipe is invalid, or if the cluster cannot run the job.
+    ``options``: options of `hpcdist submit` by name. Raises HpcdistError if the job cannot run.
     """
+    # ``kind``: class of the job. Other keywords are fields of the job.
     site = search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
@@ -111,11 +107,12 @@ def plan_training(
 def plan_script(
     program: tuple[str, ...], options: Mapping[str, Any], kind: type[BatchJob] = BatchJob, **more: Any
 ) -> PlannedJob:
-    """Return the job of type ``kind`` that runs the command line ``program`` on all ranks.
+    """Return the batch job that runs the command line ``program`` on all ranks.
 
-    Other keywords are fields of the job. The job gets the HPCDIST_SET__... variables of this process. Raises
-    ConfigurationError or UsageError if the site cannot run the job.
+    Raises ConfigurationError or UsageError if the site cannot run the job.
     """
+    # ``kind``: class of the job. Other keywords are fields of the job. The job gets the HPCDIST_SET__... variables of
+    # this process.
     site = search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
     run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
@@ -142,11 +139,11 @@ def size_of(job: BatchJob) -> str:
 
 
 def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
-    """Check ``job`` against the profile of its cluster ``site``. Return the job with messages for the user.
+    """Check ``job`` against its cluster's profile ``site``, and return it with messages. Raises ConfigurationError.
 
-    ``shape``: text about the job's size. ``notes``: further messages. ``data``: paths of the job's data files, for
-    warnings if compute nodes cannot see them. Raises ConfigurationError.
+    ``shape``: text about the job's size. ``data``: paths of its data files.
     """
+    # ``notes``: further messages. Files in ``data`` that compute nodes cannot see cause warnings.
     search.check(job, site)
     lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
     own_python = not job.python_of_ranks and job.environment is None
@@ -183,8 +180,9 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
     """Return the job fields that do not depend on the job type, and notes for the user. Raises UsageError.
 
-    The values come from the ``options`` of `hpcdist submit` and from the container in the site profile ``site``.
+    ``options``: options of `hpcdist submit`. ``site``: site profile.
     """
+    # The container comes from the site profile.
     launcher_options(options["mpi_args"])  # raise errors here, not on the node
     begin, notes = _carbon_begin(options)
     fields = {name: options[name] for name in _FIELDS}
@@ -245,7 +243,7 @@ def _with_stripe(
 def _with_checkpoints(
     resolved: "ResolvedRecipe", options: Mapping[str, Any], site: SiteProfile
 ) -> tuple["Recipe", list[str]]:
-    """Return the recipe with a checkpoint interval, computed if the user set none, and notes for the user."""
+    # The checkpoint interval is computed if the user set none.
     recipe = resolved.recipe
     if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
         return recipe, []

@@ -21,12 +21,13 @@ from hpcdist.training.run_directory import RECIPE_FILE
 def prepare_imported_run(
     run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Create ``run_dir`` for imported ``tensors``, with the recipe file ``path`` and ``overrides`` of its keys. Local.
+    """Create ``run_dir`` for imported ``tensors``, with the recipe file ``path``, changed by ``overrides``. Local.
 
-    Return the model sizes that the data determines, such as the number of classes, and a dict from tensor names in the
-    file to names in the run. ``inputs``: these sizes, if stored in the file. Otherwise the training data is read, which
-    may raise DataError. Raises ConfigurationError if the model has other tensors, or the directory has a recipe.
+    Return the model sizes set by the data, and a dict from imported to local tensor names. Raises ConfigurationError or
+    DataError.
     """
+    # ``inputs``: these sizes, if stored in the file; otherwise the training data is read (DataError).
+    # ConfigurationError: the model has other tensors, or the directory has a recipe.
     recipe = recipes.load(path, overrides).recipe
     decided = _model_inputs(recipe, inputs)
     keys = match_tensors(recipe, tensors, decided)
@@ -47,11 +48,11 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
 
 
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
-    """Return a dict from tensor names in the imported file to names in the model of ``recipe``. Local.
+    """Return a dict from tensor names in an imported file to names in the model of ``recipe``. Local.
 
-    Names of a user model's state dict are also recognised. ``inputs`` are the model sizes that the data determines.
-    Raises ConfigurationError if ``tensors`` are not the model's parameters.
+    ``inputs``: model sizes set by the data. Raises ConfigurationError for unsuitable ``tensors``.
     """
+    # Names of a user model's state dict are also recognised.
     model = models.build(recipe.model, recipe.precision.computes, **inputs)
     names = _tensor_names(model, [tensor.name for tensor in tensors])
     parameters = {names[item.name]: item for item in tensors if item.kind == PARAMETERS and item.name in names}

@@ -38,12 +38,12 @@ def plan(
 ) -> dict[str, Any]:
     """Return memory, time and energy of a training on a cluster, as JSON values. Local: needs neither MPI nor a GPU.
 
-    ``recipe`` is a TOML file. ``keys`` (``{"model.layers": 12}``) change it. ``cluster`` is a file, or a name listed by
-    `hpcdist plan clusters`. Other keywords are options of `hpcdist plan` with underscores, such as ``devices=64``.
-
-    In the result, "step_s" is the seconds of a step, and "mfu" is the model FLOPs utilization. Unknown numbers are
-    None. Raises UsageError for wrong options, and ConfigurationError for impossible plans.
+    ``recipe``: TOML file. ``keys`` (``{"model.layers": 12}``) change it. ``cluster``: file, or name listed by `hpcdist
+    plan clusters`. Other keywords are options of `hpcdist plan`, such as ``devices=64``. "step_s": seconds per step.
+    Raises UsageError and ConfigurationError.
     """
+    # "mfu": model FLOPs utilization. Unknown numbers are None. UsageError: wrong options. ConfigurationError:
+    # impossible plans.
     for name in options:
         if name not in OPTIONS:
             near = nearest(name, OPTIONS)
@@ -60,9 +60,9 @@ def plan(
 def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = False) -> PlanEstimate:
     """Return the planned time, memory and energy of ``subject`` on ``cluster``.
 
-    ``subject``: model, layout, batch and steps. Keyword-only ``simulate`` True simulates the pipeline if the simulator
-    is available. Raises ConfigurationError for an impossible layout, but not for a lack of memory.
+    ``subject``: model, layout, batch and steps. Raises ConfigurationError for an impossible layout.
     """
+    # ``simulate``: simulate the pipeline if the simulator is available. A lack of memory is no error.
     description, layout, batch = subject.description, subject.layout, subject.global_batch
     wrong = [problem.text for problem in checks.shape_problems(description, layout, cluster, batch)]
     if wrong:
@@ -76,11 +76,11 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return the plan that the function ``make`` computes, and notes for the user.
+    """Return the plan that ``make`` computes, and notes for the user.
 
-    Keyword-only ``simulate`` is passed to ``make``: True to simulate the pipeline. If the simulator cannot be loaded,
-    the pipeline is not simulated, and a note has the reason.
+    Keyword-only ``simulate``: True to simulate the pipeline if possible; passed to ``make``.
     """
+    # If the simulator cannot be loaded, a note has the reason.
     try:
         return make(simulate), ()
     except ImportError as error:

@@ -44,10 +44,9 @@ def flag(name: str) -> str:
 
 
 def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> ParallelLayout:
-    """Return the layout ``base`` with the changes in ``options``, which are options of `hpcdist plan` by name.
+    """Return the layout ``base``, changed by ``options`` of `hpcdist plan`. "devices" sets the number of replicas.
 
-    The option "devices" determines the number of replicas. Raises UsageError for contradictory options, or if the
-    product of the degrees is not the number of devices.
+    Raises UsageError for contradictory options, or if the product of the degrees is not the number of devices.
     """
     plain = {name: field for name, field in LAYOUT_FIELDS.items() if name not in _OWN_RULES}
     values = {field: options[name] for name, field in plain.items() if options.get(name) is not None}
@@ -153,11 +152,9 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject`` with Megatron's kernel speed and memory, if hpcdist has no measurements of cluster ``on``.
-
-    Only transformers on GPUs are changed, and only if the user chose no kernels. Layouts that Megatron does not support
-    are changed only if keyword-only ``always`` is True.
-    """
+    """Return ``subject`` with Megatron's published kernel speed and memory, if cluster ``on`` was not measured."""
+    # Only for transformers on GPUs for which the user chose no kernels. Layouts that Megatron does not support are
+    # changed only with ``always``.
     is_measured = on.calibrated or not on.device.is_accelerator
     if is_measured or subject.kernels is not None or subject.description.shape is None:
         return subject
@@ -175,9 +172,10 @@ def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = 
 def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:
     """Return the model, layout and batch to plan, from the recipe ``path``, or from a model in ``options``.
 
-    Without recipe and model, the default recipe is used. Raises UsageError for contradictory or missing options,
-    ConfigurationError for a recipe or model that cannot be planned, and StorageError for a missing recipe file.
+    Raises UsageError for contradictory options, and ConfigurationError for an unsupported model.
     """
+    # Without recipe and model, the default recipe is used. UsageError: contradictory or missing options.
+    # ConfigurationError: the recipe or model cannot be planned. StorageError: the recipe file is missing.
     named = options.get("model") is not None
     numbers = options_given(options, SHAPE_OPTIONS)
     if path is not None and (named or numbers):

@@ -23,11 +23,9 @@ _DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; * means that the 
 
 
 def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """Return (lost nodes, remaining nodes) of this job, or ([], []) if Slurm does not answer.
-
-    A node is lost if Slurm removed it from the job, or reports it as down or not responding. It is also lost if it does
-    not run a test process in time.
-    """
+    """Return (lost nodes, remaining nodes) of this Slurm job, or ([], []) if Slurm does not answer."""
+    # A node is lost if Slurm removed it, reports it as down or not responding, or if a test process does not run in
+    # time.
     job, before = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not job or not before:
         return [], []

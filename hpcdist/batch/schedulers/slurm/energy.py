@@ -30,19 +30,15 @@ _HOSTLIST: Final = re.compile(
 
 
 class AccountedStep(NamedTuple):
-    """Accounting record of a job step, or of a whole job (``name`` "").
-
-    ``begin`` and ``end``: seconds since 1970, or 0 if not yet reached. ``joules``: None if not measured. ``of_nodes``:
-    joules by node name, for the nodes with the least and the most energy.
-    """
+    """Slurm's accounting record of a job step, or of the whole job if ``name`` is empty."""
 
     name: str
     state: str
-    begin: int
-    end: int
+    begin: int  # seconds since 1970, 0: not begun
+    end: int  # seconds since 1970, 0: not ended
     nodes: tuple[str, ...]
-    joules: float | None
-    of_nodes: Mapping[str, float] = MappingProxyType({})
+    joules: float | None  # None: not measured
+    of_nodes: Mapping[str, float] = MappingProxyType({})  # joules of the nodes with the least and the most energy
 
     def shares(self) -> dict[str, float]:
         """Return a dict from node name to energy in J. Unmeasured nodes get equal shares of the remaining energy."""

@@ -34,11 +34,10 @@ _USABLE: Final = re.compile(r"(alloc|comp|idle|mix|plan|power)[a-z_]*[^*a-z]*", 
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit ``script`` and return the job number.
+    """Submit ``script`` to Slurm and return the job number.
 
-    The job starts after the end of the job ``after``, even if that job fails. Prints a warning if the job must wait for
-    down or drained nodes. Raises ConfigurationError if Slurm would never run the job, and MissingCapabilityError if
-    Slurm is missing or does not answer.
+    ``after``: job to wait for, even if it fails. Raises ConfigurationError if Slurm would never run the job, and
+    MissingCapabilityError if Slurm does not answer.
     """
     try:
         # Test first: sbatch accepts jobs that can never start, and leaves them pending.
@@ -95,7 +94,7 @@ def clean_environment(script: str, environment: Mapping[str, str] = os.environ) 
 
 
 def _unavailable_nodes(script: str) -> str:
-    """Return the names and states of down or drained nodes that ``script`` may be waiting for, or ""."""
+    # Only nodes that the job may be waiting for.
     absent = []
     # Each component of a heterogeneous job has its partition and node count.
     for component in script.split("\n#SBATCH hetjob\n"):

@@ -23,12 +23,13 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT
 
 
 class Quorum:
-    """Decides, on the first server, which pushed gradients all servers apply and which they drop. Local.
+    """Decides, on the first server, which workers' gradients are applied in a step and which are dropped. Local.
 
-    A step does not wait for the ``spare`` slowest of ``workers``. Their late gradients are dropped. A decision is a
-    `ControlFields` object. ``decision.workers`` lists the workers whose gradients are applied, or are dropped if
-    ``decision.dropped`` is True. The applied sum is multiplied by ``decision.scale``.
+    A step does not wait for the ``spare`` slowest of ``workers``.
     """
+
+    # ``decision.workers`` of a `ControlFields` lists the workers whose gradients are applied, or dropped if
+    # ``decision.dropped``. All servers follow. The applied sum is multiplied by ``decision.scale``.
 
     def __init__(self, workers: Iterable[int], spare: int) -> None:
         self._workers = set(workers)
@@ -41,8 +42,7 @@ class Quorum:
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
         """Record the gradient of ``worker`` for step number ``clock``. Return the list of new decisions.
 
-        ``samples``: number of this worker's samples. ``divisor``: number of samples of all workers. The worker has
-        divided its gradient by ``divisor``.
+        ``samples``: number of this worker's samples. ``divisor``: samples of all workers.
         """
         if clock <= self.clock:
             return [self._drop(worker)]
@@ -54,6 +54,7 @@ class Quorum:
         total = sum(self._here.values())
         self._here.clear()
         self.clock += 1
+        # The workers have divided their gradients by ``divisor``.
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
@@ -153,7 +154,7 @@ class BackupExchange(AsynchronousServerExchange):
                 self._answer(worker, ControlFields(turn.clock, updates=turn.clock, called=called, dropped=turn.dropped))
 
     def _update(self, turn: ControlFields) -> bool:
-        """Apply the gradients that the decision ``turn`` lists. Return False if other servers' norms are missing."""
+        # Returns False if other servers' norms are missing.
         shard, scale, limit = self.shard, turn.scale, self.context.optimizer.clip_norm
         normalizes = self.context.optimizer.normalize_gradient
         assert shard is not None
@@ -202,15 +203,14 @@ class BackupExchange(AsynchronousServerExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Set the step counts of all workers to ``updates``, the number of server updates. Collective over the world.
+        """Set the step counts of all workers to ``updates``, the number of server updates. Collective.
 
-        Call it while training is paused. ``clocks``: step count of each worker so far. If any count is below
-        ``updates``, all workers receive the newest parameters. ``calls``: number of pause requests that all ranks have
-        sent in this run.
+        All workers must be paused. ``clocks``: step count of each worker so far.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:
             self._quorum.convene(updates)
+        # A worker has fewer steps: all workers receive the newest parameters.
         if min(clocks) < updates:
             self.refresh()
         if self.works:

@@ -81,10 +81,11 @@ class ServerShard:
 class AsynchronousServerExchange(Exchange):
     """Base class of parameter-server strategies whose workers make steps independently.
 
-    In a rendezvous, such as for a checkpoint, all workers stop between steps. The attribute ``together`` is then True.
-    The attribute ``clocks`` holds each worker's step count at the last rendezvous. Subclasses define `_on_push`, which
-    handles a worker's message that its gradient is complete.
+    Subclasses define `_on_push`, which handles a worker's message that its gradient is complete.
     """
+
+    # In a rendezvous, such as for a checkpoint, all workers stop between steps. `together` is then True. `clocks` holds
+    # each worker's step count at the last rendezvous.
 
     drops_late = False
     corrects = True
@@ -173,7 +174,7 @@ class AsynchronousServerExchange(Exchange):
     def pull(self, op: Operation) -> None:
         """Tell the servers that this worker's gradient is complete, and wait for their new parameters.
 
-        If this rank is also a server, it handles other workers' requests meanwhile. ``op`` is the PULL operation.
+        Meanwhile, a rank that is also a server handles other workers' requests.
         """
         raise NotImplementedError
 
@@ -248,7 +249,7 @@ class AsynchronousServerExchange(Exchange):
             self._told(what)
 
     def _told(self, what: ControlFields) -> None:
-        """Handle ``what``, the first server's reply to this worker. The base class does nothing."""
+        """Handle the first server's reply to this worker. By default, do nothing."""
 
     def meet(self) -> None:
         """Pause training: wait until all workers have stopped between steps. Collective over the world."""
@@ -258,8 +259,7 @@ class AsynchronousServerExchange(Exchange):
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
         """Record the progress of training at a pause, and complete outstanding control messages. Local.
 
-        ``clocks``: step count of each worker. ``updates``: number of updates on the first server. ``calls``: number of
-        pause requests that all ranks have sent in this run.
+        ``clocks``: step count of each worker. ``calls``: number of pause requests sent in this run.
         """
         self.clocks, self.updates = list(clocks), updates
         self.meetings.settle(calls)

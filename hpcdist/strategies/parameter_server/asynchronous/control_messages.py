@@ -138,11 +138,10 @@ LOOK_S: Final = 0.5  # interval at which a waiting rank checks whether to call t
 
 
 class Rendezvous:
-    """Pause of all workers between steps, so that the world can run collectives. Each rank has one such object.
+    """Pause of all workers between steps, so that the world can run collectives. Each rank has one such object."""
 
-    The attribute ``called`` is True on a worker that must pause and call `meet`. The attribute ``due`` is True on the
-    first server while it asks workers to pause. A server calls the function ``left(worker)`` when ``worker`` pauses.
-    """
+    # `called` is True on a worker that must pause and call `meet`. `due` is True on the first server while it asks
+    # workers to pause. A server calls ``left(worker)`` when ``worker`` pauses.
 
     def __init__(
         self, rank: int, roles: Roles, channel: ControlChannel, left: Callable[[int], None] = lambda worker: None
@@ -204,9 +203,9 @@ class Rendezvous:
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Wait until this rank's control messages have been received. Local; call it while all workers are paused.
+        """Wait until this rank's control messages have been received. Local; all workers must be paused.
 
-        ``calls``: number of pause requests of all ranks in this run. The first server also waits until it has them all.
+        ``calls``: number of pause requests of all ranks in this run.
         """
         while self._rank == self._first and self._taken_before() < calls:
             self._channel.take(ControlKind.CALL)

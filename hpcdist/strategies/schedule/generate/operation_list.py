@@ -34,11 +34,9 @@ _LINE: Final = 110  # characters
 
 @dataclass(frozen=True)
 class ScheduleText:
-    """Content of a schedule file: name of the chunk placement, chunks per rank, and each rank's passes through chunks.
+    """Content of a pipeline schedule file: chunk placement, chunks per rank, and the passes of each rank."""
 
-    A file has one line of passes per rank, such as "F3.1 B3.1": forward and backward of micro-batch 3, chunk 1.
-    """
-
+    # A file has one line of passes per rank, such as "F3.1 B3.1": forward and backward of micro-batch 3, chunk 1.
     placement: str
     chunks: int
     passes: tuple[Passes, ...]
@@ -175,12 +173,12 @@ def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Oper
 def insert_gathers(
     steps: Sequence[Operation], needs: Mapping[int, Sequence[int]], *, keep: bool = False
 ) -> list[Operation]:
-    """Insert GATHER and FREE around the compute operations of ``steps`` that use parameters.
+    """Insert GATHER and FREE operations around the compute operations that use sharded parameters.
 
-    ``needs`` maps each model unit to the units whose parameters it uses. Parameters that several units use stay
-    gathered from their first to their last use in a micro-batch. With keyword-only ``keep=True``, all parameters stay
-    gathered from their first to their last use in the list: fewer gathers, but memory for all units.
+    ``needs`` maps each layer to the layers whose parameters it uses.
     """
+    # Parameters stay gathered from their first to their last use in a micro-batch or, with ``keep``, in the whole list:
+    # fewer gathers, but more memory.
     users = Counter(unit for used in needs.values() for unit in used)
     using = [index for index, op in enumerate(steps) if op.kind in USES]
     # (unit, micro-batch, or for a unit with one user the position in ``using``) -> positions in ``using``
@@ -216,15 +214,13 @@ def insert_exchange(
     *,
     every_microbatch: bool = False,
 ) -> list[Operation]:
-    """Insert the operations ``exchange``, which sum gradients and update parameters, into the operations ``steps``.
+    """Insert the operations ``exchange``, which sum gradients and update parameters, into the list ``steps``.
 
-    ``units``: each model unit's range of the flat parameter vector. Operations of the types `EXCHANGED`, such as
-    REDUCE, follow as soon as the gradients of their range are complete. This is after the last micro-batch or, with
-    keyword-only ``every_microbatch=True``, after each micro-batch. A MIX_START comes at the start of the list, all
-    other operations at the end.
-
-    If ``exchange`` has an ADD of a range, the range is added up over the micro-batches, and reduced only once.
+    ``units``: each layer's range of the flat parameter vector.
     """
+    # Operations of the types `EXCHANGED` follow as soon as the gradients of their range are complete, after the last or
+    # after every micro-batch. MIX_START comes first, all others last. A range with an ADD is added up over the
+    # micro-batches, and reduced once.
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> index at which its gradients are complete
     for index, op in enumerate(steps):
         if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.COPY_GRADIENT):
@@ -260,11 +256,12 @@ def overlap_reductions(
     needs: Mapping[int, Collection[int]],
     most: int | None = None,
 ) -> list[Operation]:
-    """Replace each REDUCE in the operations ``steps`` by a START, and a WAIT as late as possible.
+    """Replace each gradient reduction in ``steps`` by a nonblocking START, and a WAIT as late as possible.
 
-    ``units`` maps each model unit to its range of the flat parameter vector. ``needs`` maps each unit to the units
-    whose gradients its backward pass writes. At most ``most`` reductions are in flight (None: no limit).
+    At most ``most`` reductions are in flight (None: no limit).
     """
+    # ``units``: range of the flat parameter vector of each unit. ``needs``: units whose gradients its backward pass
+    # writes.
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
 

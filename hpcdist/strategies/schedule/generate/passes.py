@@ -36,16 +36,11 @@ LETTERS: Final = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I
 
 @dataclass(frozen=True)
 class Peak:
-    """Largest number of micro-batches in progress at once on a rank, summed over its pipeline chunks.
+    """Largest number of micro-batches in progress at once on a rank, summed over its pipeline chunks."""
 
-    - ``live``: after the forward pass, before the backward pass (or its input-gradient half), with all activations.
-    - ``held``: between the input-gradient and the weight-gradient half of a split backward pass.
-    - ``both``: live or held.
-    """
-
-    live: int
-    held: int
-    both: int
+    live: int  # after forward, before backward (or its input-gradient half), with all activations
+    held: int  # between the input-gradient and the weight-gradient half of a split backward pass
+    both: int  # live or held
 
 
 def spell(step: Pass) -> str:
@@ -79,11 +74,9 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
 
 
 def expand(passes: Sequence[Pass], placement: StagePlacement, rank: int, *, recompute: bool = False) -> list[Operation]:
-    """Return the operations of ``rank`` that run ``passes`` over its chunks in ``placement``, with pipeline messages.
-
-    With keyword-only ``recompute=True``, a chunk keeps only its input of each micro-batch, and runs forward again
-    before the backward pass. Recomputation is not possible for models with skip connections.
-    """
+    """Return the operations of ``rank`` for its ``passes`` over its chunks in ``placement``, with pipeline messages."""
+    # With ``recompute``, a chunk keeps only the input of each micro-batch, and runs forward again before the backward
+    # pass.
     assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
     chunks, end = placement.of(rank), placement.units.stop
     steps: list[Operation] = []
@@ -128,11 +121,8 @@ def _check(rank: int, ranks: int, microbatches: int) -> None:
 
 
 def interleaved_group(ranks: int, microbatches: int) -> int:
-    """Return the smallest number of micro-batches per group for which every group has at least ``ranks``.
-
-    In interleaved 1F1B, a rank runs a whole group of micro-batches through one chunk before its next chunk. The last
-    group has the remaining micro-batches, so it may be smaller.
-    """
+    """Return the smallest group size for interleaved 1F1B such that each group has at least ``ranks`` micro-batches."""
+    # A rank runs a whole group of micro-batches through one chunk before its next chunk. The last group may be smaller.
     assert microbatches >= ranks, f"{microbatches} micro-batches in groups of {ranks} or more"
     return next(size for size in range(ranks, microbatches + 1) if not 0 < microbatches % size < ranks)
 
@@ -180,8 +170,7 @@ def _put_off(microbatches: int, *, ahead: int, delay: int) -> Passes:
 
 
 class _Counting:
-    """Growing list of passes. Each added pass gets the next micro-batch number of its type and chunk."""
-
+    # List of passes. An added pass gets the next micro-batch number of its type and chunk.
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
         self.passes: Passes = []

@@ -43,18 +43,11 @@ def bubble(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float | None:
-    """Return the idle fraction of the rank with the longest time from its first to its last pass. Local.
-
-    The result is None if ``schedule`` is not in the table, or if the condition in the last column is false. Symbols: p
-    ranks (``stages``), m micro-batches, v chunks per rank. F, I and W: seconds of the forward pass, the input gradient
-    (B in the papers) and the weight gradients. Equal stages and free messages are assumed.
-
-        gpipe, 1f1b    (p-1) / (m + p-1)                                        arXiv:1811.06965, arXiv:2104.04473
-        interleaved    (p-1) / (v m + p-1)                                      arXiv:2104.04473; m a multiple of p
-        zb-h1          (p-1)(F + I - W) / (m (F + I + W) + (p-1)(F + I - W))    arXiv:2401.10241; W <= I, m >= p
-        zb-h2          (p-1)(F + I - 2W) / (m (F + I + W) + (p-1)(F + I - 2W))  arXiv:2401.10241; F = I = W, m >= 2p-1
-        zb-v           0                                                        arXiv:2405.15362; F = I = W, m >= 2p-1
-    """
+    """Return the idle fraction of the slowest rank in a step, or None if there is no formula for ``schedule``."""
+    # Fraction of the time from a rank's first to its last pass. Symbols: p ranks (``stages``), m micro-batches, v
+    # chunks per rank; F, I, W: seconds of forward pass, input gradient (B in the papers) and weight gradients. Equal
+    # stages and free messages are assumed. Papers: arXiv:1811.06965 (gpipe), 2104.04473 (1f1b, interleaved), 2401.10241
+    # (zb-h1, zb-h2), 2405.15362 (zb-v).
     later, whole_s = stages - 1, forward_s + input_s + weight_s
     if schedule in ("gpipe", "1f1b"):
         return later / (microbatches + later)
@@ -78,24 +71,17 @@ FILE: Final = "file"  # a schedule read from a file
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Description of one pipeline schedule, an item of `SCHEDULES`.
+    """Pipeline schedule, an item of the table `SCHEDULES`."""
 
-    - ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks) that return the passes and the `Peak`.
-    - ``least``, ``most``: minimum and maximum number of chunks per rank (None: no maximum).
-    - ``folded``: a rank's two chunks are placed in a V shape, not round-robin.
-    - ``splits``: input and weight gradients are separate passes.
-    - ``pipelines``: the schedule supports several ranks.
-    - ``fewest(ranks)``: minimum number of micro-batches.
-    """
-
+    # ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks).
     passes: Callable[[int, int, int, int], Passes]
     peak: Callable[[int, int, int, int], Peak]
-    least: int = 1
-    most: int | None = 1
-    folded: bool = False
-    splits: bool = False
-    pipelines: bool = True
-    fewest: Callable[[int], int] = lambda ranks: 1
+    least: int = 1  # minimum number of chunks per rank
+    most: int | None = 1  # maximum number of chunks per rank; None: no maximum
+    folded: bool = False  # chunks are placed in a V shape, not round-robin
+    splits: bool = False  # input and weight gradients are separate passes
+    pipelines: bool = True  # supports several ranks
+    fewest: Callable[[int], int] = lambda ranks: 1  # minimum number of micro-batches
 
     def place(self, parts: Sequence[range], ranks: int) -> StagePlacement:
         """Return the placement of the chunks ``parts`` (ranges of units) on ``ranks`` ranks, equally many per rank."""
@@ -147,11 +133,8 @@ NAMES: Final = (*SCHEDULES, FILE)
 
 
 def chunks_of(name: str, chunks: int = 1) -> int:
-    """Return the number of model chunks per rank with the schedule ``name``. ``chunks``: the number in the recipe.
-
-    The default ``chunks`` = 1 selects the schedule's maximum, if it has one. Raises ConfigurationError for a number
-    that the schedule does not support.
-    """
+    """Return the number of model chunks per rank with schedule ``name``. Raises ConfigurationError if unsupported."""
+    # The recipe's default ``chunks`` = 1 selects the schedule's maximum, if there is a maximum.
     schedule = SCHEDULES[name]
     if schedule.most is not None and chunks in (1, schedule.most):
         return schedule.most

@@ -75,8 +75,6 @@ def program(
 
 
 class _Row:
-    """Operations of one rank in the simulator: each pass, and the messages and recomputation around it."""
-
     def __init__(self, passes: np.ndarray, placement: StagePlacement, rank: int, recompute: bool) -> None:
         way, microbatch, local = passes
         numbers = np.array([number for number, owner in enumerate(placement.ranks) if owner == rank])

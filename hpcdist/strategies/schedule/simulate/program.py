@@ -105,12 +105,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Times:
-    """Simulated start and end times of all operations. The time of a RECV includes waiting.
+    """Simulated start and end times of all operations."""
 
-    ``cause``: for a RECV that waited, the index of the matching SEND. ``before``: for a SEND that waited, the index of
-    the SEND that occupied the link. All other values are -1.
-    """
-
+    # ``cause``: for a RECV that waited (its time includes the wait), the index of the matching SEND. ``before``: for a
+    # SEND that waited, the index of the SEND that occupied the link. Otherwise -1.
     begin_s: np.ndarray  # (entries,)
     end_s: np.ndarray  # (entries,)
     cause: np.ndarray  # (entries,)
@@ -143,11 +141,8 @@ def run(program: Program) -> Times:
 def _run(
     rows: tuple[np.ndarray, ...], links: np.ndarray, travel_s: np.ndarray, at: np.ndarray, times: tuple[np.ndarray, ...]
 ) -> None:
-    """Simulate until each rank has ended or waits for a message. Update ``at`` and ``times`` in place.
-
-    ``rows``, ``links``: arrays of the `Program`. ``at``: index of each rank's next operation. ``travel_s``: seconds
-    that a message occupies its link, and its latency.
-    """
+    # Simulate until each rank has ended or waits for a message. ``rows``, ``links``: arrays of the `Program`. ``at``:
+    # index of each rank's next operation. ``travel_s``: seconds that a message occupies its link, and its latency.
     starts, code, target, seconds = rows
     begin_s, end_s, cause, before, arrival_s = times
     ranks = len(starts) - 1

@@ -19,16 +19,12 @@ from hpcdist.strategies.schedule.verify.deadlock import RECEIVES, SENDS
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times of one rank in a simulated step.
-
-    ``span_s``: from the start of its first pass to the end of its last pass. ``busy_s``: total time of its passes.
-    ``idle_s``: total time of its waits in receives.
-    """
+    """Times of one pipeline rank in a simulated step, in seconds."""
 
     begin_s: float
-    span_s: float
-    busy_s: float
-    idle_s: float
+    span_s: float  # from the start of the first pass to the end of the last pass
+    busy_s: float  # total time of the passes
+    idle_s: float  # total waits in receives
 
     @property
     def bubble(self) -> float:

@@ -71,12 +71,10 @@ class PeerRanks:
 
 
 class DryRun:
-    """Simulation of the operations of all ranks in one step, to find deadlocks.
+    """Simulation of the operations of all ranks in one step, to find deadlocks."""
 
-    ``neighbours``: peers of each rank on the grid axes. ``places``: for each rank, the assignment of model units to its
-    pipeline's ranks. The attributes ``messages`` and ``meetings`` count messages and collectives.
-    """
-
+    # ``neighbours``: peers of each rank on the grid axes. ``places``: for each rank, the assignment of model units to
+    # its pipeline's ranks. ``messages`` and ``meetings`` count messages and collectives.
     def __init__(
         self, lists: Sequence[Sequence[Operation]], neighbours: PeerRanks, places: Sequence[StagePlacement]
     ) -> None:
@@ -115,7 +113,7 @@ class DryRun:
         return steps[self._at[rank]] if self._at[rank] < len(steps) else None
 
     def _step(self, rank: int) -> bool:
-        """Run the next operation of ``rank`` and return True, or return False if it must wait."""
+        """Run the next operation of ``rank``. Return False if the operation must wait for another rank."""
         op = self._now(rank)
         assert op is not None
         if op.kind in SENDS:

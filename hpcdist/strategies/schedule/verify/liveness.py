@@ -27,12 +27,12 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Check the ``passes`` of all ranks. Return each rank's `Peak`: the largest numbers of micro-batches in progress.
+    """Return the largest numbers of micro-batches in progress of each rank. Raises ScheduleError for wrong ``passes``.
 
-    Raises ScheduleError if ranks wait for each other in a cycle, or if a micro-batch does not pass exactly once forward
-    and once back through every model chunk. ``placement``: rank of each chunk. ``names``: names of the ranks in error
-    messages.
+    ``placement``: rank of each model chunk. ``names``: rank names for errors.
     """
+    # Wrong: ranks wait for each other in a cycle, or a micro-batch does not pass exactly once forward and once back
+    # through every chunk.
     names = names or [f"rank {rank}" for rank in range(len(passes))]
     assert len(passes) == placement.stages, f"passes of {len(passes)} ranks for {placement.stages}"
     peaks = [
@@ -142,27 +142,18 @@ def _circle(
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Operation list ``steps`` of a rank, with the data needed to verify the list.
-
-    ``units``: parameter ranges of the model units that the rank computes.
-    ``place``: (assignment of units to pipeline ranks, this rank's pipeline rank), or None on a parameter server.
-    ``needs``: a mapping from each unit to all units whose parameters it uses.
-    ``accumulates``: True if gradients are exchanged once per step, not once per micro-batch.
-    ``combines``: True if several ranks have the same gradient shard, so that COMBINE must follow REDUCE.
-    ``refreshes``: True if a rank updates only a part of its parameter shard, so that REFRESH must get the rest.
-    ``alone``: True if no exchange is needed, because there is no other replica or server.
-    """
+    """Operations of one rank, with the data to verify them."""
 
     rank: int
     steps: Sequence[Operation]
-    units: Mapping[int, Range]
-    place: tuple[StagePlacement, int] | None
+    units: Mapping[int, Range]  # parameter ranges of the units that the rank computes
+    place: tuple[StagePlacement, int] | None  # pipeline rank, and placement of all units; None on a parameter server
     microbatches: int
-    needs: Mapping[int, Collection[int]]
-    accumulates: bool
-    combines: bool
-    refreshes: bool
-    alone: bool
+    needs: Mapping[int, Collection[int]]  # units whose parameters a unit uses
+    accumulates: bool  # gradients are exchanged once per step, not once per micro-batch
+    combines: bool  # several ranks have the same gradient shard: COMBINE must follow REDUCE
+    refreshes: bool  # a rank updates only a part of its parameter shard: REFRESH must get the rest
+    alone: bool  # no exchange is needed: there is no other replica or server
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
         """Return (index, operation) of each operation of the types passed as arguments, in order of execution."""
@@ -218,11 +209,8 @@ def gathered_peak(share: RankProgram) -> int:
 
 
 def activation_peak(share: RankProgram) -> tuple[Peak, int]:
-    """Return the largest numbers of micro-batches in progress at once in one rank's program ``share``.
-
-    The first result, a `Peak`, counts all micro-batches. The second, an int, excludes micro-batches whose activations
-    were freed and are not recomputed yet.
-    """
+    """Return the largest numbers of micro-batches in progress on a rank: all, and those with activations in memory."""
+    # The second result excludes micro-batches whose activations were freed and are not recomputed yet.
     chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}
     recomputed = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}

@@ -22,25 +22,16 @@ from hpcdist.strategies.schedule.verify.liveness import RankProgram
 
 @dataclass(frozen=True)
 class Proof:
-    """Peak memory use and message counts of a step whose operation lists were proven to be correct.
+    """Memory and message counts of a step whose operations were proven correct."""
 
-    Largest number of micro-batches on each pipeline rank, by state:
-        ``live``: after the forward pass, before the backward pass or its input-gradient half
-        ``whole``: live, with activations that were not dropped for recomputation
-        ``held``: after the input-gradient half of the backward pass, before the weight-gradient half
-        ``both``: live or held
-
-    ``gathered``: each rank's largest number of gathered model units. ``messages``, ``meetings``: numbers of
-    point-to-point messages and of collectives of all ranks.
-    """
-
-    live: tuple[int, ...]
-    whole: tuple[int, ...]
-    held: tuple[int, ...]
-    both: tuple[int, ...]
-    gathered: tuple[int, ...]
-    messages: int
-    meetings: int
+    # Largest number of micro-batches on each pipeline rank, by state (``live`` to ``both``).
+    live: tuple[int, ...]  # after forward, before backward (or its input-gradient half)
+    whole: tuple[int, ...]  # live, with activations that were not dropped for recomputation
+    held: tuple[int, ...]  # after the input-gradient half of the backward pass, before the weight-gradient half
+    both: tuple[int, ...]  # live or held
+    gathered: tuple[int, ...]  # each rank's largest number of gathered model units
+    messages: int  # point-to-point, of all ranks
+    meetings: int  # collectives of all ranks
 
 
 def verify(
@@ -55,14 +46,13 @@ def verify(
     placement: StagePlacement | None = None,
     experts: Mapping[int, Range] | None = None,
 ) -> Proof:
-    """Prove that the operation lists of all ranks form one correct step. Raises ScheduleError if not. Local.
+    """Prove that the operations of all ranks form one correct step. Raises ScheduleError if not. Local.
 
-    ``lists``: one list per rank of the process grid, then one per parameter server. Keyword-only arguments:
-
-    - ``units``: each model unit's flat parameter range; ``needs``: the other units whose parameters each unit uses.
-    - ``placement``: assignment of units to pipeline ranks; None derives it from ``lists``.
-    - ``experts``: flat range of each unit's experts, which are sharded over ``grid.expert`` consecutive replicas.
+    ``lists``: operations of each rank of the process grid, then of each parameter server.
     """
+    # ``units``: flat parameter range of each model unit. ``needs``: other units whose parameters a unit uses.
+    # ``placement`` None: derived from ``lists``. ``experts``: flat range of each unit's experts, sharded over
+    # ``grid.expert`` consecutive replicas.
     neighbours = PeerRanks(grid, len(lists))
     if len(lists) < grid.size:
         raise ScheduleError(

@@ -14,11 +14,9 @@ MIXING_CHANGES = (Kind.APPLY, Kind.MIX, Kind.AVERAGE)  # kinds that change param
 
 
 def check_mixing(share: RankProgram) -> None:
-    """Raise ScheduleError if ``share``, the operations of a rank, averages parameters in a wrong order.
-
-    MIX_START starts to exchange parameters with neighbours, MIX_WAIT waits for the neighbours' parameters, and MIX
-    averages. Parameters must not change between MIX_START and MIX_WAIT.
-    """
+    """Raise ScheduleError if a rank's operations average parameters with neighbours in a wrong order."""
+    # MIX_START starts the exchange with neighbours, MIX_WAIT waits for their parameters, MIX averages. Parameters must
+    # not change between MIX_START and MIX_WAIT.
     in_flight: list[Operation] = []
     arrived: list[Range | None] = []
     for _, op in share.where(Kind.MIX_START, Kind.MIX_WAIT, *MIXING_CHANGES):

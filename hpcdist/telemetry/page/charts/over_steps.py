@@ -204,10 +204,8 @@ def _phases(data: RunData) -> Chart:
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return (last step of each bin of consecutive steps, dict from phases to mean times in ms in each bin).
-
-    A mean is over the steps of the bin, and over all ranks except parameter servers.
-    """
+    """Return the last step of each bin of steps, and a dict of each phase's mean milliseconds per bin."""
+    # Means are over the steps of a bin, and over all ranks except parameter servers.
     rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0
     parts = {name: series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
