@@ -5,7 +5,6 @@ import io
 import re
 import tokenize
 from collections import defaultdict
-from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 
@@ -84,8 +83,6 @@ SMALL_LINES = 60
 SMALL: dict[str, str] = {}
 
 CHECKOUT = Path(__file__).parents[2]
-# Files whose language is not checked, as patterns for fnmatch.
-EXEMPT = (Path(__file__).parent / "language_exempt.txt").read_text().split()
 # A pronoun or a preposition in the place of a noun or of a standard idiom.
 VAGUE = re.compile(
     r"\b(?:those (?:of|that)|that (?:of|which)|the own|is none|behind|beside|None where there is none)\b"
@@ -325,17 +322,9 @@ def exchange_checks(tree):
                     yield f"{path}:{node.lineno}: isinstance({value}, {kinds})"
 
 
-def checked_files(tree):
-    """Yield the files whose language is checked: all but the files in language_exempt.txt."""
-    for path in tree.paths:
-        name = f"{tree.root.name}/{path.relative_to(tree.root)}"
-        if not any(fnmatch(name, pattern.replace("**", "*")) for pattern in EXEMPT):
-            yield path
-
-
 def docstrings(tree):
-    """Yield (position, docstring) of the modules, classes and functions of the checked files."""
-    for path in checked_files(tree):
+    """Yield (position, docstring) of the modules, classes and functions of the files."""
+    for path in tree.paths:
         for node in ast.walk(tree.trees[path]):
             if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
                 yield f"{path}:{getattr(node, 'lineno', 1)}", text
@@ -350,7 +339,7 @@ def vague_docstrings(tree):
 
 def vague_comments(tree):
     """Yield the comments that contain a phrase without a noun."""
-    for path in checked_files(tree):
+    for path in tree.paths:
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
             if token.type == tokenize.COMMENT and (match := VAGUE.search(token.string)):
                 yield f"{path}:{token.start[0]}: {match[0]!r} in a comment"
@@ -358,7 +347,7 @@ def vague_comments(tree):
 
 def vague_texts(tree):
     """Yield the string constants that contain an idiom of no English reader, docstrings excluded."""
-    for path in checked_files(tree):
+    for path in tree.paths:
         described = {
             id(node.body[0].value)
             for node in ast.walk(tree.trees[path])
@@ -380,7 +369,7 @@ def copied_docstrings(tree):
 
 def vague_locals(tree):
     """Yield the functions with a local or a parameter whose name is no noun."""
-    for path in checked_files(tree):
+    for path in tree.paths:
         for node in ast.walk(tree.trees[path]):
             if isinstance(node, FUNCTION):
                 names = {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)} | {
@@ -511,7 +500,6 @@ PLANTED = {
             "comm/a.py": '"""Sums of ranks, and those of nodes."""\nclass A:\n    """Rank with the own values."""\n',
             "comm/b.py": '"""Rules."""\ndef f():\n    """Return whether it holds."""\n'
             'def g():\n    """Add.\n\n    Zero if it is none.\n    """\n',
-            "bench/compare.py": '"""That of an exempt file."""\n',
         },
         [
             "{root}/comm/a.py:1: 'those of' in a docstring",
