@@ -227,7 +227,8 @@ def fields_of(kind: Any) -> Mapping[str, Field]:
 
 @cache
 def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
-    return tuple(rule for field in fields_of(kind).values() if (rule := field.rule(section)) is not None)
+    fields = [field for field in fields_of(kind).values() if isinstance(field.key, Key)]
+    return tuple(rule for field in fields if (rule := field.rule(section)) is not None)
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
