@@ -12,7 +12,7 @@ STARTS_OR_TRAINS: Final = ("run", "train")
 def main() -> NoReturn:
     """Run the command line and exit with its exit code.
 
-    While ``run`` or ``train`` imports modules, SIGINT exits with code 130. SIGTERM, SIGHUP and SIGUSR1 exit with 75.
+    A signal while ``run`` or ``train`` imports modules: SIGINT exits with 130; SIGTERM, SIGHUP, SIGUSR1 with 75.
     """
     stops = sys.argv[1:2] and sys.argv[1] in STARTS_OR_TRAINS
     if stops:

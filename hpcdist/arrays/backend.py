@@ -19,9 +19,9 @@ Scalar: TypeAlias = float | Array  # a Python number, or a 0-d array that a GPU 
 
 @dataclass(frozen=True)
 class ArrayGroup:
-    """Batch of several arrays, such as tokens and their mask, with one sample per row.
+    """Batch of several arrays, such as tokens and their mask, with one row per sample.
 
-    ``names``: dict keys of the arrays, or None if the batch was a tuple.
+    ``names``: dict keys of the arrays, or None if the user passed a tuple.
     """
 
     arrays: tuple[Any, ...]
@@ -44,7 +44,7 @@ class ArrayGroup:
 
 
 def arrays_in(values: Any) -> tuple[Any, ...]:
-    """Return the arrays of ``values`` if it is an `ArrayGroup`, else ``(values,)``."""
+    """Return a tuple: the arrays of ``values`` if it is an `ArrayGroup`, else ``(values,)``."""
     return values.arrays if isinstance(values, ArrayGroup) else (values,)
 
 
@@ -54,7 +54,7 @@ def is_device(array: Any) -> bool:
 
 
 def namespace(array: Any) -> ModuleType:
-    """Return the module whose functions compute with ``array``: numpy or cupy."""
+    """Return the module that computes with ``array``: numpy or cupy."""
     return device.cupy() if is_device(array) else np
 
 
@@ -92,10 +92,10 @@ def place(array: Any, on: str) -> Array:
 
 
 def as_array(values: Any) -> Array:
-    """Return a numpy or cupy array that shares the memory of ``values``, an array or tensor of any library.
+    """Return a numpy or cupy array that shares the memory of ``values``, an array or tensor of another library.
 
-    A tuple or dict becomes an `ArrayGroup`. Raises UsageError for unequal numbers of samples, masked arrays, and
-    tensors that require gradients.
+    A tuple or dict becomes an `ArrayGroup`. Raises UsageError for masked arrays, tensors that require gradients, and
+    arrays with different numbers of samples.
     """
     if type(values) is np.ndarray:
         return values

@@ -33,7 +33,7 @@ def name_of(dtype: np.dtype) -> str:
 
 
 def is_supported(dtype: np.dtype) -> bool:
-    """Return True if arrays of ``dtype`` can be sent and reduced. False for non-native byte order."""
+    """Return True if arrays of ``dtype`` can be sent and reduced. Non-native byte order is not supported."""
     return dtype in _NAMES
 
 

@@ -33,9 +33,10 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class FileStore(FlatStore):
     """1-D array of model tensors in an unnamed file in ``directory``, initially zeros.
 
-    The file disappears with the process. Array views are not supported. Raises StorageError if the disk is full.
+    The file is deleted when the process ends. Raises StorageError if the disk is full.
     """
 
+    # `range` returns no view: use `read` and `write`.
     def __init__(
         self,
         layout: Layout,
@@ -59,7 +60,7 @@ class FileStore(FlatStore):
 
     @property
     def block(self) -> int:
-        """Number of elements that are read or written at once: as many as fit in `BLOCK_BYTES` bytes."""
+        """Maximum number of elements to read or write at once, which fit in `BLOCK_BYTES` bytes."""
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, elements: Range) -> Array:
@@ -103,7 +104,7 @@ class FileStore(FlatStore):
                 into(where, values[where.slice])
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Read the range ``elements`` in steps of up to `block` elements. Yield each step in the same host array."""
+        """Yield the elements of the range ``elements``, up to `block` at a time, in a host array that is reused."""
         start = self._offset(elements) if elements else 0
         for where in cut(Range(0, elements.size), self.block):
             held = self._buffer(where.size)
@@ -111,7 +112,6 @@ class FileStore(FlatStore):
             yield held
 
     def contents(self, elements: Range) -> Array:
-        """Return a `FileSlice`: an object that reads and writes the range ``elements`` of the file on demand."""
         return FileSlice(self, elements)  # type: ignore[return-value]
 
     def copy_from(self, other: FlatStore) -> None:
@@ -169,7 +169,7 @@ class FileStore(FlatStore):
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Elements ``where`` of the file of ``store``, read and written on demand. A `Piece` can use it as ``array``."""
+    """Elements ``where`` of a `FileStore`, read and written on demand. A `Piece` can use it as ``array``."""
 
     store: FileStore
     where: Range
@@ -183,11 +183,11 @@ class FileSlice:
         return (self.where.size,)
 
     def read(self, part: Range, out: np.ndarray) -> None:
-        """Copy the range ``part`` of this slice to the array ``out``. Element 0 is the first element of the slice."""
+        """Copy the range ``part`` to the array ``out``. Element 0 of the range is the first element of the slice."""
         self.store.read(part.shift(self.where.start), out)
 
     def write(self, part: Range, values: np.ndarray) -> None:
-        """Copy the array ``values`` to the range ``part`` of this slice, counted from the start of the slice."""
+        """Copy the array ``values`` to the range ``part``. Element 0 of the range is the first element of the slice."""
         self.store.write(part.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:

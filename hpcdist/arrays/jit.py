@@ -30,7 +30,7 @@ _prepared: str | None = None  # value of NUMBA_CACHE_DIR that was checked to be 
 
 
 def cache_directory() -> Path:
-    """Return the directory of the compiled kernels: $NUMBA_CACHE_DIR, by default a directory in the $TMPDIR folder."""
+    """Return the cache directory of compiled kernels: $NUMBA_CACHE_DIR, or by default a directory in $TMPDIR."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     return Path(chosen) if chosen else _private(tempfile.gettempdir())
 
@@ -40,7 +40,7 @@ def _private(folder: str) -> Path:
 
 
 def prepare_cache() -> bool:
-    """Create the cache directory of compiled kernels, if necessary in /tmp or /dev/shm. Return False if that fails.
+    """Create the cache directory of compiled kernels, or one in /tmp or /dev/shm. Return False if all fail.
 
     Raises MissingCapabilityError if other users can access the directory.
     """
@@ -156,7 +156,7 @@ def _digest_of_sources() -> str:
 
 
 class Primitive:
-    """An instruction that numba lacks, for use in kernels. ``build(numba)`` creates the numba intrinsic."""
+    """An instruction that numba lacks, for use in kernels. ``build(numba)``: creates the numba intrinsic."""
 
     def __init__(self, build: Callable[[Any], Any], doc: str) -> None:
         self.__doc__ = doc
@@ -176,7 +176,7 @@ class Primitive:
 
 
 class Kernel:
-    """A function that numba compiles at the first call with each combination of argument types."""
+    """A function that numba compiles at the first call with each new combination of argument types."""
 
     __name__: str
 
@@ -214,7 +214,7 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Compile this kernel with the module ``numba`` for calls from other kernels. The caller holds `_lock`."""
+        """Compile this kernel with the module ``numba``, for calls by other kernels. The caller must hold `_lock`."""
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
@@ -225,7 +225,7 @@ class Kernel:
     def address(self, *types: str) -> int:
         """Compile this kernel as a C function without result, and return its address for `intrinsics.call`.
 
-        The positional arguments are the C function's argument types, as numba names; a trailing ``*`` marks a pointer.
+        ``*types``: types of the C function's arguments, as numba names; a trailing ``*`` marks a pointer.
         """
         with _lock:
             if types not in self._exported:
@@ -258,11 +258,11 @@ class Kernel:
             raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
-        """Register a function that returns a tuple of example arguments. `warm` compiles the kernel for their types."""
+        """Register ``arguments``, a function that returns a tuple of example arguments with which `warm` compiles."""
         self._samples.append(arguments)
 
     def sample_address(self, *types: str) -> None:
-        """Register positional arguments of `address`, numba type names, with which `warm` compiles this kernel."""
+        """Register the argument types ``*types`` (see `address`), for which `warm` compiles this kernel."""
         self._addressed.append(types)
 
 
@@ -298,7 +298,7 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = Fals
 
 
 def is_cold() -> bool:
-    """Return True if the cache has fewer than `FEW_KERNELS` kernels. The first step then compiles kernels. Local."""
+    """Return True if the cache has fewer than `FEW_KERNELS` kernels, so that the first step must compile. Local."""
     folder = cache_directory()
     sources = _digest_of_sources()
     folder = folder if folder.name == sources else folder / sources

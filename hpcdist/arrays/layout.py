@@ -14,7 +14,7 @@ ALIGN_ELEMENTS = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, shape and properties of one parameter tensor, or of this rank's shard of the tensor."""
+    """Name, shape and properties of a parameter tensor, or of this rank's shard of the tensor."""
 
     layer: int  # number of the layer
     name: str
@@ -29,7 +29,7 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the tensor has at least two dims, or three if it consists of tensors stacked along dim 0."""
+        """True if the tensor has at least 2 dims, or at least 3 if it stacks several tensors along dim 0."""
         return len(self.shape) - (self.stacked > 1) > 1
 
     @property
@@ -59,7 +59,7 @@ class TensorSpec:
         return replace(self, shape=shape, whole=self.shape, box=box, room=room)
 
     def of_experts(self, local_experts: Range) -> "TensorSpec":
-        """Return the spec of this rank's shard: the experts ``local_experts``, a range of equal length on all ranks."""
+        """Return the spec of this rank's shard: the experts ``local_experts``. All ranks have equally many experts."""
         assert self.expert, f"{self.key} has no experts"
         box = self.box or tuple((0, size) for size in self.shape)
         return replace(
@@ -73,7 +73,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A tensor, and the ``range`` of its elements in the flat array of a `Layout`, without padding."""
+    """A tensor ``spec``, and the ``range`` of its elements in the flat array of a `Layout`, without padding."""
 
     spec: TensorSpec
     range: Range
@@ -93,7 +93,7 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> "Layout":
-        """Return a layout of the tensors ``specs`` in the given order. Raises ValueError for duplicate keys."""
+        """Return a layout of the tensors ``specs`` in this order. Raises ValueError if two tensors have one name."""
         segments: list[Segment] = []
         seen: set[str] = set()
         offset = 0
@@ -146,7 +146,7 @@ class Layout:
         return [segment.range.start for segment in self.segments]
 
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
-        """Return (tensor, overlap) pairs for the tensors that overlap the range ``part`` of the flat array."""
+        """Return (tensor, overlapping range) pairs for all tensors that overlap ``part``, a range of the flat array."""
         # The last tensor that begins at or before the start of `part` may overlap `part`.
         first = max(0, bisect_right(self._starts, part.start) - 1)
         touched = []

@@ -46,9 +46,10 @@ def _repeated(rows: Array, side: int, on: str) -> Array:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the speed of ``side`` x ``side`` matrix products in flop/s, measured for ``seconds`` seconds. Local.
+    """Return the speed of matrix products in flop/s, measured for at least ``seconds`` seconds. Local.
 
-    If ranks share cores, all ranks should measure at the same time.
+    ``on``: "cpu" or "gpu". ``side``: rows and columns of the matrices, or 0 for the default. If ranks share cores, all
+    ranks should measure at the same time.
     """
     # The fastest of at least 3 products. A product counts as 2 n^3 operations, n = ``side``.
     product = MatrixProduct(dtype, on, side)
@@ -61,7 +62,7 @@ def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, s
 
 
 def blas(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a line of text about OpenBLAS: its kernels, and the variables in ``environment`` that affect its speed."""
+    """Return a text about OpenBLAS: its kernels, and the variables in ``environment`` that affect its speed."""
     names = [f"kernels {core}" for core in map(_core, _bundled()) if core]
     variables = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)]
     return ", ".join([*names, *variables]) or "not known"

@@ -19,7 +19,7 @@ CATEGORIES = (
 
 
 class Ledger:
-    """Counter of the bytes of live arrays, by category. Thread-safe. Track only arrays that own their memory."""
+    """Counter of the bytes of live arrays, by category. Thread-safe. Views of other arrays must not be counted."""
 
     def __init__(self) -> None:
         self._current: defaultdict[str, int] = defaultdict(int)
@@ -28,14 +28,14 @@ class Ledger:
         self._lock = threading.RLock()  # reentrant: a finalizer may run inside `_add` of the same thread
 
     def track(self, array: Array, category: str, owner: Array | None = None) -> Array:
-        """Count the bytes of ``array`` until it, or the ``owner`` of its memory, is deleted. Return ``array``."""
+        """Count the bytes of ``array`` until ``owner`` (None: ``array``) is deleted. Return ``array``."""
         assert category in CATEGORIES, f"category {category!r} is not one of {CATEGORIES}"
         self.add(category, array.nbytes)
         weakref.finalize(array if owner is None else owner, self.add, category, -array.nbytes).atexit = False
         return array
 
     def add(self, category: str, nbytes: int) -> None:
-        """Add ``nbytes``, which may be negative, to the byte count of ``category``. Use `track` for arrays."""
+        """Add ``nbytes`` (may be negative) to the byte count of ``category``. For arrays, `track` is easier."""
         with self._lock:
             self._current[category] += nbytes
             self._peak[category] = max(self._peak[category], self._current[category])
@@ -44,15 +44,15 @@ class Ledger:
 
     @property
     def current(self) -> dict[str, int]:
-        """Bytes of the counted arrays that are alive now, by category."""
+        """{category: bytes of the counted arrays that are alive now}."""
         return {category: self._current[category] for category in CATEGORIES}
 
     @property
     def peak(self) -> dict[str, int]:
-        """For each category, the largest number of bytes that were alive at one time."""
+        """{category: largest number of bytes that were alive at one time}."""
         return {category: self._peak[category] for category in CATEGORIES}
 
     @property
     def peak_total(self) -> int:
-        """The largest total number of bytes, over all categories, that were alive at one time."""
+        """Largest number of bytes, summed over all categories, that were alive at one time."""
         return self._total_peak

@@ -17,7 +17,7 @@ Box = tuple[tuple[int, int], ...]  # per dim, half-open
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of consecutive tensor elements that an array holds, in ascending order, as three int64 arrays."""
+    """Stretches of consecutive tensor elements that an array holds: their starts and sizes, in ascending order."""
 
     start: np.ndarray  # offset of each run in the flattened tensor
     local: np.ndarray  # offset of each run in this rank's array
@@ -26,7 +26,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a tensor that this rank holds in a 1-D array."""
+    """Elements of a tensor that this rank holds in a 1-D array, with their position in the tensor."""
 
     kind: str  # state that has the tensor: "parameters", "optimizer.m", ...
     tensor: str
@@ -46,12 +46,11 @@ class Piece:
 
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
-        """Return a `Piece`: the tensor elements in ``array``, with their position in the tensor.
+        """Return a `Piece`: the elements of a tensor in ``array``, with their position in the tensor.
 
-        ``kind``: name of the state, such as "optimizer.m". ``touched``: range of the flat parameter array that
-        ``array`` holds.
+        ``kind``: state name, such as "optimizer.m". ``segment``: the tensor and its range in the flat parameter array.
+        ``touched``: the range of the flat parameter array that ``array`` holds.
         """
-        # ``segment``: the tensor, and its range in the flat array.
         spec = segment.spec
         shape = spec.whole or spec.shape
         return cls(kind, spec.key, shape, spec.box or whole_box(shape), touched.shift(-segment.range.start), array)
@@ -60,7 +59,7 @@ class Piece:
     def whole(cls, kind: str, tensor: str, array: Array) -> "Piece":
         """Return the piece for the whole tensor named ``tensor``, held in a contiguous ``array`` of any shape.
 
-        ``kind`` names the state that the tensor belongs to: "parameters", "optimizer.m", ...
+        ``kind``: name of the state, such as "parameters" or "optimizer.m".
         """
         return cls(kind, tensor, array.shape, whole_box(array.shape), Range(0, array.size), array.reshape(-1))
 
@@ -71,14 +70,14 @@ class Piece:
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box, (start, stop) per dim, that contains a whole tensor of this ``shape``."""
+    """Return a tuple of (0, size) pairs, one per dim: the region of a whole tensor of this ``shape``."""
     return tuple((0, size) for size in shape)
 
 
 def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
-    """Return the runs of consecutive elements of a tensor with shape ``shape`` that a `Piece` of the tensor holds.
+    """Return the stretches of consecutive elements, in a tensor of shape ``shape``, that a `Piece` holds.
 
-    The piece holds the elements ``flat``, in row-major order, of the tensor region ``box``.
+    ``box``: region of the tensor, (start, stop) per dim. ``flat``: held elements of the flattened region.
     """
     extent = tuple(stop - start for start, stop in box)
     # Join trailing dims into one run as long as the box spans the whole dim.
@@ -107,9 +106,9 @@ def runs(shape: tuple[int, ...], box: Box, flat: Range) -> Runs:
 
 
 def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the runs of tensor elements that two arrays have in common, as three arrays.
+    """Return the stretches of tensor elements that two arrays both hold, as three arrays.
 
-    The arrays are the offset of each run in the left array, its offset in the right array, and its size.
+    The three arrays: offset of each stretch in the left array, offset in the right array, number of elements.
     """
     # Both lists ascend and are disjoint: the runs of `right` that overlap run i of `left` are first[i] .. last[i] - 1.
     first = np.searchsorted(right.start + right.size, left.start, side="right")
@@ -125,7 +124,7 @@ def intersect_runs(left: Runs, right: Runs) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
-    """Return True if the shapes ``left`` and ``right`` differ only by joined dims, such as (3, 4, 5) and (12, 5)."""
+    """Return True if joining adjacent dims makes the shapes ``left`` and ``right`` equal: (3, 4, 5) and (12, 5)."""
     if left == right:
         return True
     ends, others = (set(accumulate(shape, mul)) for shape in (left, right))
@@ -133,9 +132,9 @@ def grouped_alike(left: tuple[int, ...], right: tuple[int, ...]) -> bool:
 
 
 def first_gap(stretches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> int | None:
-    """Return the first of the integers 0 to ``size`` - 1 that no range in ``stretches`` covers, or None.
+    """Return the first integer from 0 to ``size`` - 1 that no range covers, or None if all are covered.
 
-    ``stretches`` yields pairs of arrays: the starts and the sizes of ranges.
+    ``stretches``: pairs of arrays, the starts and the sizes of ranges.
     """
     pairs = list(stretches)
     start = np.concatenate([np.zeros(0, np.int64), *(pair[0] for pair in pairs), [size]])

@@ -19,7 +19,6 @@ class Range:
 
     @property
     def size(self) -> int:
-        """Number of elements in the range."""
         return self.stop - self.start
 
     @property
@@ -44,7 +43,7 @@ class Range:
 
 
 def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) -> list[Range]:
-    """Split ``size`` elements of ``itemsize`` bytes into ``parts`` ranges of nearly equal size.
+    """Split ``size`` elements of ``itemsize`` bytes into a list of ``parts`` ranges of nearly equal size.
 
     All inner boundaries are multiples of ``align_bytes`` bytes. With too few elements, the last ranges are empty.
     """
@@ -58,7 +57,7 @@ def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) 
 
 
 def consecutive(sizes: Iterable[int]) -> list[Range]:
-    """Return adjacent ranges: the n-th has ``sizes[n]`` elements. The first range begins at 0."""
+    """Return adjacent ranges from 0, one per entry of ``sizes``, with these numbers of elements."""
     return [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -70,7 +69,7 @@ def cut(whole: Range, longest: int) -> Iterator[Range]:
 
 
 def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
-    """Split ``whole`` at the boundaries of ``parts``. Return (range, number of ``parts`` that contain it) pairs."""
+    """Cut ``whole`` at the boundaries of ``parts``. Return (range, number of ``parts`` that cover it) pairs."""
     within = [part for part in (part.intersect(whole) for part in parts) if part]
     bounds = sorted({whole.start, whole.stop, *(p.start for p in within), *(p.stop for p in within)})
     pieces = [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]

@@ -18,7 +18,7 @@ _LOW, _HALF = np.uint64(_WORD), np.uint64(32)
 
 
 def stream(seed: int, *keys: int) -> np.random.Generator:
-    """Return a Philox4x64 random generator (Salmon et al., SC'11), seeded by ``seed`` and the further arguments."""
+    """Return a Philox4x64 random generator (Salmon et al., SC'11), seeded by ``seed`` and ``*keys`` (further ints)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *keys])))
 
 
@@ -26,9 +26,10 @@ def stream(seed: int, *keys: int) -> np.random.Generator:
 def philox(
     words: Any, count: Any, first: Any, counter1: Any, counter2: Any, counter3: Any, key0: Any, key1: Any
 ) -> None:
-    """Write random words of Philox4x32-10 to ``words``: uint32, of shape (4 * count,).
+    """Write ``count`` blocks of four Philox4x32-10 random words to ``words``: uint32, of shape (4 * count,).
 
-    Counter i, from 0, is (``first`` + i, ``counter1``, ``counter2``, ``counter3``). The key is (``key0``, ``key1``).
+    Block i is computed from the counter (``first`` + i, ``counter1``, ``counter2``, ``counter3``) and the key
+    (``key0``, ``key1``).
     """
     # The rounds are inlined: LLVM vectorises this loop, but not a loop over calls.
     for i in range(count):
@@ -46,7 +47,7 @@ def philox(
 
 
 def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
-    """Return the four Philox random words of one counter as integers, or of many counters as uint64 arrays.
+    """Return the four Philox random words for a counter, as integers, or as uint64 arrays for many counters.
 
     ``counter``: four words, integers or arrays with one element per counter. ``key``: two words.
     """

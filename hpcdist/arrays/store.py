@@ -46,7 +46,7 @@ class FlatStore:
             ledger.track(self.array, category, None if allocate or on == "gpu" else self.array.base)
 
     def range(self, elements: Range) -> Array:
-        """Return a 1-D view of the range ``elements`` of the model's flat array. This store must hold all of them."""
+        """Return a 1-D view of the range ``elements`` of the model's flat array. All of them must be in this store."""
         if not elements:
             return self.array[:0]
         start = self._offset(elements)
@@ -58,12 +58,12 @@ class FlatStore:
         return elements.start + self._shifts[index] - self._starts[index]
 
     def view(self, key: str) -> Array:
-        """Return a view of tensor ``key`` in its shape. This store must hold the whole tensor."""
+        """Return a view of the tensor named ``key``, in its shape. The whole tensor must be in this store."""
         segment = self.layout.by_key[key]
         return self.range(segment.range).reshape(segment.spec.shape)
 
     def tensors(self) -> Iterator[tuple[Segment, Range]]:
-        """Yield each tensor with elements in this store, and the range of these elements in the layout's flat array."""
+        """Yield (tensor, range in the layout's flat array) for each tensor with elements in this store."""
         for part in self.parts:
             yield from self.layout.within(part)
 
@@ -99,7 +99,7 @@ class FlatStore:
                 held += values
 
     def blocks(self, elements: Range) -> Iterator[Array]:
-        """Yield the range ``elements`` in one or more arrays, in order. This base class yields a single view."""
+        """Yield the range ``elements`` as one or more arrays, in order. This base class yields a single view."""
         yield self.range(elements)
 
     def contents(self, elements: Range) -> Array:

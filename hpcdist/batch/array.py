@@ -19,7 +19,7 @@ _OF_MERGED: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayJob(BatchJob):
-    """Job array of which at most ``at_most`` tasks run at the same time (0: no limit)."""
+    """Slurm job array of which at most ``at_most`` tasks run at the same time (0: no limit)."""
 
     at_most: int = 0
     option: ClassVar[str]  # the option of `hpcdist submit` that requests this kind of job
@@ -47,7 +47,7 @@ class ArrayJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepJob(ArrayJob):
-    """Parameter sweep as a job array: task K runs trial K."""
+    """Parameter sweep as a job array: task K measures the parameters number K."""
 
     template: ClassVar[str] = "sweep.sbatch.j2"
     option: ClassVar[str] = "--array"
@@ -76,27 +76,27 @@ class SweepJob(ArrayJob):
 
     @property
     def limit_s(self) -> int | None:
-        """Time limit of a trial in s, after which it counts as failed. None if the walltime is unknown."""
+        """Time limit of one task's measurement in seconds, or None if the walltime is unknown."""
         return None if self.walltime is None else walltime_s(self.walltime) - self.signal_s
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """A tuple with one job, the merge job: it collects the results of all tasks in one file."""
+        """A tuple with the one job to submit next: it merges the results of all tasks in one file."""
         return (MergeJob.of(self),)
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the task logs of job ``number``. Slurm replaces %a in the path by the task number."""
+        """Return the path of the task logs of job ``number``. %a in the path stands for the task number."""
         return self.run_dir / f"{number}_%a.out"
 
     @property
     def folder(self) -> str:
-        """Path of the results directory, for Slurm's file name patterns: each % is doubled."""
+        """Path of the results directory for Slurm's file name patterns, in which each % is doubled."""
         return str(self.run_dir).replace("%", "%%")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptArrayJob(ArrayJob):
-    """Script as a job array of ``tasks`` tasks in subfolders of ``run_dir``. $HPCDIST_TASK is the task number."""
+    """Job array that runs a script ``tasks`` times, in subfolders of ``run_dir``. $HPCDIST_TASK is the task number."""
 
     template: ClassVar[str] = "script_array.sbatch.j2"
     option: ClassVar[str] = "--tasks"
@@ -127,7 +127,7 @@ class MergeJob(BatchJob):
 
     @classmethod
     def of(cls, job: SweepJob) -> "MergeJob":
-        """Return the job that merges the results of the sweep ``job`` in one file, on the same partition."""
+        """Return the job that merges the results of the sweep ``job``, on the same partition."""
         same = {name: getattr(job, name) for name in _OF_MERGED}
         return cls(**same, nodes=1, name=f"{job.name}-merge", walltime=_MERGE_TIME, check=False, link=2, links=2)
 
@@ -137,9 +137,10 @@ class MergeJob(BatchJob):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkJob(BatchJob):
-    """Benchmark suite ``suite`` on exclusive nodes. ``arguments`` are options of `hpcdist bench SUITE`.
+    """Job that runs the benchmark suite ``suite`` on exclusive nodes. ``arguments``: options of `hpcdist bench SUITE`.
 
-    The suite "sweep" measures the trials of ``sweep`` one after the other, with ``trial_ranks`` ranks each.
+    The suite "sweep" measures the parameter combinations of ``sweep`` one after the other. ``trial_ranks``: number of
+    ranks for each combination.
     """
 
     template: ClassVar[str] = "benchmark.sbatch.j2"
@@ -163,7 +164,7 @@ class BenchmarkJob(BatchJob):
 
     @property
     def on_all_ranks(self) -> bool:
-        """Whether all ranks of the job run the benchmark together. Otherwise the benchmark starts ranks itself."""
+        """True if all ranks of the job run the benchmark together, False if the benchmark starts the ranks itself."""
         return self.suite != SWEEP
 
 
@@ -197,7 +198,7 @@ class ServersJob(BatchJob):
 
     @property
     def server_gpus_per_node(self) -> int:
-        """GPUs per server node: one per rank if the workers have GPUs, else 0."""
+        """GPUs per node of parameter servers: one per rank if the workers have GPUs, else 0."""
         return self.server_ranks_per_node if self.gpus_per_node else 0
 
     @property
@@ -211,7 +212,6 @@ class ServersJob(BatchJob):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the job: workers and servers."""
         return super().ranks + self.servers
 
 

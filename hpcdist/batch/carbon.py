@@ -43,7 +43,7 @@ _BEGIN: Final = {"slurm": "%Y-%m-%dT%H:%M:%S", "pbs": "%Y%m%d%H%M.%S"}  # format
 
 @dataclass(frozen=True)
 class CarbonForecast:
-    """Carbon intensity ``g_per_kwh[i]`` (gCO2/kWh) from ``times[i]`` to ``times[i + 1]``. Times have a time zone."""
+    """Forecast of the carbon intensity: ``g_per_kwh[i]`` (gCO2/kWh) from ``times[i]`` to ``times[i + 1]``."""
 
     path: Path
     times: tuple[datetime, ...]
@@ -173,13 +173,13 @@ class CarbonWindow:
 
     @property
     def saving_percent(self) -> float | None:
-        """CO2 saving in percent compared with a start now, or None if unknown."""
+        """CO2 saving of this window compared with a start now, in percent, or None if unknown."""
         if self.now_g_per_kwh is None:
             return None
         return 100 * (1 - self.mean_g_per_kwh / self.now_g_per_kwh) if self.now_g_per_kwh else 0.0
 
     def saving_g(self, power_w: float) -> float | None:
-        """Return the CO2 saving in g compared with a start now, for a job of ``power_w`` watts, or None if unknown."""
+        """Return the CO2 saving compared with a start now in grams, or None if unknown. ``power_w``: job's power."""
         if not (math.isfinite(power_w) and power_w > 0):
             raise UsageError(f"--power {power_w} is invalid; give the power of the whole job in W, above 0, e.g. 2400")
         if self.now_g_per_kwh is None:
@@ -190,10 +190,10 @@ class CarbonWindow:
 
 
 def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, deadline: datetime) -> CarbonWindow:
-    """Return the time window with the least mean carbon intensity for a job, or the earliest of several.
+    """Return the time window for a job with the least mean carbon intensity, or the earliest of several such windows.
 
-    ``now``, ``deadline``: times with time zone. Raises UsageError if the deadline is too soon, and ConfigurationError
-    if the forecast does not cover the job.
+    ``duration_s``: length of the job. ``now``, ``deadline``: earliest start and latest end, with time zone. Raises
+    UsageError if the deadline is too soon, and ConfigurationError if the forecast does not cover the job.
     """
     duration = timedelta(seconds=duration_s)
     if duration <= timedelta(0):
@@ -225,9 +225,10 @@ def best_window(forecast: CarbonForecast, now: datetime, duration_s: float, dead
 def plan_begin(
     path: Path, deadline_text: str | None, walltime_s: int | None, now: datetime, power_w: float | None = None
 ) -> tuple[datetime, list[str]]:
-    """Return the best start time of a job by the carbon forecast in ``path``, and lines that explain the choice.
+    """Return (best start time of a job, text lines that explain the choice), from the carbon forecast ``path``.
 
-    ``power_w``: power of the job. Raises UsageError, ConfigurationError or StorageError.
+    ``deadline_text``: latest end, such as "24h". ``walltime_s``: length of the job. ``now``: earliest start.
+    ``power_w``: power in watts, or None. Raises UsageError, ConfigurationError or StorageError.
     """
     if walltime_s is None:
         raise UsageError("--carbon needs --time: the forecast is averaged over the whole job")

@@ -191,12 +191,12 @@ class BatchJob:
 
     @property
     def input_text(self) -> str:
-        """The text of the recipe or of the sweep; "" for a program."""
+        """Text of the job's recipe or parameter sweep; "" if the job runs a script."""
         return self.recipe or self.sweep
 
     @property
     def input_file(self) -> Path:
-        """Path of the file with `input_text`. Its name contains a digest, so later submissions do not overwrite it."""
+        """Path of the file for `input_text`. The name contains a digest, so later submissions do not overwrite it."""
         digest = hashlib.blake2b(os.fsencode(self.input_text), digest_size=4).hexdigest()
         return self.run_dir / f"job-{digest}.toml"
 
@@ -207,21 +207,21 @@ class BatchJob:
 
     @property
     def gpus_of_nodes(self) -> set[int]:
-        """Set of the numbers of GPUs per node. Nodes of parameter servers and of workers may differ."""
+        """Set of the numbers of GPUs per node. Worker nodes and parameter server nodes may differ."""
         return {self.gpus_per_node}
 
     @property
     def followers(self) -> "tuple[BatchJob, ...]":
-        """More jobs to submit after this job, in this order. Each starts when the job before it has ended."""
+        """Jobs to submit after this job, in order. Each starts when the job before it has ended."""
         return ()
 
     def log(self, folder: Path, number: str) -> Path:
-        """Return the path of the log of the job with ``number``, submitted from the directory ``folder``."""
+        """Return the path of the job's log. ``folder``: directory of the submission. ``number``: job number."""
         return folder / f"hpcdist-{number}.out"
 
 
 def walltime_s(text: str, option: str = "--time") -> int:
-    """Convert D-HH:MM:SS, HH:MM:SS or minutes to seconds. The UsageError for other texts names ``option``."""
+    """Convert D-HH:MM:SS, HH:MM:SS or minutes to seconds. Other texts raise UsageError, which names ``option``."""
     match, seconds = _WALLTIME.fullmatch(text), 0
     if match is None:
         seconds = int(text) * 60 if re.fullmatch(r"\d{1,9}", text, re.ASCII) else 0
@@ -237,7 +237,7 @@ def walltime_s(text: str, option: str = "--time") -> int:
 
 
 def memory_mib(text: str, option: str = "--mem") -> float:
-    """Convert a memory size, such as 4000 (MiB) or 200G, to MiB. The UsageError for other texts names ``option``."""
+    """Convert a size such as 4000 (MiB) or 200G to MiB. Other texts raise UsageError, which names ``option``."""
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r}: expected MiB, or a number with K, M, G or T; for example 4000 or 200G")

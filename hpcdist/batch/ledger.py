@@ -36,7 +36,7 @@ SAVE: Final = "save"
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Entry of the job ledger: one event of the batch job with id ``job``. ``time`` has a time zone."""
+    """Entry of a run's job ledger: an ``event`` ("submitted", "ended", ...) of the batch job with id ``job``."""
 
     time: datetime
     event: str
@@ -44,56 +44,56 @@ class LedgerEntry:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, name: str) -> str:
-        """Return this entry's value of key ``name`` if it is a string, else ""."""
+        """Return this entry's value for the key ``name`` if it is a string, else ""."""
         value = self.values.get(name)
         return value if isinstance(value, str) else ""
 
     def number(self, name: str) -> int | None:
-        """Return this entry's value of key ``name`` if it is an integer, else None."""
+        """Return this entry's value for the key ``name`` if it is an integer, else None."""
         value = self.values.get(name)
         return value if type(value) is int else None
 
     def texts(self, name: str) -> list[str]:
-        """Return this entry's value of key ``name`` as a list of strings, or [] if the value is not a list."""
+        """Return the strings in this entry's list for the key ``name``, or [] if the value is not a list."""
         value = self.values.get(name)
         return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True)
 class LedgerJob:
-    """All entries of one batch job in the job ledger, in file order."""
+    """A batch job: all its entries in the job ledger, oldest first."""
 
     id: str
     entries: tuple[LedgerEntry, ...]
 
     def last(self, event: str) -> LedgerEntry | None:
-        """Return this job's newest entry of type ``event``, or None."""
+        """Return this job's newest entry of type ``event``, or None if there is no such entry."""
         return next((entry for entry in reversed(self.entries) if entry.event == event), None)
 
     def text(self, name: str) -> str:
-        """Return the newest string under key ``name`` in this job's entries, or "" if no entry has the key."""
+        """Return the newest string for the key ``name`` in this job's entries, or "" if no entry has one."""
         return next((value for entry in reversed(self.entries) if (value := entry.text(name))), "")
 
     @property
     def is_ended(self) -> bool:
-        """True if the job has ended, and its last ``ended`` entry does not request a requeue."""
+        """True if the job has ended and did not request to be requeued."""
         phases = [entry for entry in self.entries if entry.event in (SUBMITTED, BEGAN, ENDED)]
         return bool(phases) and phases[-1].event == ENDED and phases[-1].text("word") != AGAIN
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether `hpcdist jobs cancel` cancelled the job. Such a job may save and end, but must not start again."""
+        """True if `hpcdist jobs cancel` cancelled the job. It may still save and end, but must not start again."""
         return self.last(CANCELLED) is not None
 
     @property
     def is_to_save(self) -> bool:
-        """Whether the job was cancelled, but may save a checkpoint before it ends."""
+        """True if the job was cancelled, but may save a checkpoint before it ends."""
         cancelled = self.last(CANCELLED)
         return cancelled is not None and cancelled.text("how") == SAVE
 
 
 def record(run_dir: Path, event: str, **values: Any) -> None:
-    """Append ``event`` to the job ledger of ``run_dir``, with the keyword arguments as values. Raises StorageError."""
+    """Append ``event`` to the job ledger of ``run_dir``, with the values ``**values``. Raises StorageError."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def record(run_dir: Path, event: str, **values: Any) -> None:
 
 
 def read(run_dir: Path) -> list[LedgerEntry]:
-    """Return all entries in the job ledger of ``run_dir``, or [] if it has none. Raises StorageError."""
+    """Return all entries of the job ledger in ``run_dir``, or [] if there is no ledger. Raises StorageError."""
     try:
         return [entry for value in regular.json_objects(run_dir / FILE_NAME) if (entry := _entry(value)) is not None]
     except OSError as error:
@@ -116,7 +116,7 @@ def read(run_dir: Path) -> list[LedgerEntry]:
 
 
 def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
-    """Return a dict from job id to the job with its ledger entries, in the order of the jobs' first entries."""
+    """Return {job id: `LedgerJob`} for the jobs in ``entries``, in the order of their first entries."""
     entries_of: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         entries_of.setdefault(entry.job, []).append(entry)
@@ -124,7 +124,7 @@ def jobs(entries: list[LedgerEntry]) -> dict[str, LedgerJob]:
 
 
 def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
-    """Return the ids of the jobs that follow ``job`` in its chain of jobs, in order. ``jobs``: all jobs by id."""
+    """Return the ids of the jobs that continue the run after ``job``, in order. ``jobs``: all jobs by id."""
     links: list[str] = []
     for other in jobs.values():
         submitted = other.last(SUBMITTED)
@@ -136,7 +136,7 @@ def later_links(jobs: Mapping[str, LedgerJob], job: str) -> list[str]:
 
 
 def registry(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of this user's list of run directories. The file may not exist yet."""
+    """Return the path of the file with this user's list of run directories. The file may not exist yet."""
     home = environment.get("XDG_STATE_HOME") or os.path.join(environment.get("HOME") or "~", ".local", "state")
     return Path(home).expanduser() / "hpcdist" / REGISTRY
 

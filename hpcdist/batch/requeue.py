@@ -49,10 +49,10 @@ def decide(
     preempted: bool,
     lost_nodes: Callable[[], Sequence[str]],
 ) -> RequeueVerdict:
-    """Decide whether to requeue ``job``, which ended with exit code ``code``. Local.
+    """Decide whether to requeue ``job`` (a job id), which ended with exit code ``code``. Local.
 
-    ``entries``: recorded events of the run's jobs. ``saved``: newest checkpoint. Keyword-only ``lost_nodes``: function
-    that returns the unreachable nodes.
+    ``entries``: event log of the run. ``restart``: number of requeues of the job so far. ``saved``: newest checkpoint.
+    Keyword-only ``lost_nodes``: function that returns the unreachable nodes.
     """
     ledger_job = ledger.jobs(entries).get(job)
     fruitless = _starts_in_vain(entries, job, saved)
@@ -83,9 +83,10 @@ def decide(
 def fruitless_starts(
     entries: Iterable[ledger.LedgerEntry], saved: NewestCheckpoint, digest: str
 ) -> list[ledger.LedgerEntry]:
-    """Return the latest consecutive starts of a run that all resumed from the newest checkpoint ``saved``.
+    """Return the log entries of the latest consecutive job starts that made no new checkpoint.
 
-    ``entries``: recorded events of the run's jobs. ``digest``: hash of the recipe.
+    Such starts all resumed from ``saved``, the newest checkpoint. ``entries``: event log of the run. ``digest``: hash
+    of the run's configuration.
     """
     # A start with another recipe ends the list. Starts of cancelled jobs do not count.
     starts: list[ledger.LedgerEntry] = []
@@ -101,7 +102,7 @@ def fruitless_starts(
 
 
 def node_count(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of nodes of the current job, or None if the scheduler does not report it. Local."""
+    """Return the number of nodes of the current job, or None if unknown, from environment variables. Local."""
     for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
         if environment.get(name, "").isdecimal():
             return int(environment[name])

@@ -75,7 +75,7 @@ def render(job: BatchJob, site: SiteProfile) -> str:
 
 
 def environment() -> Templates:
-    """Return the Jinja environment with this installation's templates. Undefined names in a template are errors."""
+    """Return the Jinja templates for job scripts. Rendering an undefined variable is an error."""
     return _environment(batch_job.folder(batch_job.TEMPLATES))
 
 
@@ -179,15 +179,16 @@ class SubmittedJob:
 
 
 def chain(job: BatchJob, site: SiteProfile) -> list[tuple[BatchJob, str]]:
-    """Return the (job, script) pairs to submit for ``job``. Each job starts after the previous one. Local."""
+    """Return the chain of jobs to submit for ``job`` in sequence, as pairs (job, job script text). Local."""
     links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
     return [(link, render(link, site)) for link in links]
 
 
 def submit(links: Sequence[tuple[BatchJob, str]], site: SiteProfile, folder: Path) -> Iterator[SubmittedJob]:
-    """Submit the (job, script) pairs ``links``, each to start after the previous job has ended. Yield each job.
+    """Submit ``links``, pairs (job, job script text) of a chain of jobs. Yield a `SubmittedJob` for each.
 
-    Logs go into ``folder``. Raises HpcdistError if a job cannot be submitted or recorded.
+    Each job starts after the previous job has ended. ``folder``: directory for the logs. Raises HpcdistError if a job
+    cannot be submitted or recorded.
     """
     # Each job is recorded in its run directory before the next job is submitted.
     if site.scheduler.kind == "slurm":
@@ -225,7 +226,7 @@ def script_with_input(job: BatchJob, text: str) -> str:
 
 @contextmanager
 def exclusive(run_dir: Path) -> Iterator[None]:
-    """Lock ``run_dir`` against submissions by other processes, if the file system has locks. Raises StorageError."""
+    """Lock ``run_dir`` in a ``with`` block, so that no other process submits a job for it. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(run_dir / ledger.FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)

@@ -35,9 +35,9 @@ _BATCH_ELEMENTS: Final = 1 << 22  # largest number of resampled times in memory
 
 @dataclass(frozen=True)
 class CompareSide:
-    """Measurements of one configuration in one file: the slowest rank's time and the session of each iteration.
+    """Measurements of one configuration in one file: duration of each iteration, and number of its process.
 
-    ``reference``: True for memcpy and wire, which only describe the machine. ``wrong``: True if a result was wrong.
+    ``reference``: True for a memory copy or an exchange between nodes. ``wrong``: True if a result was wrong.
     """
 
     times_s: np.ndarray
@@ -48,7 +48,11 @@ class CompareSide:
 
 @dataclass(frozen=True)
 class CompareRule:
-    """Settings of a comparison. ``threshold``: tolerated slowdown; 0.05 is 5 %. ``seed``: seed of the bootstrap."""
+    """Settings of a comparison of two results files.
+
+    ``threshold``: tolerated slowdown; 0.05 means 5 %. ``confidence``: level of the bootstrap interval. ``resamples``:
+    number of bootstrap samples. ``seed``: random seed.
+    """
 
     threshold: float = 0.05
     confidence: float = 0.95
@@ -60,8 +64,8 @@ class CompareRule:
 class MedianChange:
     """Change of a configuration from the first file to the second. ``ratio`` above 1 means slower.
 
-    ``low`` and ``high`` are the ends of the ratio's interval. The times, ratio and interval are None if the second
-    result is wrong. The pairs ``iterations`` and ``sessions`` are numbers in the first and the second file.
+    ``low``, ``high``: confidence interval of the ratio. Durations, ratio and interval are None if the second result is
+    wrong. ``iterations``, ``sessions``: numbers of iterations and processes in (first file, second file).
     """
 
     name: str
@@ -78,9 +82,9 @@ class MedianChange:
 
 @dataclass(frozen=True)
 class ResultsComparison:
-    """Changes of the common configurations, wrong results and largest slowdowns first, and names in one file only.
+    """Comparison of two results files: changes of the common configurations, and names that only one file has.
 
-    ``wrong_before``: configurations that are wrong in the first file and correct in the second.
+    ``wrong_before``: names of configurations that are wrong in the first file and correct in the second.
     """
 
     changes: tuple[MedianChange, ...]
@@ -91,19 +95,19 @@ class ResultsComparison:
 
     @property
     def regressions(self) -> list[MedianChange]:
-        """Configurations that are slower or wrong in the second file, without the references (memcpy, wire)."""
+        """Changes to a slower or wrong result in the second file, without memcpy and exchange between nodes."""
         return [change for change in self.changes if change.verdict in (REGRESSION, WRONG) and not change.reference]
 
     @property
     def judged(self) -> list[MedianChange]:
-        """Configurations with a verdict, without the references."""
+        """Changes with enough iterations for a verdict, without memcpy and exchange between nodes."""
         return [change for change in self.changes if change.verdict != FEW and not change.reference]
 
 
 def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
-    """Compare the results files ``before`` and ``after``: two of `bench collectives`, or two of `bench sweep`.
+    """Compare two results files, both of `bench collectives` or both of `bench sweep`. ``rule``: settings.
 
-    Raises StorageError if a file is neither, and UsageError if the files have no configuration in common.
+    Raises StorageError for another kind of file, and UsageError if the files have no configuration in common.
     """
     schemas = [_schema(path) for path in (before, after)]
     if schemas[0] != schemas[1]:
@@ -129,7 +133,7 @@ def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
 
 
 def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule) -> MedianChange:
-    """Return the change of the configuration ``name`` from ``before`` to ``after``. Equal arguments, equal result."""
+    """Return the change of the configuration ``name`` from the measurements ``before`` to ``after``. Deterministic."""
     counts = (len(before.times_s), len(after.times_s))
     sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
     if after.wrong:
@@ -153,7 +157,6 @@ def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule
 
 
 def _medians(side: CompareSide, resamples: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the medians of ``resamples`` bootstrap samples: of processes, then of the iterations of each process."""
     processes = [side.times_s[side.session == number] for number in np.unique(side.session)]
     medians = np.empty(resamples)
     if len(processes) == 1:
@@ -208,7 +211,6 @@ def _collectives(path: Path) -> dict[str, CompareSide]:
 
 
 def _sweep(path: Path) -> dict[str, CompareSide]:
-    """Return the step times of all successful repeats, by configuration. The first step is left out: it compiles."""
     sides = {}
     for row in results.read(path).configurations:
         times = [most_of_ranks(repeat.samples["step_s"][1:]) for repeat in row.good]
@@ -240,7 +242,7 @@ def text(comparison: ResultsComparison) -> str:
 
 
 def markdown(comparison: ResultsComparison) -> str:
-    """Return the table of ``comparison`` as Markdown, with the same lines below it as `text`."""
+    """Return ``comparison`` as a Markdown table, followed by configurations in one file only and notes."""
     lines = _FIGURES.markdown(comparison.changes)
     return "\n".join([*lines, *(f"\n{line}" for line in _footer(comparison))])
 
@@ -255,7 +257,6 @@ def _footer(comparison: ResultsComparison) -> list[str]:
 
 
 def _by_cell(names: Sequence[str]) -> list[str]:
-    """Group the names of collectives: return a line per operation, size, ranks and MPI library, with all algorithms."""
     cells: dict[str, list[str]] = {}
     for name in names:
         *cell, label = name.split(", ", 3)

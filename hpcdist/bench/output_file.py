@@ -25,7 +25,7 @@ Record = TypeVar("Record")
 
 
 class SampleColumn:
-    """Description of a dataset. ``axes`` names the scales of its first dimensions; ``units`` are in UCUM notation."""
+    """Description of an HDF5 dataset: ``meaning`` as text, names of its dimensions (``*axes``) and their unit."""
 
     def __init__(self, meaning: str, *axes: str, units: str = "s") -> None:
         self.meaning, self.axes, self.units = meaning, axes, units
@@ -33,7 +33,7 @@ class SampleColumn:
 
 @dataclass(frozen=True)
 class ResultsFormat:
-    """Schema name and version of a results file. ``records``: name of the group of its records; "" is the root."""
+    """Schema name and version of an HDF5 results file. ``records``: group of the results; "" is the root group."""
 
     schema: str
     version: int
@@ -76,7 +76,10 @@ def plain(value: Any) -> Any:
 
 
 def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
-    """Write the dataclass ``record`` into the empty HDF5 ``group``. The keyword ``grows`` permits `extend_record`."""
+    """Write the dataclass object ``record`` into the empty HDF5 ``group``.
+
+    Keyword-only ``grows``: True if `extend_record` may append to it later.
+    """
     group.attrs.update(_attributes(record))
     columns = {name: (getattr(record, name), column) for name, column in _sample_columns(type(record)).items()}
     if columns:
@@ -84,11 +87,11 @@ def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
 
 
 def write_samples(group: Any, columns: Mapping[str, tuple[np.ndarray, SampleColumn]], *, grows: bool = False) -> None:
-    """Write a dataset per entry of ``columns``, name -> (values, description), and their scales into ``group``.
+    """Write a dataset for each entry of ``columns`` into the HDF5 ``group``, with dimension scales.
 
-    NeXus viewers show the first dataset. A dataset can be the scale of another one. With the keyword ``grows``, the
-    first dimension is unlimited.
+    ``columns``: dict from name to (values, description). Keyword-only ``grows``: True for an unlimited first dimension.
     """
+    # NeXus viewers show the first dataset. A dataset can be the scale of another dataset.
     for name, (values, column) in columns.items():
         options: dict[str, Any] = {}
         if grows:
@@ -108,9 +111,9 @@ def write_samples(group: Any, columns: Mapping[str, tuple[np.ndarray, SampleColu
 
 
 def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
-    """Attach dimension scales to the datasets of ``group``.
+    """Attach HDF5 dimension scales to the datasets of ``group``.
 
-    ``axes``: names of the scales of the first dimensions, by dataset. The scales are datasets of ``group``, too.
+    ``axes``: dict from the name of a dataset to the names of its scales, which are datasets of ``group``, too.
     """
     for scale in dict.fromkeys(axis for names in axes.values() for axis in names):
         group[scale].make_scale(scale)
@@ -121,7 +124,7 @@ def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
 
 
 def extend_record(group: Any, record: Any) -> None:
-    """Append the samples of ``record`` to the datasets of ``group``, along the first dimension."""
+    """Append the arrays of the dataclass object ``record`` to the datasets of ``group``, along the first dimension."""
     for name, column in _sample_columns(type(record)).items():
         values, dataset, scale = getattr(record, name), group[name], group[column.axes[0]]
         length = len(dataset) + len(values)
@@ -132,7 +135,7 @@ def extend_record(group: Any, record: Any) -> None:
 
 
 def read_record(group: Any, kind: type[Record], **values: Any) -> Record:
-    """Return the record of class ``kind`` in ``group``. ``values``: the fields that `write_record` does not store."""
+    """Return an object of the dataclass ``kind``: fields stored in the HDF5 ``group``, and fields in ``**values``."""
     for name, hint in _hints(kind).items():
         if name in values:
             continue

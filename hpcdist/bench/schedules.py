@@ -43,10 +43,10 @@ _WIDTH: Final = 14.0  # of a plot, in inches
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Number of stages and micro-batches of the schedules to simulate, and the costs of one micro-batch.
+    """Settings of simulated pipeline schedules: number of stages and micro-batches, and costs of one micro-batch.
 
-    - ``costs``: seconds of (forward, input gradient, weight gradients) of a stage: one tuple for all stages, or one per
-      stage. The chunks of a rank have equal shares. An unsplit backward pass takes the sum of both gradients.
+    - ``costs``: seconds of (forward, input gradient, weight gradients) of a stage: one tuple for all stages, or one
+      each.
     - ``message_s``: seconds for which a message occupies its link.
     - ``recompute``: run the forward pass again before each backward pass.
     """
@@ -69,7 +69,7 @@ class ScheduleRequest:
             raise UsageError(f"--message-s {self.message_s}: the seconds must be finite")
 
     def step_costs(self, placement: StagePlacement) -> StepCosts:
-        """Return the costs of each chunk of ``placement``, whose chunks have one model unit each."""
+        """Return the simulation costs of each model chunk of ``placement``, which maps chunks to ranks."""
         forward_s, input_s, weight_s = (
             [self.costs[rank % len(self.costs)][kind] / placement.ranks.count(rank) for rank in placement.ranks]
             for kind in range(3)
@@ -85,10 +85,10 @@ class ScheduleRequest:
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """Simulated schedule: its passes, timeline, and largest number of micro-batches in progress, by rank.
+    """Result of a simulated pipeline schedule: forward and backward passes, timeline, and memory of each rank.
 
-    ``closed``: bubble in closed form, or None if there is no formula for the schedule and costs. ``operations``: True
-    if the operation lists were verified, False if only the passes were.
+    ``memory``: largest number of micro-batches in progress, by rank. ``closed``: idle share by a formula, or None
+    without a formula. ``operations``: True if all operations were verified, not only the passes.
     """
 
     name: str
@@ -100,10 +100,10 @@ class SimulatedSchedule:
 
 
 def simulate_schedule(name: str, written: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
-    """Prove that the schedule ``written`` is valid, and simulate it with the costs of ``request``. Local.
+    """Check that a pipeline schedule is valid, and simulate it. Local.
 
-    ``name`` selects the closed form of the bubble. Raises ScheduleError if the schedule is invalid or deadlocks, and
-    UsageError if it does not support recomputation.
+    ``name``: name of the schedule. ``written``: its list of passes per rank. ``request``: costs. Raises ScheduleError
+    if the schedule is invalid or deadlocks, and UsageError if it does not support recomputation.
     """
     if request.recompute and written.keeps:
         raise UsageError(
@@ -127,7 +127,6 @@ def simulate_schedule(name: str, written: ScheduleText, request: ScheduleRequest
 
 
 def _verify(written: ScheduleText, placement: StagePlacement, request: ScheduleRequest) -> None:
-    """Verify the operation lists of a training step of one replica: all passes, then the optimizer update."""
     units = {unit: Range(unit, unit + 1) for unit in placement.units}
     lists = []
     for rank, row in enumerate(written.passes):
@@ -192,8 +191,8 @@ _FIGURES: Final[Catalogue[SimulatedSchedule]] = Catalogue(
 class PassBar:
     """Bar of a timeline: one pass of a micro-batch through one model chunk, with its start and end time.
 
-    ``work``: kind of the pass, a key of `STYLES`. ``chunk``: number of the chunk in the model. ``local``: number of the
-    chunk on its rank.
+    ``work``: kind of the pass, a key of `STYLES`. ``chunk``: number of the model chunk in the model. ``local``: number
+    of the chunk on its rank.
     """
 
     rank: int
@@ -220,7 +219,7 @@ class TimelinePanel:
 
 
 def bars(timeline: StepTimeline) -> list[PassBar]:
-    """Return one bar per pass of each rank of ``timeline``. The model units of a chunk share a bar. Local."""
+    """Return one bar per pass of each rank of ``timeline``. Local."""
     program, times = timeline.program, timeline.times
     result: list[PassBar] = []
     for rank in range(program.ranks):
@@ -295,10 +294,7 @@ def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
 
 
 def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Write ``panels`` to the JSON file ``file`` as a Chrome trace, for Perfetto. Raises StorageError.
-
-    The trace has a process per panel and a thread per rank.
-    """
+    """Write ``panels`` to the JSON file ``file`` as a Chrome trace, which Perfetto can show. Raises StorageError."""
     events: list[dict[str, Any]] = []
     for process, shown in enumerate(panels):
         events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": shown.title}})

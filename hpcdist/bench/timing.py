@@ -22,10 +22,10 @@ def without_collection() -> Iterator[None]:
 
 
 def begin_torch_group(comm: Communicator, folder: Path) -> None:
-    """Start PyTorch's default process group (gloo) on the ranks of ``comm``. Collective; at most once per process.
+    """Start PyTorch's default process group (gloo) on the ranks of ``comm``. Collective; once per process.
 
-    Rank 0's ``folder`` holds the rendezvous file; every rank must have access to it. If PyTorch is missing on a rank,
-    this rank raises ImportError and the other ranks wait forever.
+    ``folder``: directory on rank 0, accessible to all ranks, for the rendezvous. If PyTorch is missing on a rank, this
+    rank raises ImportError and the others hang.
     """
     import torch.distributed as group
 

@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule for the checkpoints to keep, by their steps and validation losses."""
+    """Rule that determines, by step and validation loss, which checkpoints to keep."""
 
     last: int = 2  # number of newest checkpoints to keep
     every_steps: int = 0  # also keep the first checkpoint at or after each multiple of this number of steps (0: none)
@@ -74,9 +74,9 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
 
 
 def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
-    """Create an empty directory ``step-N.tmp`` with the subdirectories named in ``inside``, and return its path.
+    """Create a temporary directory ``step-N.tmp`` for the checkpoint of ``step``, and return its path.
 
-    Removes the ``.tmp`` directories of other steps. Raises OSError.
+    ``inside``: names of subdirectories to create. Removes temporary directories of other steps. Raises OSError.
     """
     if not directory.is_dir():
         directory.mkdir(parents=True)
@@ -93,9 +93,10 @@ def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
 
 
 def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path:
-    """Write the manifest ``text``, rename ``step-N.tmp`` to ``step-N``, and remove checkpoints that ``keep`` excludes.
+    """Commit the checkpoint of ``step``: rename its directory ``step-N.tmp`` to ``step-N``, and return the new path.
 
-    The rename is the commit: until then, the previous checkpoint is the newest complete one. Raises OSError.
+    ``text``: manifest to write first. ``keep``: number of checkpoints to keep, or a `Retention` rule; others are
+    removed. Raises OSError.
     """
     temporary, final = directory / f"step-{step}.tmp", directory / f"step-{step}"
     for inside in temporary.iterdir():

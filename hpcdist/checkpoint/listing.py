@@ -23,7 +23,7 @@ NEWER: Final = "newer"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Kind, name, dtype and shape of a whole tensor in a checkpoint, which may be stored in several pieces."""
+    """Kind, name, dtype and shape of a whole tensor in a checkpoint, which may be stored in several parts."""
 
     kind: str
     name: str
@@ -115,9 +115,9 @@ def load_parameters(path: Path) -> Manifest:
 
 
 def select(path: Path) -> Path:
-    """Return ``path`` if it is a checkpoint, else the newest complete checkpoint of the run in ``path``.
+    """Return ``path`` if it is a checkpoint directory, else the newest complete checkpoint of the run in ``path``.
 
-    An unfinished checkpoint at ``path`` is returned, too. Raises StorageError if a run has no complete checkpoint.
+    Raises StorageError if the run has no complete checkpoint.
     """
     if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
         return path
@@ -128,9 +128,9 @@ def select(path: Path) -> Path:
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
-    """Return the tensors in the manifest ``loaded`` whose kind is in ``kinds``, sorted by kind, layer and name.
+    """Return the tensors in a checkpoint, sorted by kind, layer and name. ``loaded``: its manifest.
 
-    A kind is a text, such as "parameters" or "optimizer.m". ``kinds`` None means all kinds.
+    ``kinds``: kinds to return, such as "parameters" or "optimizer.m", or None for all.
     """
     tensors = {
         (entry.kind, entry.tensor): StoredTensor(entry.kind, entry.tensor, entry.dtype, entry.shape)

@@ -31,7 +31,7 @@ _held_locks: dict[Path, "RunLock"] = {}  # the locks of this process, by directo
 
 
 def lost(directory: Path) -> str:
-    """Return the reason why this process has lost its lock on ``directory``, or "" if it may still write. Local."""
+    """Return the reason why this process lost its lock on ``directory``, or "" if it did not lose a lock. Local."""
     lock = _held_locks.get(directory.resolve())
     return "" if lock is None else lock.lost()
 
@@ -61,7 +61,7 @@ class RunLock:
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        If the other process may be dead, waits for its heartbeat. Keyword-only ``waits`` False: do not wait.
+        Waits for a heartbeat if the other process may be dead, unless keyword-only ``waits`` is False.
         """
         # ``otherwise``: advice for the error message.
         path = directory / LOCK_FILE
@@ -228,7 +228,7 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
 
 
 def is_dead(holder: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
-    """Return True if the process of lock entry ``holder`` has surely ended. ``identity`` is this process's entry."""
+    """Return True if the process of the lock file entry ``holder`` has ended. ``identity``: this process's entry."""
     if identity["job"] and holder.get("job") == identity["job"] and holder.get("restarts") != identity["restarts"]:
         return True  # the batch system restarts a job only after its earlier start has ended
     return _is_visible(holder, identity) and _started(holder.get("pid")) != holder.get("started")

@@ -34,7 +34,7 @@ MAX_STRIPES: Final = 128
 
 @dataclass(frozen=True)
 class MountedFileSystem:
-    """File system that contains a path. ``kind``: "lustre", "beegfs", or the type that the mount table gives."""
+    """File system that contains a path. ``kind``: "lustre", "beegfs", or another type. ``mount``: mount point."""
 
     kind: str
     mount: str
@@ -47,7 +47,7 @@ class MountedFileSystem:
 
 @dataclass(frozen=True)
 class StripePlan:
-    """Striping of a directory: the ``command`` to run, empty if no striping is useful, and the reason ``why``."""
+    """Command that stripes a directory. ``command`` is empty if striping is not useful. ``why``: reason, as text."""
 
     system: MountedFileSystem
     command: tuple[str, ...]
@@ -55,7 +55,7 @@ class StripePlan:
 
     @property
     def text(self) -> str:
-        """The command as text, quoted for a shell."""
+        """The striping command as text, quoted for a shell."""
         return shlex.join(self.command)
 
 
@@ -95,9 +95,10 @@ def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
 
 
 def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
-    """Return the number of storage servers over which to stripe each shard file.
+    """Return the number of storage servers over which to stripe each shard file of a checkpoint.
 
-    ``writers`` ranks write one shard each, ``nbytes`` bytes in total. ``servers`` is None if unknown.
+    ``nbytes``: total bytes of all shards. ``writers``: number of shards. ``servers``: number of servers, None if
+    unknown.
     """
     shard = -(-nbytes // max(1, writers))
     most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
@@ -106,9 +107,10 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
 
 
 def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
-    """Return a plan to stripe ``directory`` for ``writers`` ranks that write ``nbytes`` bytes in total.
+    """Return the command that stripes ``directory`` for a checkpoint, with the reason for it.
 
-    ``options``: "auto", "none", or options of the striping command. ``mounts``: path of the mount table.
+    ``nbytes``: total bytes. ``writers``: number of ranks that write. ``options``: "auto", "none", or options of the
+    striping command. ``mounts``: path of the mount table.
     """
     system = file_system(directory, mounts)
     if options == "none":
@@ -162,7 +164,7 @@ def _servers(directory: Path) -> int | None:
 
 
 def apply(stripe_plan: StripePlan) -> str:
-    """Run the striping command of ``stripe_plan``, if it has one. Return an error message, or ""."""
+    """Run the striping command in ``stripe_plan``, if there is a command. Return an error text, or "" on success."""
     if not stripe_plan.command:
         return ""
     result = _run(stripe_plan.command)

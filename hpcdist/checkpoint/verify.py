@@ -24,7 +24,10 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Result of `verify`. ``damage`` describes the damaged blocks, and ``not_covered`` the data without a digest."""
+    """Result of the verification of a checkpoint. ``damage``: texts on damaged blocks.
+
+    ``not_covered``: texts on data without a stored hash, which cannot be verified.
+    """
 
     path: Path
     state: str
@@ -106,7 +109,7 @@ def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPi
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Checkpoints of a run to remove (``doomed``) and to keep (``kept``), the most recent first."""
+    """Checkpoints of a run to remove (``doomed``) and to keep (``kept``), the newest first."""
 
     doomed: tuple[ListedCheckpoint, ...]
     kept: tuple[ListedCheckpoint, ...]
@@ -114,7 +117,7 @@ class PrunePlan:
 
 @contextmanager
 def exclude_jobs(run_dir: Path) -> Iterator[None]:
-    """Context manager that prevents job starts in ``run_dir``. Raises StorageError if a job is running there."""
+    """Context manager that prevents other jobs from starting in ``run_dir``. Raises StorageError if one runs there."""
     folder, lock = listing.checkpoints_directory(run_dir), RunLock()
     lock.take(
         folder.parent if folder.name == "checkpoints" else folder,
@@ -128,9 +131,9 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
 
 
 def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return the checkpoints of ``run_dir`` to keep and to remove, by a retention rule.
+    """Return the checkpoints in ``run_dir`` to keep and to remove. ``rule``: rule that selects checkpoints to keep.
 
-    ``damaged``: also remove damaged checkpoints. Raises StorageError if no checkpoint is intact.
+    ``damaged``: True to also remove damaged checkpoints. Raises StorageError if every checkpoint is damaged.
     """
     # Checkpoints are read in full, newest first, until one is intact.
     checkpoints = [listed for listed in listing.list_checkpoints(run_dir) if listed.path.suffix == ""]
@@ -154,7 +157,7 @@ def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
 
 
 def remove(prune_plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
-    """Remove the ``doomed`` checkpoints. Return the removed paths, and an error message for each failed removal."""
+    """Remove the ``doomed`` checkpoints of ``prune_plan``. Return (removed paths, dict from path to error text)."""
     gone, failed = [], {}
     for checkpoint in prune_plan.doomed:
         try:

@@ -29,7 +29,7 @@ set_option = click.option(
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Return a decorator that applies all click options passed as arguments. The help keeps their order."""
+    """Return a decorator that applies several click options to a command. ``*options``: decorators, in help order."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -40,7 +40,7 @@ def stacked(*options: Decorator) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """Click type that converts strings by the function ``parse``, which raises ValueError. Other values are kept."""
+    """Click parameter type that converts text with the function ``parse``. ``name``: type name in the help text."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -56,7 +56,7 @@ BYTE_SIZE: Final = Parsed("size", parse_bytes)  # 4096, 16K, 1M, 2G
 
 
 def check_plot(file: Path | None) -> None:
-    """Raise MissingCapabilityError, UsageError or StorageError if no plot can be saved as ``file`` (None: skip)."""
+    """Raise MissingCapabilityError, UsageError or StorageError if no plot can be saved as ``file`` (None: no plot)."""
     if file is not None:
         from hpcdist.reporting import plotting
 
@@ -74,7 +74,7 @@ class LazyGroup(click.Group):
         return list(self.lazy)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command ``cmd_name``, or None. Raises click.UsageError that suggests a command of similar name."""
+        """Return the command ``cmd_name``, or None. Raises click.UsageError if only a similar name exists."""
         if cmd_name not in self.lazy:
             near = nearest(cmd_name, self.lazy)
             if near is not None and not ctx.resilient_parsing:

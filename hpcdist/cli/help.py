@@ -76,7 +76,7 @@ _COMMENT: Final = re.compile(r"[ ]?<!--.*?-->", re.DOTALL)
 @click.option("--examples", type=DIRECTORY, help="Copy the example programs into this directory.")
 @click.option("--open", "opened", is_flag=True, help="Write the HTML file (default hpcdist-help.html) and open it.")
 def command(topic: str | None, html: Path | None, examples: Path | None, opened: bool) -> None:
-    """Show the page TOPIC, or the page of a recipe key (run.steps) or section (run). Without TOPIC list all pages."""
+    """Show the help page TOPIC or a recipe key (run.steps), or list all pages. --html, --examples: write files."""
     if topic is not None and (html is not None or examples is not None or opened):
         raise click.UsageError(f"--html, --open and --examples work for all pages together; leave {topic} out")
     if examples is not None:

@@ -337,11 +337,11 @@ def _train_options(command: Sequence[str]) -> dict[str, Any]:
 def check_training(
     command: Sequence[str], ranks: int | None, survive: str | None, spares: int, *, elsewhere: bool
 ) -> None:
-    """Raise the errors of `hpcdist train` that can be found before its ranks start. Local.
+    """Raise the errors of the `hpcdist train` line ``command`` that can be found before its ranks start. Local.
 
-    ``ranks``: number of training ranks, or None. Keyword-only ``elsewhere``: True if the ranks may see other files.
+    ``ranks``: number of training ranks, or None. ``survive``, ``spares``: values of these options. Keyword-only
+    ``elsewhere``: True if the ranks run in a container or on other hosts, and may see other files.
     """
-    # ``elsewhere``: in a container or on other hosts.
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements
 

@@ -237,10 +237,7 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the allreduce algorithm selected for ``buffer``: one name, or a table of names by buffer size.
-
-    Collective at the first call for a dtype and device.
-    """
+    """Return the allreduce algorithm for ``buffer``, or a table by size. The first call for a dtype is collective."""
     return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 

@@ -45,7 +45,7 @@ from hpcdist.errors import HpcdistError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmTable:
-    """Allreduce algorithms by buffer size: ``names[i]`` up to ``limits[i]`` bytes (ascending), else the last name."""
+    """Allreduce algorithms by buffer size: ``names[i]`` up to ``limits[i]`` bytes, else the last of ``names``."""
 
     names: tuple[str, ...]
     limits: tuple[int, ...] = ()
@@ -67,7 +67,7 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return the table of ``rows``: (largest size in bytes, algorithm), ascending. The last size is not a limit."""
+        """Return the table of ``rows``: (largest size in bytes, algorithm), ascending. The last size is ignored."""
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 

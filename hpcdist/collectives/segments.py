@@ -122,7 +122,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
     """Return a scratch buffer for each range in ``pieces``, on the device of the array ``like``. Local.
 
-    Buffers i and i + AHEAD share memory, so use at most AHEAD at a time.
+    Buffers i and i + 2 share memory, so use at most two buffers at a time. ``name``: see `scratch`.
     """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)
@@ -131,7 +131,7 @@ def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> l
 
 
 class PostedReceives:
-    """Receives of messages from rank ``source`` into the arrays ``targets``. At most AHEAD receives are in flight."""
+    """Receives of messages from rank ``source`` into the arrays ``targets``. At most two receives are in flight."""
 
     def __init__(self, comm: Communicator, source: int, targets: Sequence[Array], tag: int = 0) -> None:
         self._comm, self._source, self._targets, self._tag = comm, source, targets, tag

@@ -43,10 +43,10 @@ class ReduceScatterFunction(Protocol):
     def __call__(
         self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum", result: Array | None = None
     ) -> None:
-        """Reduce ``buffer`` in place, or into ``result``. Each rank gets its range ``shares[rank]``. Collective.
+        """Reduce ``buffer`` in place, or into ``result``. Rank r gets its element range ``shares[r]``. Collective.
 
-        All ranks or no rank must pass ``result``, an array for the range. ``buffer`` is then not changed, unless
-        ``result`` is a view of it.
+        All ranks or no rank must pass ``result``, an array for this rank's range. ``buffer`` is then not changed,
+        unless ``result`` is a view of it.
         """
 
 

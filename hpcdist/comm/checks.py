@@ -66,7 +66,7 @@ _INTERNAL: Final = (*(os.path.join(_PACKAGE, name) + os.sep for name in ("collec
 
 
 class ComparableCommunicator(Protocol):
-    """Part of a communicator that the comparison of calls uses."""
+    """Attributes and methods of a communicator that the comparison of calls needs."""
 
     name: str
     rank: int
@@ -106,7 +106,7 @@ def describe_call(
 ) -> CollectiveCall:
     """Return the description of a rank's collective call, which `compare_calls` compares between ranks. Local.
 
-    ``buffer``: any object. ``extra``: further arguments that must be equal on all ranks.
+    ``buffer``: any object. ``reduction``: operator, such as "sum". ``extra``: further arguments that must be equal.
     """
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)

@@ -48,7 +48,7 @@ class Nodes:
 class Communicator(CommunicatorFamily):
     """A group of ranks with its own message context: its messages never match messages of another communicator.
 
-    ``declared_node`` replaces the node number that the transport would detect; None: detect it.
+    ``declared_node``: this rank's node number, or None if the transport detects the nodes.
     """
 
     def __init__(self, name: str, rank: int, size: int, handover: Handover, declared_node: int | None) -> None:
@@ -65,7 +65,6 @@ class Communicator(CommunicatorFamily):
     def _in_place(
         self, op: str, buffer: Array, transport: Callable[..., None], *arguments: Any, peer: int = -1
     ) -> None:
-        """Call ``transport`` on ``buffer`` and the ``arguments``, as the operation ``op``."""
         # The operators of extremes that propagate NaN run on the host, and get no address of a GPU.
         needs_host = buffer.dtype.kind == "f" and arguments[-1:] in (("max",), ("min",))
         message, finish = self.handover.both(buffer, "" if needs_host else op)
@@ -92,7 +91,7 @@ class Communicator(CommunicatorFamily):
         self.events.end(token)
 
     def sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int = 0) -> None:
-        """Send to rank ``to`` and receive from rank ``source`` at the same time. The event counts the sent elements."""
+        """Send to rank ``to`` and receive from rank ``source`` at the same time. The event log counts sent elements."""
         outgoing = self.handover.outgoing(send)
         incoming, finish = self.handover.incoming(receive)
         token = self._begin("sendrecv", send, send.nbytes, to, tag)
@@ -125,14 +124,14 @@ class Communicator(CommunicatorFamily):
             self._idle(since)
 
     def probe(self, peer: int = ANY, tag: int = ANY) -> Message:
-        """Wait for a message and reserve it for the returned object, which can receive it. Local."""
+        """Wait for a message from rank ``peer``, and reserve it for the returned object, which receives it. Local."""
         token = self.events.begin(self.name, "probe", "uint8", 0, 0, peer, tag)
         message = self._probe(peer, tag)
         self.events.end(token)
         return message
 
     def poll(self, peer: int = ANY, tag: int = ANY) -> Message | None:
-        """Return a message like `probe` if one has arrived, or None without waiting. Local."""
+        """Return a message from rank ``peer``, like `probe`, or None at once if no message has arrived. Local."""
         message = self._poll(peer, tag)
         if message is not None:
             self.events.end(self.events.begin(self.name, "probe", "uint8", 0, 0, message.source, message.tag))
@@ -197,9 +196,9 @@ class Communicator(CommunicatorFamily):
     def all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
-        """Send ``send[send_ranges[q]]`` to each rank q, and receive its part into ``receive[receive_ranges[q]]``.
+        """Send ``send[send_ranges[q]]`` to each rank q, and receive from q into ``receive[receive_ranges[q]]``.
 
-        The event counts the bytes for other ranks.
+        The event log counts only the bytes sent to other ranks.
         """
         if self._checked:
             checks.compare_native(self, "all_to_all", send[:0])  # parts differ from rank to rank
@@ -213,11 +212,11 @@ class Communicator(CommunicatorFamily):
         self.events.end(token)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the small picklable values of all ranks, in rank order. For the set-up, never in a step."""
+        """Return the small picklable values of all ranks, in rank order. For set-up only, not for training steps."""
         return self._recorded("allgather_object", self._allgather_object, value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the small picklable value of rank ``root``. For the set-up, never in a step."""
+        """Return the small picklable value of rank ``root``. For set-up only, not for training steps."""
         return self._recorded("broadcast_object", self._broadcast_object, value, root, peer=root)
 
     def split(self, color: int | None, key: int = 0, label: str = "split") -> "Communicator | None":
@@ -250,10 +249,7 @@ class Communicator(CommunicatorFamily):
         return self._nodes
 
     def _place(self) -> tuple[int, int, list[list[int]]]:
-        """Return this rank's node number, the number of nodes, and the ranks of each node.
-
-        Nodes are ordered by their first rank.
-        """
+        # (this rank's node number, number of nodes, ranks of each node); nodes are ordered by their first rank
         if self.declared_node is not None:
             declared = self.allgather_object(self.declared_node)
             first_of = [declared.index(node) for node in declared]
@@ -264,14 +260,14 @@ class Communicator(CommunicatorFamily):
         return firsts.index(first_of[self.rank]), len(firsts), ranks
 
     def shared(self, nbytes: int) -> SharedBlock:
-        """Return ``nbytes`` of zeroed memory of each rank that all ranks can read and write. All must be on one node.
+        """Allocate ``nbytes`` bytes of zeroed memory per rank that all ranks can read and write. Needs one node.
 
-        If they cannot share memory (containers, no room), the block holds private memory: see `SharedBlock.is_shared`.
+        If sharing fails (containers, no room), the returned block holds private memory: see `SharedBlock.is_shared`.
         """
         return self._recorded("shared", self._shared, nbytes, count=nbytes)
 
     def window(self, nbytes: int) -> Window:
-        """Return ``nbytes`` of zeroed memory of this rank for one-sided access (put, get) by all ranks.
+        """Return a window: ``nbytes`` bytes of this rank's zeroed memory for one-sided access (put, get) by all ranks.
 
         Ranks may pass different sizes. Raises MissingCapabilityError if the transport has no one-sided communication.
         """

@@ -41,7 +41,8 @@ class EventSink:
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
 
-        ``sent_bytes``: bytes that this rank sends, or `UNKNOWN_BYTES`. ``peer``: the other rank, or -1.
+        ``comm``: communicator name. ``sent_bytes``: bytes that this rank sends, or `UNKNOWN_BYTES`. ``peer``: the other
+        rank, or -1.
         """
         return 0
 

@@ -28,7 +28,7 @@ class Placement:
 def choose_gpu(announced: LaunchEnvironment | None) -> int:
     """Select the GPU for this process's local rank, before MPI_Init. Return the index of the GPU. Local.
 
-    ``announced`` holds the launcher's environment variables, such as the local rank. None means local rank 0.
+    ``announced``: local rank and other data from the launcher; None means local rank 0.
     """
     if announced is not None and announced.local_rank is None and announced.size > 1:
         raise ConfigurationError(
@@ -41,7 +41,7 @@ def choose_gpu(announced: LaunchEnvironment | None) -> int:
 def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement:
     """Return the placement of this rank: its node and its rank on this node. Collective over ``comm``.
 
-    ``announced``: the launcher's environment, or None. Raises ConfigurationError for inconsistent local ranks.
+    ``announced``: local rank from the launcher, or None. Raises ConfigurationError for inconsistent local ranks.
     """
     nodes = comm.nodes()
     local_rank = nodes.intra.rank
@@ -72,7 +72,7 @@ def is_permutation(local_ranks: Sequence[int]) -> bool:
 
 
 def shown(local_ranks: Sequence[int]) -> str:
-    """Return the local ranks as text, truncated after the first `MOST_SHOWN`."""
+    """Return ``local_ranks`` as text for error messages, truncated after the first `MOST_SHOWN`."""
     return " ".join(map(str, local_ranks[:MOST_SHOWN])) + (" ..." if len(local_ranks) > MOST_SHOWN else "")
 
 

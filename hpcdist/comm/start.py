@@ -75,10 +75,8 @@ class Session:
         self.comm.barrier()  # recorded, so that `hpcdist hang` finds ranks that do not arrive here
 
     def stop_recording(self) -> None:
-        """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local.
-
-        If the job survives rank failures, this rank must soon call `record` again or exit. Otherwise the job ends.
-        """
+        """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local."""
+        # If the job survives rank failures, this rank must soon call `record` again or exit, or the job ends.
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
                 failfast.set_recovery_limit(self.watchdog.deadline_s * self.watchdog.first_step_factor)
@@ -93,7 +91,7 @@ class Session:
         self.spans = NULL_SPANS
 
     def survive(self, comm: Communicator) -> "Session":
-        """Return a session on ``comm``, the survivors' communicator. Do not use this old session again. Collective."""
+        """Return a new session on ``comm``, the survivors' communicator. This session becomes invalid. Collective."""
         self.stop_recording()
         session = replace(self, comm=comm, place=placement.locate(comm, None))
         if failfast.is_installed():  # false if ranks are threads of a test
@@ -102,7 +100,7 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """From now on, only rank 0 prints an error that all ranks raise equally. Local."""
+        """Let only rank 0 print an error that all ranks raise equally, from now on. Local."""
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
         if self.outlives:
@@ -122,7 +120,7 @@ class Session:
         failfast.agreed_exit(code)
 
     def withdraw(self) -> None:
-        """Stop the watchdog and, unless the job survives rank failures, finalise MPI. Collective."""
+        """Stop the watchdog and finalise MPI, unless the job continues after rank failures. Collective."""
         if self.watchdog is not None:
             self.watchdog.stop()
         sys.stdout.flush()
@@ -148,9 +146,9 @@ def start(
 ) -> Session:
     """Start MPI if a launcher announced a world, otherwise a world of only this process. Collective.
 
-    Afterwards, an uncaught exception or a non-zero SystemExit ends the job. ``ranks_per_node``: simulated nodes of this
-    many consecutive ranks; None uses the real nodes. ``checked``: if True on any rank, ranks compare their collective
-    calls. Raises ConfigurationError if MPI and the launcher disagree.
+    ``ranks_per_node``: number of ranks per simulated node, or None for real nodes. ``checked``: True to compare the
+    collective calls of all ranks. ``examined``: True to accept other local ranks than the launcher's. Afterwards, an
+    uncaught exception ends the job.
     """
     refuse_worker()
     standard_streams.protect()
@@ -195,10 +193,8 @@ def start(
 
 
 def is_worker() -> bool:
-    """Return True in a process that a rank of a launched job has forked, or has started by `multiprocessing`. Local.
-
-    Without a launcher, the result is always False.
-    """
+    """Return True in a process that a rank has forked, or started by `multiprocessing`. Local."""
+    # Without a launcher, the result is always False.
     if _rank_pids:
         return os.getpid() not in _rank_pids
     processes = sys.modules.get("multiprocessing.process")  # imported in each such process
@@ -219,9 +215,9 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """Give errors before `start` the same report and exit code as errors after it. Local.
+    """Report errors before `start` with the same text and exit code as errors after it. Local.
 
-    If keyword-only ``launched`` is True, this function does nothing without a launcher.
+    If keyword-only ``launched`` is True, this function does nothing in a process without a launcher.
     """
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
@@ -229,10 +225,8 @@ def fail_alike(*, launched: bool = False) -> None:
 
 
 def start_joined() -> Session:
-    """Start MPI in a process that `spawn.spawn` started. Return this process's session. Collective.
-
-    Import all modules before this call, because the existing ranks wait.
-    """
+    """Start MPI in a process that `spawn.spawn` started. Return this process's session. Collective."""
+    # Import all modules before this call, because the existing ranks wait.
     failfast.answer_requests_for_stacks()
     signal.alarm(JOINING_S)  # its default action needs no Python code, which could not run during an MPI call
     try:
@@ -261,7 +255,8 @@ def end_alone(error: Exception) -> NoReturn:
 
 
 def outlives(comm: Communicator) -> bool:
-    """Return True if the job must survive rank failures. Raises an error if it must, but MPI has no ULFM. Local."""
+    """Return True if HPCDIST_SURVIVE is set: the job continues after rank failures. Local."""
+    # Raises MissingCapabilityError if it does, but MPI has no ULFM.
     mode = os.environ.get(exit_file.SURVIVE, "")
     if mode and not comm.supports("ulfm"):
         raise MissingCapabilityError(
@@ -292,7 +287,11 @@ def start_alone() -> Session:
 
 
 def check_world(launch: environment.LaunchEnvironment, size: int, library: str) -> None:
-    """Raise ConfigurationError if MPI's world ``size`` differs from ``launch``, the launcher's announcement. Local."""
+    """Raise ConfigurationError if MPI's world ``size`` differs from the size that the launcher announced. Local.
+
+    ``launch``: announcement of the launcher. ``library``: version of the MPI library, for the message.
+    """
+    # `library` is the MPI library's version for the message.
     if size != launch.size:
         raise ConfigurationError(
             f"{launch.launcher} announced {launch.size} ranks, but MPI ({library}) sees a world of {size}: the "
@@ -312,10 +311,7 @@ def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> No
 
 
 def announce_pid(name: object) -> None:
-    """Write the process id of this rank to the file pid-``name``, for signals from `hpcdist run`. Local.
-
-    Does nothing if ``name`` is None.
-    """
+    """Write this rank's process id to the file pid-``name`` for `hpcdist run`. If ``name`` is None, do nothing."""
     folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
         # `name` is unique in the job, such as the rank.
@@ -325,11 +321,9 @@ def announce_pid(name: object) -> None:
 
 
 def import_mpi() -> Any:
-    """Import mpi4py.MPI, which initialises MPI. Requests THREAD_MULTIPLE, but also accepts a lower level.
-
-    A job that survives rank failures requests THREAD_SERIALIZED: with THREAD_MULTIPLE, Open MPI 5 may deadlock when a
-    rank dies.
-    """
+    """Import mpi4py.MPI, which initialises MPI. Requests THREAD_MULTIPLE, but also accepts a lower level."""
+    # A job that survives rank failures requests THREAD_SERIALIZED: with THREAD_MULTIPLE, Open MPI 5 may deadlock when a
+    # rank dies.
     environment.provide_home()
     listeners.exclude_tcp()
     try:

@@ -40,10 +40,8 @@ class SharedBlock(Protocol):
     is_shared: bool
 
     def progress(self) -> None:
-        """Let the MPI library progress messages. Call this while waiting for a value in the memory. Local.
-
-        A rank failure may go unnoticed here, so call `check_alive` from time to time as well.
-        """
+        """Let the MPI library progress messages. Call this while waiting for a value in the memory. Local."""
+        # A rank failure may go unnoticed here, so call `check_alive` from time to time as well.
 
     def check_alive(self, since: float) -> None:
         """Let messages progress, and raise RankDiedError if a rank of the communicator has died. Local.
@@ -56,7 +54,7 @@ class SharedBlock(Protocol):
 
 
 class PendingRequest:
-    """A request with its event. ``finish`` runs after completion, e.g. to copy received data to a GPU."""
+    """A request whose end is recorded in the event log. ``finish``: called once after completion, or None."""
 
     def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], None] | None) -> None:
         self._events, self._token, self._transport, self._finish = events, token, transport, finish

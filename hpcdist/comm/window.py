@@ -42,7 +42,7 @@ class Window(Protocol):
 
 
 class ObservedWindow:
-    """Wrapper of the window ``transfers`` that checks the bounds of puts and gets, and records their sizes in bytes."""
+    """Wrapper of the window ``transfers``. It checks the bounds of puts and gets, and records their bytes."""
 
     def __init__(self, transfers: Window, name: str, sizes: list[int], events: Callable[[], EventSink]) -> None:
         self._transfers, self._name, self._sizes, self._events = transfers, name, sizes, events
@@ -125,10 +125,7 @@ class MpiTransfers:
 
 
 class DeferredWindow:
-    """Window for ranks that are threads: `put` and `get` only note a copy, and `flush` makes it.
-
-    Thus tests detect a missing flush.
-    """
+    """Window for ranks that are threads. `put` and `get` copy nothing before `flush`, to detect a missing flush."""
 
     def __init__(self, views: list[np.ndarray], rank: int) -> None:
         self._views = views
@@ -155,9 +152,9 @@ class DeferredWindow:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MpiTransfers:
-    """Return a tested window with ``nbytes`` bytes on this rank. ``comm`` is an mpi4py communicator. Collective.
+    """Return a tested window with ``nbytes`` bytes on this rank. Collective over ``comm``, an mpi4py communicator.
 
-    Raises MissingCapabilityError on all ranks if the MPI library has no windows, or if test transfers fail.
+    ``mpi``: module mpi4py.MPI. Raises MissingCapabilityError on all ranks if windows or the test transfers fail.
     """
     transfers, reason = None, ""
     try:

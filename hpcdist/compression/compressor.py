@@ -58,7 +58,7 @@ _DOMAIN: Final = 0x636F6D70
 
 @dataclass(frozen=True)
 class RandomKey:
-    """Key of a stream of random numbers. Every call of `Compressor.encode` needs another key."""
+    """Key that selects a stream of random numbers. Every call of `Compressor.encode` needs a new key."""
 
     seed: int
     step: int
@@ -67,7 +67,7 @@ class RandomKey:
 
     @property
     def words(self) -> tuple[int, int, int, int, int]:
-        """The key as five integers: the last five arguments of the function `hpcdist.arrays.rng.philox`."""
+        """The key as five integers, as the random number generator `hpcdist.arrays.rng.philox` takes them."""
         high = self.seed >> 32 & _WORD
         return self.tensor & _WORD, self.step & _WORD, self.rank & _WORD, self.seed & _WORD, high ^ _DOMAIN
 
@@ -115,22 +115,22 @@ class Compressor(ABC):
 
     @abstractmethod
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        """Compress ``values``, which are not empty, into ``payload``. ``key``: random stream."""
+        """Compress the nonempty ``values`` into ``payload``. ``key``: random stream."""
 
     @abstractmethod
     def _decode(self, payload: Array, out: Array) -> None:
-        """Decompress ``payload`` into ``out``, which is not empty."""
+        """Decompress ``payload`` into the nonempty array ``out``."""
 
     @abstractmethod
     def _add(self, payload: Array, out: Array, factor: np.float32) -> None:
-        """Add ``factor`` times the decompressed ``payload`` to ``out``, which is not empty."""
+        """Add ``factor`` times the decompressed ``payload`` to the nonempty array ``out``."""
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload that decodes to NaN, to tell all ranks that values are not finite. ``key``: see `encode`."""
+        """Write a payload that decodes to NaN, to show all ranks that values are not finite. ``key``: see `encode`."""
         payload[...] = 0xFF  # every scale and float becomes NaN
 
     def summable(self, payload: Array) -> Array:
-        """Return a view of ``payload`` as floats that may be summed. Raises UsageError if payloads cannot be summed."""
+        """Return a view of ``payload`` as floats that an allreduce may sum. Raises UsageError for other payloads."""
         raise UsageError(
             f"payloads of {self.name} cannot be summed without being decoded; use an exchange that gathers payloads "
             "and adds the decoded values, or a linear compressor (float16, bfloat16)"
@@ -176,11 +176,11 @@ class DenseCompressor(Compressor):
 
     @abstractmethod
     def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
-        """Write the decompressed ``payload`` to ``out``. Unless ``factor`` is None, add ``factor`` times the values."""
+        """Write the decompressed ``payload`` to ``out``. If ``factor`` is not None, add ``factor`` times the values."""
 
 
 def align(offset_bytes: int) -> int:
-    """Return ``offset_bytes`` rounded up to an offset in a message at which a payload may start."""
+    """Return the smallest byte offset, at least ``offset_bytes``, at which a payload may start in a message."""
     return align_up(offset_bytes, ALIGNMENT)
 
 
@@ -226,9 +226,9 @@ class ErrorFeedback:
         compressor.add(payload, compensated, -1.0)
 
     def compensate(self, where: Range, gradient: Array) -> Array:
-        """Add ``gradient`` in place to the residual of the parameter range ``where``. Return a view of the sum.
+        """Add ``gradient`` to the residual of the parameter range ``where``, in place. Return a view of the sum.
 
-        The caller must subtract the decoded values from this view.
+        The caller must subtract the values that the payload encodes from this view.
         """
         overlap = next((other for other in self._open if other.intersect(where)), None)
         if overlap is not None:

@@ -37,7 +37,8 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
     """Return the rank of PowerSGD's factors for a tensor of ``shape``, or 0 to send the tensor uncompressed.
 
-    Do not call this for stacks of vectors (`TensorSpec.is_matrix`).
+    ``rank``: requested rank, at least 1. ``least_saving``: the factors are used if they are smaller than the tensor by
+    more than this ratio. Do not call this for stacks of vectors.
     """
     if rank < 1:
         raise UsageError(f"the rank of PowerSGD must be at least 1, got {rank}")
@@ -49,9 +50,9 @@ def rank_of(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> int:
 
 
 def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -> tuple[int, int]:
-    """Return the numbers of float32 values in a step's two allreduces for a tensor of ``shape``.
+    """Return the pair of float32 counts in a step's two allreduces for a tensor of ``shape``.
 
-    The allreduces send the factors P and Q, or the uncompressed tensor and nothing.
+    The allreduces send the factors P and Q, or the uncompressed tensor and nothing. Other arguments: as for `rank_of`.
     """
     clamped = rank_of(shape, rank, least_saving)
     rows, columns = matrix_shape(shape)
@@ -59,7 +60,11 @@ def round_elements(shape: Sequence[int], rank: int, least_saving: float = 1.0) -
 
 
 def wire_bytes(shapes: Iterable[Sequence[int]], rank: int, least_saving: float = 1.0) -> int:
-    """Return the total bytes that a process passes to the two allreduces of a step, for tensors of ``shapes``."""
+    """Return the bytes that a rank passes to a step's two allreduces for tensors of ``shapes``.
+
+    ``rank``, ``least_saving``: as for `rank_of`.
+    """
+    # `rank` and `least_saving`: as for `rank_of`.
     # 4 r (a + b) bytes for an a x b matrix with factors of rank r
     return sum(4 * sum(round_elements(shape, rank, least_saving)) for shape in shapes)
 
@@ -85,7 +90,7 @@ class PowerSgd:
         self.query: Array = self._first.copy()  # the factor Q of the last step, (columns, rank)
 
     def project(self, matrix: Array, p: Array) -> None:
-        """Write the product of ``matrix`` and the last Q to ``p``. The caller averages ``p`` over ranks."""
+        """Write the product of ``matrix`` and the last factor Q to ``p``. The caller averages ``p`` over ranks."""
         # Orthonormal too: Q has the scale of the gradient, and M Q would have the square of this scale.
         orthogonalise(self.query)
         alive = (self.query * self.query).sum(axis=0) > 0  # (rank,)

@@ -64,7 +64,7 @@ class EnergyConfig:
         check_section(RULES, "energy", self)
 
     def wants(self, source: str) -> bool:
-        """Return True if energy.sources is ``source``, or "auto", which selects all sources except "declared"."""
+        """Return True if ``[energy] sources`` is ``source``, or is "auto" and ``source`` is not "declared"."""
         return self.sources == source or (self.sources == "auto" and source != "declared")
 
 

@@ -27,7 +27,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 @dataclass(frozen=True)
 class SourceResult:
-    """Properties of one energy source, and its failed reads."""
+    """Properties of one energy source, and the number of its failed reads."""
 
     name: str
     kind: str
@@ -40,7 +40,7 @@ class SourceResult:
 
 @dataclass(frozen=True)
 class NodeContribution:
-    """Energy that one node measured, as input of `merge`."""
+    """Energy that one node measured: input of `merge`."""
 
     node: int
     sources: Sequence[SourceResult] = ()
@@ -54,9 +54,9 @@ class NodeContribution:
 
 
 def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the energy report of a job, a dict, merged from the contributions of its ``nodes``.
+    """Merge the energy of all ``nodes`` into the job's energy report, a dict.
 
-    ``earlier``: `state` of previous starts of this run, or None.
+    ``earlier``: energy before the last restart of this run (see `state`), or None.
     """
     kinds = counted(nodes)
     troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
@@ -85,7 +85,7 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
 
 
 def counted(nodes: Sequence[NodeContribution]) -> list[str]:
-    """Return the kinds of sources whose joules are included in the job's total energy, sorted."""
+    """Return the kinds of energy sources, sorted, whose joules make up the job's total energy."""
     if nodes and all(any(source.kind == NODE for source in node.sources) for node in nodes):
         return [NODE]
     kinds = {source.kind for node in nodes for source in node.sources} | {k for node in nodes for k in node.needed}

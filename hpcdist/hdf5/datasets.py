@@ -25,7 +25,7 @@ SLACK_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table. ``units`` are in UCUM ("s", "By", "1"). A ``wide`` column is a 2-D array of floats."""
+    """Column of a table. ``units``: in UCUM ("s", "By", "1"). ``wide``: True for a 2-D array of floats."""
 
     name: str
     dtype: str
@@ -150,7 +150,7 @@ class DatasetMaker:
         self._text_in_memory = h5t.py_create(self._text)
 
     def contiguous(self, name: str, shape: Sequence[int], dtype: np.dtype, attributes: Mapping[str, Any]) -> int:
-        """Create a dataset with allocated but unwritten elements. Return the byte offset of its data in the file."""
+        """Create a dataset, allocated but not written. Return the byte offset of its elements in the file."""
         dataset = h5d.create(
             self._file.id, name.encode(), self._type(dtype), self._space(shape), self._contiguous, self._links
         )
@@ -166,7 +166,10 @@ class DatasetMaker:
         fill: np.ndarray,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Create a virtual dataset composed of ``regions`` of other datasets. Missing elements read as ``fill``."""
+        """Create a virtual dataset of ``shape`` from parts of other datasets. Missing elements read as ``fill``.
+
+        ``regions``: for each part, its box, and the file, dataset, dataset shape and box of its source.
+        """
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)
         for box, file, dataset, source_shape, source_box in regions:
@@ -224,10 +227,8 @@ FILTER_NAMES: Final = {
 
 
 def check_filters(dataset: h5py.Dataset) -> None:
-    """Raise MissingCapabilityError, with a remedy, if a filter that ``dataset`` needs is missing.
-
-    Imports hdf5plugin, if it is installed. Optional filters that the writer of the file skipped are not needed.
-    """
+    """Raise MissingCapabilityError, with a remedy, if a filter that ``dataset`` needs is missing."""
+    # Imports hdf5plugin, if it is installed. Optional filters that the writer of the file skipped are not needed.
     if not _missing_filters(dataset):
         return
     problem = _import_filters()

@@ -51,7 +51,7 @@ def attributes_of(file: h5py.File) -> dict[str, float | str]:
 
 
 class Blocks(Protocol):
-    """Dataset that is too large for an array in memory. It is written in blocks."""
+    """Interface of a dataset that is too large for memory and is written in blocks."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,10 +102,8 @@ def is_dataset(entry: Any) -> bool:
 
 
 def resolved(file: h5py.File, name: str) -> Any:
-    """Return the object of ``file`` called ``name`` after following links, or None if the object is missing.
-
-    Raises StorageError if a linked file is invalid.
-    """
+    """Return the object of ``file`` called ``name`` after following links, or None if the object is missing."""
+    # Raises StorageError if a linked file is invalid.
     for _ in range(MOST_LINKS):
         link = file.get(name, getlink=True)
         if isinstance(link, h5py.SoftLink):
@@ -232,10 +230,8 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
 
 @contextmanager
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
-    """Open or create the HDF5 file ``path``, as a context manager. On exit, all changes reach the disk, or none.
-
-    Raises StorageError, or DamagedFileError for another schema.
-    """
+    """Context manager: open or create the HDF5 file ``path``. On exit, all changes reach the disk, or none."""
+    # Raises StorageError, or DamagedFileError for another schema.
     path = Path(path)
     created = not path.exists()
     if not created and not path.is_file():
@@ -303,9 +299,10 @@ def write_contiguous(
     opens: Callable[[Path], Overlay] = Overlay.created,
     outside: xxhash.xxh3_128 | None = None,
 ) -> dict[str, int]:
-    """Write ``datasets`` to a new HDF5 file as contiguous datasets, synced to disk. Return the byte offsets by name.
+    """Write ``datasets`` to a new HDF5 file, synced to disk. Return {name: byte offset of the elements}.
 
-    ``attributes``: root attributes. Raises StorageError; a failed write leaves no file.
+    ``attributes``: root attributes. ``dataset_attributes``: attributes by dataset name. Raises StorageError; a failed
+    write leaves no file.
     """
     path = Path(path)
     try:

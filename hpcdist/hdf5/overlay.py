@@ -58,9 +58,9 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return the new file size and {page number: new content} of an unfinished commit to ``path``, or None.
+    """Return the new file size and {page number: new content} of an unfinished commit to ``path``.
 
-    An incomplete or foreign journal is ignored.
+    Return None if there is no complete journal of this file.
     """
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.

@@ -60,9 +60,9 @@ class MetricsTable:
 
 
 def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
-    """Return evenly spread row ranges (start, stop) of a table, with about ``most`` rows in total.
+    """Return evenly spread row ranges (start, stop) of a table of ``rows`` rows, with about ``most`` rows in total.
 
-    The ranges consist of whole HDF5 chunks, including the first and last chunk.
+    ``chunk``: rows per HDF5 chunk. The ranges consist of whole chunks, including the first and last chunk.
     """
     if rows <= most:
         return [(0, rows)] if rows else []
@@ -74,7 +74,7 @@ def spread_blocks(rows: int, chunk: int, most: int) -> list[tuple[int, int]]:
 
 
 def read_spread(file: h5py.File, name: str, columns: Sequence[str], most: int) -> tuple[dict[str, np.ndarray], bool]:
-    """Return {column: values} of about ``most`` evenly spread rows of table ``name``, and True if no row is missing."""
+    """Return {column: values} of about ``most`` evenly spread rows of table ``name``, and True if these are all."""
     if name not in file or not file[f"{name}/{columns[0]}"].shape[0]:
         return {}, True
     datasets_of = {column: file[f"{name}/{column}"] for column in columns}

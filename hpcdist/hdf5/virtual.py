@@ -34,7 +34,7 @@ class VirtualSource:
 
 @dataclass(frozen=True)
 class VirtualDataset:
-    """Virtual dataset whose elements come from the sources ``parts``."""
+    """Virtual dataset. ``parts``: sources of its elements in other files."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -43,10 +43,7 @@ class VirtualDataset:
 
 
 def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that together cover the elements [start, stop) of an array of shape ``extent``, in ascending order.
-
-    Elements are counted in row-major order.
-    """
+    """Yield boxes that cover elements [start, stop), in row-major order, of an array of shape ``extent``, ascending."""
     if start >= stop:
         return
     if not extent:

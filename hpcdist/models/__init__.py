@@ -24,10 +24,10 @@ def build(
     width: int = 0,
     channels: int = 0,
 ) -> "Model":
-    """Build the model that ``config`` describes. Keywords give the sizes of the data. Raises ConfigurationError.
+    """Build the model that ``config`` describes, for data with the sizes in keyword-only arguments.
 
     Transformers need ``context``. An mlp needs ``features`` and ``classes``. A convnet needs ``height``, ``width``,
-    ``channels`` and ``classes``. ``dtype`` "bfloat16" and "float16" need a GPU.
+    ``channels`` and ``classes``. ``dtype`` "bfloat16" and "float16" need a GPU. Raises ConfigurationError.
     """
     # Imported late, to keep `models.config` and `hpcdist --help` light.
     from hpcdist.models import classifiers, transformer

@@ -43,7 +43,7 @@ def mlp_stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage,
 
 
 def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
-    """Return x converted to ``dtype``, in memory of ``saved``. Integers are divided by the maximum of their type."""
+    """Return x as ``dtype``, in memory that ``saved`` allocates. Integers are divided by the maximum of their type."""
     if x.dtype == dtype:
         return x
     fractions = saved.empty("fractions", x.shape, dtype)
@@ -62,7 +62,7 @@ class Dense(DeclaredStage):
         super().__init__(layer, (weight, TensorSpec(layer, "linear.bias", (outputs,), False)), (outputs,))
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Set the bias to 0, and the weight to normal random numbers with the variance of He et al. 2015."""
+        """Set the bias to 0, and the weight to random numbers from ``rng_of(spec)`` (He et al. 2015)."""
         weight = self._specs[0]
         gain = 2.0 if self.activation else 1.0
         draws = rng_of(weight).standard_normal(weight.shape)
@@ -70,7 +70,10 @@ class Dense(DeclaredStage):
         parameters["linear.bias"][...] = 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of shape (batch, outputs) for x, integers or floats of shape (batch, inputs)."""
+        """Return the output of shape (batch, outputs) for x, integers or floats of shape (batch, inputs).
+
+        ``operations``: layer functions. ``saved``: stores activations for the backward pass.
+        """
         x = as_fractions(x, parameters["linear.weight"].dtype, saved)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
         if self.activation:
@@ -127,7 +130,7 @@ class Convolution(DeclaredStage):
         return samples, *self.picture
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw each weight with its random generator ``rng_of(spec)`` (He et al. 2015). Norm scales are 1, biases 0."""
+        """Set weights to random numbers from ``rng_of(spec)`` (He et al. 2015), norm scales to 1 and biases to 0."""
         for spec in self._specs:
             if spec.adapted:
                 draw_normal(parameters, spec, rng_of, math.sqrt(2.0 * spec.shape[0] / spec.size))
@@ -137,7 +140,7 @@ class Convolution(DeclaredStage):
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the layer's output. x and the output have the shape (batch, height, width, channels).
 
-        Raises UsageError for pictures of another size.
+        ``operations``: layer functions. ``saved``: stores activations. Raises UsageError for pictures of another size.
         """
         if self.layer == 0:
             if x[0:1].size != math.prod(self.picture) and len(x):

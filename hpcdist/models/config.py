@@ -126,7 +126,7 @@ class ModelConfig:
 
     @property
     def mask(self) -> int:
-        """Id of the token that replaces masked tokens in an encoder."""
+        """Id of the token that stands for a masked token in an encoder's input."""
         return self.vocabulary - 1 if self.mask_token < 0 else self.mask_token
 
     def __post_init__(self) -> None:
@@ -139,12 +139,13 @@ def applies(name: str, kind: str) -> bool:
 
 
 def speed_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of training speed: "tokens", or "samples" if a sample has only one target."""
+    """Return the unit of training speed for model kind ``kind``: "tokens", or "samples" if samples have one target."""
     return "tokens" if tokens_per_sample > 1 or kind in TRANSFORMERS else "samples"
 
 
 def loss_unit(kind: str, tokens_per_sample: float) -> str:
-    """Return the unit of the loss: "nats", or "" if unknown: for a user's model with one target per sample."""
+    """Return the unit of the loss for model kind ``kind``: "nats", or "" if it is unknown."""
+    # It is unknown for a user's model with one target per sample.
     return "" if kind in FOREIGN and speed_unit(kind, tokens_per_sample) == "samples" else "nats"
 
 

@@ -39,7 +39,9 @@ from hpcdist.models.runtime.arena import MAX_WASTE
 
 
 class KeptArray(NamedTuple):
-    """Size (in elements per sample) and sharding of an array that is kept from the forward to the backward pass."""
+    """Size, in elements per sample, of an array that the forward pass keeps for the backward pass."""
+
+    # `cut`: sharded by tensor parallelism. `whole`: not sharded by sequence parallelism.
 
     size: int
     cut: bool = False
@@ -47,7 +49,7 @@ class KeptArray(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch array of a stage, counted in elements."""
+    """Scratch array of a model stage, counted in elements."""
 
     each: int  # per sample
     most: int = 0  # in total; 0: no limit
@@ -61,7 +63,7 @@ class Scratch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCounts:
-    """Parameters of one model stage, and its FLOPs and activation memory (in elements) per sample."""
+    """Parameters, FLOPs per sample and activation elements per sample of one model stage."""
 
     parameters: int
     linear: int = 0  # forward FLOPs
@@ -81,7 +83,7 @@ class UnitCounts:
 
 
 def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
-    """Return the number of query-key pairs that attention over ``context`` tokens computes.
+    """Return the number of query-key pairs that attention computes for a sample of ``context`` tokens.
 
     Keyword-only ``window``: length of the sliding window, or 0 without a window.
     """
@@ -90,9 +92,9 @@ def attention_pairs(context: int, *, causal: bool, window: int = 0) -> int:
 
 
 class DocumentPairs(NamedTuple):
-    """Mean numbers of query-key pairs per packed sample. Only pairs within a document are counted.
+    """Mean number of query-key pairs per packed sample. Only pairs within a document are counted.
 
-    ``every`` also counts the pairs that a causal mask hides. ``seen`` counts only the visible pairs.
+    ``every``: all pairs. ``seen``: only the pairs that a causal mask does not hide.
     """
 
     every: float
@@ -100,7 +102,7 @@ class DocumentPairs(NamedTuple):
 
 
 def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return the `UnitCounts` (FLOPs, parameters and memory) of a transformer's embedding stage."""
+    """Return FLOPs, parameters and memory of a transformer's embedding for ``context`` tokens per sample."""
     wide = context * config.hidden
     return UnitCounts(
         parameters=config.vocabulary * config.hidden + (wide if config.positions == "learned" else 0),
@@ -110,7 +112,7 @@ def embedding_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def head_counts(config: ModelConfig, context: int) -> UnitCounts:
-    """Return the `UnitCounts` (FLOPs, parameters and memory) of a transformer's head, including the loss."""
+    """Return FLOPs, parameters and memory of a transformer's head and loss for ``context`` tokens per sample."""
     wide, matrix = context * config.hidden, config.vocabulary * config.hidden
     rows = norm_statistics(config)
     return UnitCounts(
@@ -127,9 +129,9 @@ def head_counts(config: ModelConfig, context: int) -> UnitCounts:
 
 
 def block_counts(config: ModelConfig, context: int, documents: DocumentPairs | None = None) -> UnitCounts:
-    """Return the `UnitCounts` (FLOPs, parameters and memory) of a transformer block, for ``context`` tokens.
+    """Return FLOPs, parameters and memory of a transformer block for ``context`` tokens per sample.
 
-    ``documents`` describes packed samples: the mean number of query-key pairs. None: samples are not packed.
+    ``documents``: mean number of query-key pairs of packed samples. None: samples are not packed.
     """
     pairs = attention_pairs(context, causal=config.kind == "gpt", window=config.window)
     hidden, wide = config.hidden, config.hidden + 2 * config.kv_width
@@ -178,7 +180,7 @@ def _feed_forward(config: ModelConfig, context: int, inner: int) -> UnitCounts:
 
 
 def expert_rows(config: ModelConfig, context: int) -> int:
-    """Return the largest number of (token, expert) pairs per sample that the experts' capacity allows."""
+    """Return the largest number of (token, expert) pairs in a sample of ``context`` tokens, as limited by capacity."""
     return min(context * config.experts_per_token, config.experts * capacity(config, context))
 
 
@@ -233,7 +235,7 @@ def _tile_scores(config: ModelConfig, context: int) -> dict[str, Scratch]:
 
 
 def norm_statistics(config: ModelConfig) -> int:
-    """Return the number of statistics per row, which is also the number of parameter tensors, of the model's norms."""
+    """Return the number of statistics per row of the model's norms, equal to the parameter tensors per norm: 1 or 2."""
     return 1 if config.norm == "rms" else 2
 
 
@@ -242,7 +244,10 @@ def _dropout_scratch(config: ModelConfig, size: int) -> dict[str, Scratch]:
 
 
 def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool, last: bool) -> UnitCounts:
-    """Return the `UnitCounts` (FLOPs, parameters and memory) of an mlp layer with its activation or loss."""
+    """Return FLOPs, parameters and memory of an mlp layer: a linear layer, and its activation or loss.
+
+    ``inputs``, ``outputs``: widths of the layer.
+    """
     return UnitCounts(
         parameters=(inputs + 1) * outputs,
         linear=2 * inputs * outputs,
@@ -255,7 +260,7 @@ def dense_counts(config: ModelConfig, inputs: int, outputs: int, *, first: bool,
 def convolution_counts(
     before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool
 ) -> UnitCounts:
-    """Return the `UnitCounts` (FLOPs, parameters and memory) of a convolution and the norm after it.
+    """Return FLOPs, parameters and memory of a convolution and the norm after it.
 
     ``before``, ``after``: input and output (height, width, channels). ``statistics``: result of `norm_statistics`.
     """
@@ -277,7 +282,7 @@ def convolution_counts(
 
 
 def pooling_counts(picture: tuple[int, int, int], classes: int) -> UnitCounts:
-    """Return the `UnitCounts` (FLOPs, parameters, memory) of a convnet's head and loss. ``picture``: input shape."""
+    """Return FLOPs, parameters and memory of a convnet's head and loss. ``picture``: shape of the head's input."""
     channels = picture[2]
     return UnitCounts(
         parameters=(channels + 1) * classes,

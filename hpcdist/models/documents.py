@@ -22,9 +22,9 @@ class PackedTokens(ArrayGroup):
 
     @classmethod
     def of(cls, tokens: Array, places: np.ndarray, filled: np.ndarray | None = None) -> "PackedTokens":
-        """Return the packed micro-batch of ``tokens``. ``places`` has each token's position in its document, from 0.
+        """Return the packed micro-batch of ``tokens``. ``places``: position of each token in its document, from 0.
 
-        ``filled`` has, for each sample, the number of tokens before its padding; None: no padding.
+        ``filled``: number of tokens before the padding of each sample, or None without padding.
         """
         # both (samples, context); numbers of tokens: (samples,)
         assert tokens.shape == places.shape
@@ -33,7 +33,7 @@ class PackedTokens(ArrayGroup):
 
 @dataclass(frozen=True)
 class Documents:
-    """Positions of a micro-batch's tokens in their documents."""
+    """Position of each token of a micro-batch in its document, from 0."""
 
     whole: np.ndarray  # of every token, (samples, context), on the host
     places: Array = field(repr=False)  # of this rank's tokens, (samples, local tokens), on the compute device
@@ -74,9 +74,9 @@ def _row(position: int, pieces: Sequence[tuple[int, int, int]]) -> int:
 
 
 def unpacked(x: Array, cut: Callable[[Array], Array] = lambda samples: samples) -> tuple[Array, Documents | None]:
-    """Return this rank's tokens of the micro-batch ``x``, and their `Documents`, or None if ``x`` is not packed.
+    """Return this rank's tokens of the micro-batch ``x``, and their `Documents` (None if ``x`` is not packed).
 
-    ``cut(array)`` returns this rank's columns. Raises DataError for an invalid sample.
+    ``cut(array)``: function that returns this rank's columns. Raises DataError for an invalid sample.
     """
     if not isinstance(x, PackedTokens):
         return cut(x), None

@@ -59,12 +59,12 @@ class SkipConnections:
         self._gradients: dict[int, list[Array]] = defaultdict(list)
 
     def bring(self, unit: int, saved: Saved) -> None:
-        """Put the inputs of stage number ``unit`` from skip connections into ``saved``, before its forward pass."""
+        """Put the skip-connection inputs of stage number ``unit`` into its activations ``saved``, before forward."""
         for source in self._into.get(unit, ()):
             saved.keep(f"skip.{source}", self._values[source])
 
     def leave(self, unit: int, y: Array, *, copy: bool = False) -> None:
-        """Store the output ``y`` of stage ``unit`` for later stages. Keyword-only ``copy``: store a copy of y."""
+        """Store the output ``y`` of stage number ``unit`` for later stages. Keyword-only ``copy``: store a copy."""
         if unit in self._sources:
             self._values[unit] = y.copy() if copy else y
 
@@ -131,11 +131,11 @@ class Model:
 
     @cached_property
     def skips(self) -> tuple[tuple[int, int], ...]:
-        """Skip connections of the model: pairs (stage, later stage that lists it in ``takes``)."""
+        """Skip connections: pairs (number of a stage, number of a later stage that also reads its output)."""
         return tuple((source, unit) for unit, stage in enumerate(self.stages) for source in getattr(stage, "takes", ()))
 
     def bind_stage(self, unit: int, store_of: StoreOf) -> Parameters:
-        """Return views of the parameters of stage number ``unit``. ``store_of(layer)`` is a layer's parameter store."""
+        """Return views of the parameters of stage number ``unit``. ``store_of(layer)``: parameter store of a layer."""
         return _views(self.stages[unit], self._stores(store_of))
 
     def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
@@ -164,7 +164,7 @@ class Model:
             self.initialise_stage(unit, store, seed)
 
     def initialise_stage(self, unit: int, store: FlatStore, seed: int) -> None:
-        """Write the initial parameters of stage ``unit`` into ``store``, on the host.
+        """Write the initial parameters of stage number ``unit`` into ``store``, on the host.
 
         Each tensor uses its own random stream: (seed, layer, index of the tensor in the layer).
         """
@@ -181,8 +181,8 @@ class Model:
     ) -> Array:
         """Run the forward pass of all stages. Return the logits, of shape (..., classes).
 
-        ``draw`` selects the dropout masks; None: no dropout. The memory pool ``arena`` keeps the activations for
-        `backward`.
+        ``arena``: memory pool that keeps the activations for `backward`. ``microbatch``: key of these activations.
+        ``draw``: selects the dropout masks; None: no dropout.
         """
         skips = SkipConnections(self.skips)
         x, documents = unpacked(x)
@@ -204,7 +204,7 @@ class Model:
     ) -> None:
         """Run the backward pass of all stages after `forward` and ``loss.forward``. Release the stages' activations.
 
-        The loss is multiplied by ``scale``.
+        ``scale``: factor of the loss. ``arena``, ``microbatch``: as in `forward`.
         """
         # `Gradients.begin_step` of every stage must precede the first backward pass of a step, and `Gradients.finish`
         # must follow the last one.
@@ -221,13 +221,13 @@ class Model:
             saved.release()
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return a copy of the logits for the input x. Save no activations for a backward pass."""
+        """Return a copy of the logits for the input x, without a backward pass. ``arena``: memory pool."""
         return self.outputs(parameters, x, arena, self.operations)
 
     def outputs(self, parameters: Sequence[Parameters], x: Array, arena: Arena, operations: Operations) -> Array:
         """Run the forward pass of all stages with ``operations``. Return a copy of the last stage's output.
 
-        There can be no backward pass.
+        ``arena``: memory pool. Activations are not kept, so a backward pass is impossible.
         """
         before: Saved | None = None
         skips = SkipConnections(self.skips)
@@ -252,13 +252,13 @@ class Model:
         return sum((clock() for clock in self.clocks), 0.0)
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
-        """Return the loss of a batch, in nats and summed over its targets, without a backward pass."""
+        """Return the summed loss of a batch in nats, without a backward pass. ``arena``: pool for activations."""
         return self.weighted_loss(parameters, x, targets, arena)[0]
 
     def weighted_loss(
         self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch, and the sum of its loss weights (NaN if the loss has no weights)."""
+        """Return the summed loss of a batch and the sum of its loss weights (NaN: none). ``arena``: memory pool."""
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
         total = float(self.loss.forward(logits, targets, self.operations, saved))

@@ -92,10 +92,10 @@ class LinearOperation(Protocol):
         """Names of the saved arrays that `backward_weight` needs, without the layer's name prefix."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return ``x weight^T + bias`` for x of shape (..., inputs). Keyword-only ``biased``: False to add no bias."""
+        """Return ``x weight^T + bias``; keep x in ``saved`` for backward. Keyword-only ``biased``: add the bias."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Compute all gradients. Return the gradient of x, valid until the next backward of a linear layer."""
+        """Compute all gradients from dy, of the output. Return the gradient of x, valid until the next backward."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return the input gradient for the output gradient dy. Unlike `backward`, compute no weight gradients."""
@@ -124,7 +124,7 @@ class PositionsOperation(Protocol):
     """Interface of learned position embeddings: rows of a table by token position."""
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add each position's row of the table ``PREFIX.weight`` to y, of shape (batch, context, hidden). Return y."""
+        """Add the row of table ``PREFIX.weight`` for each token's position to y, (batch, context, hidden). Return y."""
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add dy, summed over samples, to the gradient of the position table."""
@@ -134,10 +134,10 @@ class RotaryOperation(Protocol):
     """Interface of rotary position encodings of query and key heads; see `hpcdist.models.layers.embedding`."""
 
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Rotate the heads in columns [0, rotated) of x, of shape (batch, context, columns), in place. Return x."""
+        """Rotate heads of ``head_size`` in columns [0, rotated) of x, (batch, context, columns), in place. Return x."""
 
     def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
-        """Undo `forward` for the gradient dx, in place: rotate the heads in columns [0, rotated) back. Return dx."""
+        """Rotate the gradient dx back, in place: heads of ``head_size`` in columns [0, rotated). Return dx."""
 
 
 class NormOperation(Protocol):
@@ -160,7 +160,7 @@ class NormOperation(Protocol):
     def backward(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved, residual: Array | None
     ) -> Array:
-        """Return the input gradient in scratch memory, or add it to the array ``residual`` and return ``residual``."""
+        """Return the gradient of x in scratch memory, or add it to the array ``residual`` and return ``residual``."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -180,7 +180,7 @@ class AttentionOperation(Protocol):
         """Return the attention, of shape (batch, context, width), for qkv of shape (batch, context, 3 width)."""
 
     def backward(self, dy: Array, saved: Saved, *, keep: bool = False) -> Array | tuple[Array, Array]:
-        """Return the gradient of qkv, or a pair (gradient of queries, gradient of kv) if `forward` got ``kv``.
+        """Return the gradient of qkv, or (gradient of queries, gradient of kv) if ``kv`` was passed to `forward`.
 
         Keyword-only ``keep``: False if later calls may overwrite the results.
         """
@@ -194,12 +194,11 @@ class ActivationOperation(Protocol):
     ) -> Array:
         """Return the activation ``kind`` of x: "gelu" (tanh form), "relu" or "swiglu".
 
-        x must not change until backward. Keyword-only ``bias`` is first added to x. Keyword-only ``name``: unique in a
-        stage.
+        x must not change until backward. Keyword-only ``bias`` is first added to x; ``name``: unique name in ``saved``.
         """
 
     def backward(self, dy: Array, saved: Saved, *, name: str = "activation") -> Array:
-        """Return the input gradient dx, for the output gradient dy. dx overwrites the saved x."""
+        """Return the input gradient for the output gradient dy. The result overwrites the input x in ``saved``."""
 
 
 class DropoutOperation(Protocol):
@@ -208,13 +207,13 @@ class DropoutOperation(Protocol):
     def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
         """Set elements of x, of shape (samples, ..., columns), to 0 with probability ``rate``, in place. Return x.
 
-        ``site`` is the number of this use of dropout in its layer: a constant of `models.layers.dropout`.
+        ``site``: number of this dropout call in its layer, a constant of `models.layers.dropout`.
         """
 
     def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
-        """Return the input gradient for the output gradient dy, valid until the next call. Without dropout, return dy.
+        """Return the input gradient for the output gradient dy, or dy without dropout. Valid until the next call.
 
-        Pass the same ``rate`` and ``site`` as to `forward`.
+        ``rate``, ``site``: as passed to `forward`.
         """
 
 
@@ -222,10 +221,10 @@ class CrossEntropyOperation(Protocol):
     """Interface of the cross-entropy loss: softmax and negative log likelihood."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the loss in nats, summed over all targets except -1. Overwrites logits, of shape (tokens, classes)."""
+        """Return the loss in nats, summed over targets (classes; -1: ignored). Overwrites logits: (tokens, classes)."""
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Return the gradient of the logits, (softmax - onehot) * scale. It overwrites the logits."""
+        """Return the gradient (softmax - onehot) * scale of the logits. Overwrites the logits in ``saved``."""
 
 
 class ExpertsOperation(Protocol):
@@ -244,7 +243,7 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the forward pass of the experts. Return a function that finishes the pass and returns the output.
 
-        x, of shape (batch, context, hidden), must not change until this function is called.
+        x: (batch, context, hidden), unchanged until that call. ``activation``: used between an expert's linear layers.
         """
 
     def begin_backward(
@@ -252,7 +251,7 @@ class ExpertsOperation(Protocol):
     ) -> Callable[[], Array]:
         """Start the backward pass for the output gradient dy. Return a function that finishes it and returns dx.
 
-        Writes parameter gradients to ``gradients``, or adds them, as `Gradients.into` determines.
+        ``gradients``: parameter gradients to write or add to. ``activation``: as in `begin`. ``saved``: activations.
         """
 
 
@@ -299,7 +298,7 @@ class Stage(Protocol):
     ) -> Array | None:
         """Return the gradient of the stage's input, or None if the input is data. dy: gradient of the output.
 
-        Writes parameter gradients to the arrays of ``gradients``, or adds them, as `Gradients.into` determines.
+        ``gradients``: parameter gradients to write or add to. ``saved``: activations of `forward`.
         """
 
 
@@ -307,7 +306,7 @@ class MixedStage(Stage, Protocol):
     """Stage with experts. If ranks have different experts, a rank without samples calls `attend`, `attend_backward`."""
 
     def attend(self, parameters: Parameters, operations: Operations, saved: Saved) -> None:
-        """Call the collectives of `forward` on a rank that has no samples. Collective."""
+        """On a rank without samples, call the collectives of `forward`. ``saved``: activations. Collective."""
 
     def attend_backward(
         self, parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved
@@ -374,12 +373,12 @@ class WrappedStage:
 
 
 def draw_normal(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:
-    """Draw tensor ``spec`` of ``parameters`` from ``rng_of(spec)``: normal, with standard deviation ``deviation``."""
+    """Fill ``parameters[spec.name]`` with normal random numbers of the generator ``rng_of(spec)``, mean 0."""
     parameters[spec.name][...] = rng_of(spec).standard_normal(spec.shape) * deviation
 
 
 def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of a norm over ``width`` columns: scale and, if ``kind`` is "layer", bias."""
+    """Return the tensor specs of norm ``name``: scale, and bias if ``kind`` is "layer". ``width``: columns."""
     scale = TensorSpec(layer, f"{name}.scale", (width,), False)
     return (scale,) if kind == "rms" else (scale, TensorSpec(layer, f"{name}.bias", (width,), False))
 
@@ -387,7 +386,7 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
     """Return the tensor specs of a linear layer whose weight and bias are sharded by outputs.
 
-    ``*outputs``: number of outputs; or n, outputs per layer, for n stacked layers.
+    ``layer``: layer number. ``*outputs`` (positional): number of outputs, or n, outputs per layer for n stacked layers.
     """
     last = len(outputs) - 1
     stacked = outputs[0] if last else 1
@@ -396,7 +395,7 @@ def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool =
 
 
 def row_specs(layer: int, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return the tensor specs of a linear layer whose weight is sharded by inputs. The bias is not sharded."""
+    """Return the tensor specs of linear layer ``name`` with a weight sharded by inputs. ``layer``: layer number."""
     weight = TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1)
     return (weight, TensorSpec(layer, f"{name}.bias", (outputs,), False)) if bias else (weight,)
 
@@ -407,7 +406,7 @@ IGNORED: Final = -1  # target without loss and gradient
 def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> None:
     """Raise DataError if a token is outside [0, count). ``what``: word for a token in the error message.
 
-    Keyword-only ``ignored``: True to allow the token IGNORED.
+    Keyword-only ``ignored``: True to allow the value IGNORED (-1).
     """
     # Tokens on a GPU are not checked, to avoid a wait.
     if not is_device(tokens) and tokens.size:

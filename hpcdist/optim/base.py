@@ -110,7 +110,8 @@ class SegmentWise(ABC):
     ) -> None:
         """Complete an update: change the weights ``master`` in the flat range ``piece``.
 
-        ``working``: store for the rounded weights, or None. ``norms``: `partial_norms`, summed over the ranks, or None.
+        ``direction``: the ``gradient`` passed to `direction`. ``working``: store for the rounded weights, or None.
+        ``norms``: `partial_norms`, summed over the ranks, or None.
         """
         # ``direction`` is the store that was passed as ``gradient`` to the method `direction`. Its content may be
         # overwritten.
@@ -158,9 +159,9 @@ class SegmentWise(ABC):
 
 
 def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, ParameterGroup]:
-    """Return a dict from tensor name to parameter group, for the tensors of ``layout`` in a group. Local.
+    """Return a dict from tensor name to parameter group, without the tensors that no group contains. Local.
 
-    Raises ConfigurationError if a group of ``config`` has no tensor.
+    ``layout``: all tensors. Raises ConfigurationError if a group of ``config`` has no tensor.
     """
     groups = config.parsed_groups
     group_of: dict[str, ParameterGroup] = {}
@@ -267,7 +268,7 @@ class LayerWise(SegmentWise):
     def direction(
         self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0, into: FlatStore | None = None
     ) -> None:
-        """Write the update direction of the flat range ``piece`` to ``into``, by default over ``gradient``.
+        """Write the update direction of the flat range ``piece`` to the store ``into``, by default over ``gradient``.
 
         ``master``: weights. The mean gradient is ``scale`` times ``gradient``.
         """

@@ -54,7 +54,7 @@ class MasterWeights(WrappedOptimizer):
     ) -> None:
         """Update the float32 weights in the flat range ``piece``, and round them to ``master``, the 16-bit parameters.
 
-        ``direction``: directions of the update. ``working`` is not used.
+        ``direction``: directions of the update. ``norms``: as in `SegmentWise.apply`. ``working`` is not used.
         """
         steps = direction if self._wide is None else self._wide
         self._inner.apply(piece, self.weights, steps, master, norms)

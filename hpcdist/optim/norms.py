@@ -72,10 +72,7 @@ class Norms:
 
 
 class GpuNorms:
-    """Sums of squares of each tensor's weights and update directions, on a GPU.
-
-    GPU kernels add the squares to the attribute ``partial``.
-    """
+    """Sums of squares of each tensor's weights and update directions, which GPU kernels add to ``partial``."""
 
     def __init__(self, size: int, tensors: kernels.TensorOptions) -> None:
         self.partial, self._tensors = kernels.partial_sums(size, len(tensors.bounds)), tensors

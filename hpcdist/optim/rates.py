@@ -53,7 +53,7 @@ class BatchSchedule:
         return [*(size for _, size in self.stages), self.final]
 
     def _steps(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first step, end step, samples per step) for each growth stage of the batch size."""
+        # (first step, end step, samples per step) of each growth stage
         start = first = 0
         for end, size in self.stages:
             last = first + (end - start) // size
@@ -117,7 +117,11 @@ class NoiseEstimate:
 
 
 def estimate_noise(small_squared: float, inverse_small: float, big_squared: float, big: int) -> NoiseEstimate:
-    """Estimate the gradient noise scale from the squared norms of mean gradients of two batch sizes."""
+    """Estimate the gradient noise from mean gradients of a small and a big batch.
+
+    ``small_squared``, ``big_squared``: squared norms of the mean gradients. ``inverse_small``: 1 / (samples of the
+    small batch). ``big``: samples of the big batch.
+    """
     # The mean gradient g_B of B samples is the true gradient G plus noise of covariance Sigma / B. Two sizes b < B give
     # unbiased estimates (McCandlish et al., arXiv:1812.06162, appendix A.1):
     #     tr(Sigma) = (|g_b|^2 - |g_B|^2) / (1/b - 1/B);  |G|^2 = |g_B|^2 - tr(Sigma) / B
@@ -127,10 +131,7 @@ def estimate_noise(small_squared: float, inverse_small: float, big_squared: floa
 
 
 class SmoothedNoise:
-    """Exponential moving averages of a `NoiseEstimate` over steps, corrected for the start value 0.
-
-    The two values of the estimate are averaged separately.
-    """
+    """Moving averages of both values of a `NoiseEstimate` over steps, corrected for the start value 0."""
 
     def __init__(self) -> None:
         self._weight = self._gradient_squared = self._trace = 0.0
@@ -178,7 +179,7 @@ class StagedOptimizerConfig(OptimizerConfig):
     ramp_samples: int  # learning-rate warm-up in samples; 0: use ``warmup_steps``
 
     def growth(self, update: int) -> float:
-        """Return the factor on the learning rate for the batch size at update number ``update``, counted from 1."""
+        """Return the learning rate factor for the batch size of update number ``update``, counted from 1."""
         return RULES[self.rule](self.batches.size(update - 1) / self.batches.final)
 
     def ramp(self, update: int) -> float:
@@ -189,7 +190,7 @@ class StagedOptimizerConfig(OptimizerConfig):
 
 
 def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerConfig:
-    """Return a copy of ``config`` with the learning rate scaled to the batch size. Local."""
+    """Return a copy of ``config`` with the rate scaled to the batch sizes of the schedule ``batches``. Local."""
     # The peak rate of ``config`` is for ``base_batch`` samples per step. The result has the warm-up in updates.
     growth = batches.final / config.base_batch if config.base_batch else 1.0
     warmup = batches.steps_for(config.warmup_samples) if config.warmup_samples else config.warmup_steps
@@ -202,7 +203,7 @@ def resolve_rate(config: OptimizerConfig, batches: BatchSchedule) -> OptimizerCo
 
 
 def describe_rate(config: OptimizerConfig, batches: BatchSchedule) -> str:
-    """Return a log message on batch growth, learning rate scaling and warm-up in samples, or "" if unused. Local."""
+    """Return a log text on batch growth, rate scaling and warm-up, or "". ``batches``: batch size schedule. Local."""
     resolved, parts = resolve_rate(config, batches), []
     if batches.stages:
         last = batches.stages[-1][0]

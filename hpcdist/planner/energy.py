@@ -32,9 +32,9 @@ ASSUMED: Final = (
 
 
 def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_share: float) -> StepEnergy:
-    """Return the energy of a training step on all nodes, in joules: of devices, hosts, network and cooling.
+    """Return the energy of a training step on all nodes, in joules, by devices, hosts, network and cooling.
 
-    ``peak_share``: fraction of the peak FLOP rate that computing devices reach.
+    ``timing``: estimated step time. ``peak_share``: fraction of the peak FLOP rate that computing devices reach.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
@@ -59,7 +59,7 @@ def energy(timing: TimeEstimate, layout: ParallelLayout, cluster: Cluster, peak_
 
 
 def utilisation(term: str, peak_share: float) -> float:
-    """Return a device's utilisation (0 to 1) in the phase ``term`` of a step, for the power model."""
+    """Return a device's utilisation (0 to 1) in step phase ``term``. ``peak_share``: achieved / peak FLOP rate."""
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
     if term in ("update", UNPROVEN):

@@ -107,7 +107,7 @@ def _corrected(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster) ->
 
 
 def least_s(work_: FlopEstimate, layout: ParallelLayout, cluster: Cluster) -> float:
-    """Return the lowest possible step time in s for the MFU limit `Cluster.most_mfu`, or 0 without such a limit."""
+    """Return the lowest possible step time in s for FLOPs ``work_`` and the MFU limit of ``cluster`` (0: no limit)."""
     if not cluster.most_mfu:
         return 0.0
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
@@ -133,7 +133,7 @@ def peak_of(cluster: Cluster, layout: ParallelLayout) -> float:
 def peak_share(work_: FlopEstimate, times: TimeEstimate | MicrobatchFlow, peak_flops: float) -> float:
     """Return the fraction of the peak FLOP rate that the devices reach while they compute. Local.
 
-    ``peak_flops``: peak FLOP/s of all devices together.
+    ``work_``: FLOPs of a step. ``times``: seconds by phase. ``peak_flops``: peak FLOP/s of all devices together.
     """
     computing_s = sum(times.terms.get(name, 0.0) for name in COMPUTING)
     return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0
@@ -204,7 +204,7 @@ def _errors(times: TimeEstimate, layout: ParallelLayout, cluster: Cluster, model
 
 
 def errors_known(layout: ParallelLayout, cluster: Cluster) -> bool:
-    """Return True if the planner's times are known to be too short: for ZeRO-3 on an uncalibrated cluster."""
+    """Return True if predicted times are known to be too short: for ZeRO-3 on an uncalibrated cluster."""
     return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
@@ -213,7 +213,8 @@ def run(
 ) -> RunEstimate:
     """Return the expected time, energy and price of a run of ``steps`` steps, with checkpoints and failures.
 
-    ``step_s``, ``energy``: of one step. Raises UsageError if ``steps`` < 1.
+    ``step_s``, ``energy``: seconds and joules of one step. ``checkpoint_bytes``: size of a checkpoint. Raises
+    UsageError if ``steps`` < 1.
     """
     if steps < 1:
         raise UsageError(f"run.steps must be at least 1, got {steps}")

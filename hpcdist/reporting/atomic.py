@@ -25,7 +25,7 @@ def temporary_path(path: Path) -> Path:
 
 
 def create(path: Path, mode: int = 0o666) -> int:
-    """Create the file ``path``, which must not exist. Return a file descriptor for writing. Raises OSError."""
+    """Create the file ``path`` with permissions ``mode``. Return a write descriptor. Raises OSError if it exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
@@ -60,7 +60,7 @@ def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool 
 def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
     """Replace the file ``path`` by ``content`` atomically. Raises StorageError, with the advice ``cure``, on failure.
 
-    If the keyword-only ``parents`` is True, first create the directory of ``path``.
+    Keyword-only ``parents``: True to create the directory of ``path`` first.
     """
     try:
         if parents:

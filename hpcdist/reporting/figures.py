@@ -17,13 +17,13 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Figure(Generic[Record]):
-    """A figure of a record, such as the loss of a run.
+    """A figure (value) of a record, such as the loss of a run.
 
     ``name``: key in JSON and CSV. ``value``: function from a record to a number or text, or to None if the figure is
     unknown. ``form``: format specification such as ".4f", or function from the value and the record to a text.
     ``scale``: number by which a value is divided before ``form`` is applied. ``title``: heading in a table, by default
     the name. ``unit``: UCUM code of the value. ``meaning``: definition for readers. ``reason``: function from a record
-    to the reason why its value is unknown; an empty reason means that the figure does not apply to the record.
+    to the reason why its value is unknown; "" if the figure does not apply to the record.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Catalogue(Generic[Record]):
         return [head, *([figure.text(record) for figure in self.figures] for record in records)]
 
     def aligned(self, records: Sequence[Record], left: Collection[int] = (0,)) -> list[str]:
-        """Return the lines of a text table, and of the notes of `missing`. ``left``: left-aligned columns, by index."""
+        """Return the lines of a text table and of the notes of `missing`. ``left``: indices of left-aligned columns."""
         notes = self.missing(records)
         return [*aligned(self.rows(records), left), *([""] if notes else []), *notes]
 
@@ -79,7 +79,7 @@ class Catalogue(Generic[Record]):
         return csv_text([figure.name for figure in self.figures], self.jsonable(records))
 
     def unknown(self, record: Record) -> dict[str, str]:
-        """Return the reason of each unknown value of ``record``, by the heading of its figure."""
+        """Return a dict for the unknown values of ``record``, from heading to the reason why the value is unknown."""
         without = [figure for figure in self.figures if figure.value(record) is None]
         return {figure.heading: reason for figure in without if (reason := figure.reason(record))}
 

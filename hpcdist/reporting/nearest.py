@@ -24,7 +24,7 @@ SYNONYMS: Final = {
 
 
 def synonym(name: str) -> str:
-    """Return the hpcdist name of ``name``, a setting of other tools such as "lr", or "" if it is not known."""
+    """Return hpcdist's name for the setting ``name`` of other tools, such as "lr", or "" if there is no such name."""
     return SYNONYMS.get(name.lower().replace("-", "_"), "")
 
 
@@ -41,9 +41,9 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def suggestion(name: str, candidates: Iterable[str], more: str = "", prefix: str = "") -> str:
-    """Return a hint for an unknown ``name``: the nearest candidate, or else all candidates and ``more``.
+    """Return a hint for an unknown ``name``: the most similar candidate, or a list of all ``candidates``.
 
-    ``prefix``: text before the nearest candidate.
+    ``more``: text after the list. ``prefix``: text before the similar candidate.
     """
     names = list(candidates)
     near = nearest(name, names)

@@ -33,7 +33,7 @@ def require_matplotlib() -> Any:
 def check_plot(file: Path) -> Any:
     """Check that a plot can be saved as ``file``, and return the module ``matplotlib.figure``.
 
-    Raises MissingCapabilityError without matplotlib, UsageError for a wrong suffix, StorageError without access.
+    Raises MissingCapabilityError without matplotlib, UsageError for a wrong suffix, StorageError if not writable.
     """
     figure = require_matplotlib()
     formats = figure.Figure().canvas.get_supported_filetypes()
@@ -93,7 +93,7 @@ def draw_gantt(
 ) -> list[str]:
     """Draw ``bars`` on ``axes``, later bars on top. Return the drawn kinds of bars, in the order of ``styles``.
 
-    ``styles``: style of each kind.
+    ``styles``: style of each kind of bar.
     """
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
@@ -112,7 +112,7 @@ def draw_gantt(
 
 
 def label_rows(axes: Any, rows: Sequence[str], most: int | None = None) -> None:
-    """Set up the y axis of a Gantt chart: the first row at the top, with at most ``most`` of the names ``rows``."""
+    """Label the y axis of a Gantt chart, first row at the top. ``rows``: names. ``most``: maximum number of labels."""
     count = len(rows)
     shown = count if most is None else min(count, most)
     named = [position * (count - 1) // max(1, shown - 1) for position in range(shown)]
@@ -197,7 +197,7 @@ _FONT: Final = re.compile(r"font(?:-family)?: ?[^;\"]*sans-serif;? ?")
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart of the page, with the text alternative ``alt``. If ``svg`` is empty, ``reason`` explains the absence."""
+    """Chart of an HTML page, with alternative text ``alt``. If ``svg`` is empty, ``reason`` is shown instead."""
 
     key: str
     title: str
@@ -218,12 +218,12 @@ def chart_style() -> Iterator[None]:
 
 
 def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = NARROW) -> str:
-    """Return the drawing by ``draw(axes)`` as an SVG element of ``size`` inches. Its element ids begin with ``key``."""
+    """Return an SVG element, ``size`` inches, drawn by ``draw(axes)``. ``key``: prefix of its element ids."""
     return figure_svg(key, lambda figure: draw(figure.subplots()), size)
 
 
 def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Return the drawing by ``draw(figure)`` as an SVG element of ``size`` inches. Its element ids begin with ``key``.
+    """Return an SVG element, ``size`` inches, drawn by ``draw(figure)``. ``key``: prefix of its element ids.
 
     Raises MissingCapabilityError without matplotlib.
     """
@@ -239,7 +239,7 @@ def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float])
 
 
 def embed_svg(text: str, key: str) -> str:
-    """Return the matplotlib SVG file ``text`` as an HTML element without fixed size. Its ids begin with ``key``."""
+    """Return the matplotlib SVG file content ``text`` as an HTML element. ``key``: prefix of its element ids."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'<svg ([^>]*?)width="[^"]*" height="[^"]*"', r"<svg \1", text, count=1)
@@ -266,7 +266,7 @@ def format_thousands(axis: Any) -> None:
 
 
 def legend(axes: Any, columns: int = 4) -> None:
-    """Draw a legend of at most ``columns`` columns above ``axes``, unless nothing is labelled."""
+    """Draw a legend of at most ``columns`` columns above ``axes``, unless no plotted item has a label."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         rows = -(-len(handles) // columns)
@@ -274,7 +274,7 @@ def legend(axes: Any, columns: int = 4) -> None:
 
 
 def robust_upper_limit(values: Any, share: float = 98.0) -> float | None:
-    """Return an axis limit 15 % above the percentile ``share`` of ``values``, or None if it is not positive."""
+    """Return an axis limit 15 % above percentile ``share`` of ``values``, or None if the limit is not positive."""
     import numpy as np
 
     finite = values[np.isfinite(values)]

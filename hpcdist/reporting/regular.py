@@ -57,7 +57,7 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
     """Convert errors of a ``with`` block that reads the file ``path`` to DamagedFileError.
 
-    Errors of the operating system, such as a missing permission, become StorageError.
+    ``what``: text in the error message. Errors of the operating system (e.g. no permission) become StorageError.
     """
     try:
         yield
@@ -170,7 +170,7 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
     """Write the text files in ``files``, a dict from path to text, and create their directories.
 
-    Raises UsageError, before any write, if a file exists with different content, unless ``force``.
+    Raises UsageError before any write if a file exists with other content and keyword-only ``force`` is False.
     """
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]

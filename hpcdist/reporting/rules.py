@@ -21,7 +21,7 @@ _TERM: Final = re.compile(r"([^=!<>~?]+)(!=|!~|=|<|>|~|\?|)(.*?)(?:->(.*))?")
 
 
 def written(value: Any) -> str:
-    """Format ``value`` for a message: booleans and lists as in a recipe, other values as in Python."""
+    """Format ``value`` for an error message: booleans and lists as in a recipe, other values as in Python."""
     if isinstance(value, tuple):
         return repr(list(value))
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -41,7 +41,7 @@ class Condition:
 class Rule:
     """A forbidden combination of settings. Settings break the rule if they satisfy all of its conditions.
 
-    A key is a setting ``section.name``, an option (``--survive``), or a name that the caller of `check` defines.
+    A key is a setting ``section.name``, an option such as ``--survive``, or a name that the caller of `check` defines.
     """
 
     conditions: Mapping[str, Condition]  # The error message lists these keys with their values.
@@ -51,7 +51,7 @@ class Rule:
     relation: Callable[..., object] | None = None  # function of the listed values, which must also return true
 
     def refusal(self, values: Values) -> str:
-        """Return the error message if ``values`` break this rule, else "". ``values`` must have the rule's keys."""
+        """Return the error message if ``values`` (dict from key to value) break this rule, else ""."""
         for conditions in (self.conditions, self.given):
             for key, condition in conditions.items():  # no generator: a search evaluates this thousands of times
                 if not condition.matches(values[key]):
@@ -96,7 +96,8 @@ def rule(
 ) -> Rule:
     """Return the `Rule` (forbidden combination of settings) that the text ``terms`` describes.
 
-    Example: "run.steps>1 with run.mode=fast|slow". ``why``, ``cure``, ``relation``: fields of the `Rule`.
+    Example: "run.steps>1 with run.mode=fast|slow". ``why``, ``cure``: reason and advice in the error message.
+    ``relation``: function of the values that must also return true.
     """
     # " with " and " where " join conditions, which must all hold. The message omits the conditions after " where ".
     # {NAME} stands for the values of the keyword NAME, joined by "|". Conditions on the value of KEY:
@@ -109,9 +110,9 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield a `Rule` (forbidden combination of settings) for each argument after ``why``.
+    """Yield one `Rule` (forbidden combination of settings) for each text in ``*terms`` (positional arguments).
 
-    The argument replaces * in ``form``, the ``terms`` of `rule`. ``why`` is the reason in the error message.
+    The text replaces * in ``form``, a pattern for `rule`. ``why``: reason in the error message.
     """
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
@@ -151,15 +152,15 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return the `Condition` that a value differs from every argument of this function."""
+    """Return a `Condition` that is satisfied by values other than ``*values`` (positional arguments)."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
 
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
-    """Return a `Rule` that forbids values of ``key`` other than ``default`` if they have no effect.
+    """Return a `Rule` that forbids values of key ``key`` other than ``default`` if they have no effect.
 
-    They have an effect only if the value of ``other`` is in ``needed``.
+    They have an effect only if key ``other`` has a value in ``needed``. ``cure``: advice in the error message.
     """
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 
@@ -176,12 +177,12 @@ def one_of(key: str, choices: Iterable[str]) -> Rule:
 
 
 def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
-    """Return the rule that ``holds(value)`` must be true for the value of ``key``; messages print ``expected``."""
+    """Return the rule that ``holds(value)`` must be true for the value of ``key``. ``expected``: text for messages."""
     return Rule({key: Condition(lambda value: not holds(value))}, cure=expected)
 
 
 def refusals(rules: Iterable[Rule], values: Values) -> Iterator[str]:
-    """Yield the message of each of ``rules`` that ``values`` break. Skips a rule if ``values`` lack one of its keys."""
+    """Yield the error message of each broken rule. Rules with keys missing in ``values`` (key to value) are skipped."""
     yield from filter(None, (rule.refusal(values) for rule in rules if rule.is_known(values)))
 
 

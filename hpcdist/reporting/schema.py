@@ -68,7 +68,7 @@ class Key:
     path: bool | str = False
 
     def bounds(self, *, signs: bool) -> str:
-        """Return the bounds as text, such as "at least 0 and below 1", or ">= 0 and < 1" with ``signs``."""
+        """Return the bounds as text: "at least 0 and below 1" or, if keyword-only ``signs`` is True, ">= 0 and < 1"."""
         limits = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
         parts = [
             f"{_SIGNS[word] if signs else word} {_number(limit)}" for word, limit in limits.items() if limit is not None
@@ -96,9 +96,9 @@ class Key:
 
 
 def key(default: T, meaning: str, **limits: Any) -> T:
-    """Return the dataclass field of a configuration key with the value ``default``.
+    """Return the dataclass field of a configuration key with the default value ``default``.
 
-    ``meaning`` and ``limits`` are the fields of its `Key`.
+    ``meaning``: description for users. ``**limits`` (keyword arguments): other fields of `Key`, such as ``ge=0``.
     """
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **limits)})
 
@@ -130,7 +130,7 @@ class Field(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """True if the value is a table of alike values with free names."""
+        """True if the value is a table (dict) with free names, whose values have the same type."""
         return get_origin(self.type) is Mapping
 
     @property
@@ -140,12 +140,12 @@ class Field(NamedTuple):
 
     @property
     def is_leaf(self) -> bool:
-        """True if the value stands in one line of the file, and not in tables."""
+        """True if the value is written on one line of the file, False if it is written as tables."""
         return not self.is_table and not dataclasses.is_dataclass(self.item)
 
     @property
     def kind(self) -> str:
-        """Noun for the type of the values, for the reference of keys: "integer", "list of texts" or "path"."""
+        """Noun for the type of the values, for the documentation: "integer", "list of texts" or "path"."""
         name = "a path" if self.key.path is True else TYPES[self.type]
         return name.removeprefix("a ").replace("whole number", "integer")
 
@@ -156,7 +156,7 @@ class Field(NamedTuple):
 
     @property
     def values(self) -> str:
-        """Text of the valid values for the reference of keys, such as "integer >= 1" or "none, thread, poll"."""
+        """Text of the valid values for the documentation, such as "integer >= 1" or "none, thread, poll"."""
         key = self.key
         names = ", ".join(toml_value(choice).strip('"') for choice in self.choices or key.choices)
         if self.choices:
@@ -166,7 +166,7 @@ class Field(NamedTuple):
         return f"{self.kind} {key.bounds(signs=True)}".rstrip() + (f" or {key.word}" if key.word else "")
 
     def rule(self, section: str) -> Rule | None:
-        """Return the rule that the value of this key in ``section`` must be valid, or None if all values are valid."""
+        """Return the `Rule` that this key of section ``section`` must have a valid value, or None if all are valid."""
         key, label = self.key, f"{section}.{self.name}"
         names, bounds = ", ".join(map(str, key.choices)), key.bounds(signs=False)
         if key.valid is not None:
@@ -234,7 +234,7 @@ def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
     """Raise ConfigurationError if the dataclass ``section`` has an invalid value or breaks one of ``rules``.
 
-    ``name`` is the name of the section. Further keyword arguments: values of keys of ``rules`` outside the section.
+    ``name``: name of the section. ``**derived`` (keyword arguments): values of other keys that ``rules`` use.
     """
     check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
 
@@ -254,7 +254,7 @@ class TableFormat:
     names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)
 
     def read(self, kind: Any, table: Mapping[str, Any], place: str = "") -> Any:
-        """Return the object of class ``kind`` that ``table`` describes. Raises ConfigurationError.
+        """Return an object of dataclass ``kind`` from the parsed TOML ``table``. Raises ConfigurationError.
 
         ``place``: text before the names of the keys in messages, such as "device.".
         """
@@ -287,7 +287,7 @@ class TableFormat:
         return {name: self._value(value, inner, f"{where}.{name}", name) for name, value in raw.items()}
 
     def lines(self, source: Any, header: str = "") -> Iterator[str]:
-        """Yield the lines of the dataclass ``source``: its leaves, then its tables, named ``header`` and their key."""
+        """Yield the TOML lines of the dataclass ``source``: values, then tables. ``header``: prefix of table names."""
         tables = []
         for key, field in fields_of(source.__class__).items():
             value = getattr(source, field.name)
@@ -310,7 +310,7 @@ class TableFormat:
 
 
 def check_names(table: Iterable[str], names: Iterable[str], place: str) -> None:
-    """Raise ConfigurationError if ``table`` has a key that is not in ``names``. ``place``: text before the key."""
+    """Raise ConfigurationError if ``table`` has a key not in ``names``. ``place``: text before the key in messages."""
     for key in table:
         if key not in names:
             raise ConfigurationError(f"unknown field {place}{key}; {suggestion(key, names)}")

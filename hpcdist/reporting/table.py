@@ -26,9 +26,9 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Return the lines of a text table with empty lines between groups of rows. ``lines[0]`` is the head.
+    """Insert an empty line into a text table wherever ``groups`` changes. Return the new lines.
 
-    ``groups``: group of each row, compared with the previous row.
+    ``lines``: the head, then the rows. ``groups``: group of each row.
     """
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):

@@ -16,7 +16,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str, of: str) -> int:
-    """Parse a number such as 4096, 16K or 1M (binary units). ``of``: noun in the ValueError."""
+    """Parse a number such as 4096, 16K or 1M (binary units). ``of``: noun for the number in the ValueError."""
     match = _BYTES.fullmatch(text)
     size = int(match[1]) * UNITS[match[2].upper()] if match else 0
     if not 0 < size < LARGEST_BYTES:

@@ -26,9 +26,9 @@ JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 
 
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
-    """Return the variables of ``environment`` that change how MPI sends messages.
+    """Return the variables in ``environment`` that change how MPI sends messages.
 
-    Arguments after ``environment``: prefixes of other variables to include.
+    ``*more`` (further positional arguments): prefixes of other variables to include.
     """
     begin = (*MPI_SETTINGS, *more)
     return {

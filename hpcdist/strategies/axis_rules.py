@@ -18,7 +18,7 @@ LOCK_STEP: Final = (
 
 
 def of_tensor() -> Iterator[Rule]:
-    """Yield a `Rule` for each unsupported use of tensor parallelism in a recipe."""
+    """Yield the `Rule` objects that reject recipes with unsupported uses of tensor parallelism."""
     yield rule(
         f"parallel.tensor>1 with model.kind!={'|'.join(TRANSFORMERS)}",
         UNBUILT,
@@ -55,7 +55,7 @@ def _fewest_tokens(tokens: int, ranks: int) -> int:
 
 
 def of_context() -> Iterator[Rule]:
-    """Yield a `Rule` for each unsupported use of context parallelism in a recipe."""
+    """Yield the `Rule` objects that reject recipes with unsupported uses of context parallelism."""
     yield rule(
         f"parallel.context>1 with model.kind!={'|'.join((*TRANSFORMERS, *FOREIGN))}",
         UNBUILT,

@@ -69,9 +69,10 @@ def server_exchange(
     shards: LogicalShards | None = None,
     compression: Compression | None = None,
 ) -> Exchange:
-    """Return this rank's parameter-server exchange, in the role that ``config`` sets. Collective over the world.
+    """Return this rank's parameter-server strategy, in the role that ``config`` sets. Collective over the world.
 
-    ``shards``: fixed micro-batches for reproducible sums, or None. Raises ConfigurationError for unsupported settings.
+    ``shards``: parts of the batch to sum in a fixed order, or None. ``compression``: compressor of gradients, or None.
+    Raises ConfigurationError for unsupported settings.
     """
     algorithms = server_algorithms(config)
     if shards is None and context.algorithm not in algorithms:
@@ -119,7 +120,7 @@ def build_executor(
     cuda_graph: bool = False,  # run stages as CUDA graphs
     drops: bool = False,  # a stage uses dropout
 ) -> Executor:
-    """Return the object that executes this rank's operations. Collective over the pipeline."""
+    """Return the executor of this rank's operations in the strategy ``exchange``. Collective over the pipeline."""
     copies = TiedCopies(context, tied_tensors(context.model, context.placed), exchange)
     arena = Arena(context.ledger, context.on)
     launches = StageGraphs(arena, drops=drops, ledger=context.ledger) if cuda_graph else None
@@ -134,9 +135,10 @@ def operations(
     parallel: ParallelConfig,
     schedule: Sequence[Passes] | None = None,
 ) -> list[Operation]:
-    """Return this rank's operations for one step. Local.
+    """Return this rank's operations (passes, messages, updates) for one step. Local.
 
-    ``copies``: tied tensors that several pipeline ranks hold. ``schedule``: passes of every pipeline rank.
+    ``exchange``: data-parallel strategy. ``copies``: this rank's copies of tied tensors. ``schedule``: passes of every
+    pipeline rank, or None for the schedule that the section ``parallel`` names.
     """
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:
@@ -175,7 +177,8 @@ def prove(
 ) -> Proof | None:
     """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective.
 
-    Returns the step's peak memory use and message counts, or None if the world is too large.
+    ``rank``: context of this rank. ``steps``: operations of this rank. Returns the step's peak memory use and message
+    counts, or None if the world is too large.
     """
     if rank.world.size > PROVEN_RANKS:
         return None

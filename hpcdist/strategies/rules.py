@@ -42,7 +42,7 @@ DEFAULTS: Final = {
 
 
 def derived(values: Values) -> dict[str, Any]:
-    """Return the recipe ``values`` with the additional keys that the rules use; missing keys count as defaults."""
+    """Return ``values`` (recipe values by key) plus derived keys for the rules; missing keys count as defaults."""
     get = {**DEFAULTS, **values}.__getitem__
     strategy, compression = get("parallel.strategy"), get("communication.compression")
     chosen = f"parallel.strategy = {strategy!r}"

@@ -69,9 +69,9 @@ class Anomalies:
         skipped: bool = False,
         held_up: bool = False,
     ) -> list[Anomaly]:
-        """Return the anomalies that begin in ``step``, a step with ``tokens`` tokens.
+        """Return a list of the anomalies that begin in ``step``. ``tokens``: number of tokens in the step.
 
-        ``figures``: figures of the step, as computed by `DerivedFigures`.
+        ``figures``: figures of the step by name, as computed by `DerivedFigures`.
         """
         # ``skipped``: the step made no update. ``held_up``: the step includes a checkpoint or a validation, so its
         # speed does not count.

@@ -14,7 +14,7 @@ PORT: Final = 9464
 class TelemetryConfig:
     """Section ``[telemetry]``: outputs of metrics in addition to ``metrics.h5``, and reports of anomalies.
 
-    The exporter listens on localhost. A speed below (1 - ``throughput_drop``) of the earlier speed is reported.
+    The exporter listens on localhost. A speed below (1 - ``throughput_drop``) times the earlier speed is reported.
     """
 
     jsonl: bool = key(False, "Write events.jsonl in the run directory.")

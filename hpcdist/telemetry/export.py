@@ -24,9 +24,9 @@ BATCH: Final = 1000  # largest number of metrics in one call of MLflow
 
 
 def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
-    """Return the metrics of each step of ``run``: a dict by step of dicts by key of a quantity.
+    """Return {step: {key of a quantity: value}} for the steps of ``run``.
 
-    Times are known for the sampled steps (see `sampling.read`), and other quantities at the steps that observed them.
+    Times are known only for sampled steps (see `sampling.read`), other quantities only for steps that recorded them.
     Raises UsageError if no step was completed.
     """
     if run.run is None:
@@ -62,7 +62,7 @@ def _step_row(sample: Mapping[str, np.ndarray], index: int) -> StepRow:
 
 
 def csv(run: RunData) -> str:
-    """Return the step metrics of ``run`` as CSV text: a line of names, then one line per step."""
+    """Return the step metrics of ``run`` as CSV text: a heading line of quantity names, then one line per step."""
     rows = step_metrics(run)
     order = {name: index for index, name in enumerate(QUANTITIES)}
     names = sorted({key for row in rows.values() for key in row}, key=lambda key: (order[split(key)[0]], key))
@@ -109,7 +109,7 @@ def to_mlflow(run: RunData, folder: Path) -> Path:
 
 
 def _slashed(key: str) -> str:
-    """Return the ``key`` of a quantity with its label after a slash, since MLflow rejects brackets."""
+    # MLflow rejects brackets.
     name, label = split(key)
     return name if label is None else f"{name}/{label}"
 
@@ -141,7 +141,6 @@ def _writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Context manager that sets environment variables, and restores the former values at its end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -43,7 +43,7 @@ def _signature(event: RecordedEvent) -> tuple[object, ...]:
 
 
 def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
-    """Return a list with a finding about the earliest collective whose arguments differ between ranks, or []."""
+    """Return [finding] about the earliest collective whose arguments differ between ranks, or []. Local."""
     calls: dict[tuple[str, int], dict[int, RecordedEvent]] = defaultdict(dict)
     for record in records:
         for event in record.events:
@@ -122,7 +122,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class HangReport:
-    """Report of `analyse`. The first finding is the most likely cause. Without findings, no problem was found."""
+    """Diagnosis of a run. The first finding is the most likely cause. Without findings, no problem was found."""
 
     world: int
     findings: tuple[Finding, ...]
@@ -132,10 +132,10 @@ class HangReport:
 def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
     """Return the flight recorder files of the run in ``directory``, as one `RankRecord` per rank.
 
-    Raises UsageError if there are no files. Raises StorageError for an unreadable file.
+    ``damaged``: dict to fill with {rank: error} of unreadable files. None: raise StorageError for an unreadable file.
+    Raises UsageError if there are no files.
     """
-    # With the dict ``damaged``, unreadable files are skipped, and damaged[rank] is the error text. StorageError is then
-    # raised only if no file is readable.
+    # With ``damaged``, StorageError is raised only if no file is readable.
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
     records, last = [], None
     for path in sorted(folder.glob("rank-*.rec")):
@@ -166,9 +166,9 @@ def analyse(
 ) -> HangReport:
     """Diagnose a run from the flight recorder ``records`` of its ranks.
 
-    A live rank counts as waiting after ``patience_s`` seconds in one operation.
+    A live rank counts as waiting after ``patience_s`` seconds in one operation. ``now_ns``: current time (None: system
+    clock). ``damaged``: {rank: error} of unreadable records.
     """
-    # ``now_ns`` None: system clock. ``damaged``: filled by `load`.
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
@@ -300,7 +300,7 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 class WaitGraph:
     """Graph of ranks that wait for other ranks, for at least ``patience_s`` seconds in one operation.
 
-    Attribute ``culprits``: dict from awaited ranks that do not wait to their first missed operation.
+    Attribute ``culprits``: {rank: first operation it missed}, for ranks that do not wait and that other ranks wait for.
     """
 
     # ``waits``: dict from a waiting rank to {awaited rank: operation}.

@@ -47,7 +47,7 @@ def provenance(
 
 
 def git_commit(package: Path) -> str:
-    """Return the commit of ``package``'s git clone ("+changes" if edited), or "unknown: " and the reason."""
+    """Return the commit of the git clone of ``package`` ("+changes" if edited), or "unknown: " and a reason."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]
@@ -80,7 +80,7 @@ def job_number(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def job_owner(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return user, account, partition and QOS of the job, "" if unknown; outside of a job, only the user. Local."""
+    """Return a dict: user, account, partition and QOS of the job ("" if unknown). Outside of a job, only the user."""
     owner = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
     if not owner["user"]:
         try:

@@ -53,10 +53,6 @@ def text(run: RunData) -> str:
 
 
 def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
-    """Return a table of the loss at evenly spread steps. Each loss is a mean over the steps since the line before.
-
-    The length of the bar in a line is the difference between its loss and the smallest loss of the table.
-    """
     steps, loss = columns["step"], columns["loss"]
     ends = np.unique(np.linspace(0, len(steps), min(CURVE_ROWS, len(steps)) + 1).astype(int))
     means = [float(loss[start:stop].mean()) for start, stop in itertools.pairwise(ends)]

@@ -18,7 +18,6 @@ PLOT_INCHES: Final = (10.0, 4.5)
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
-    """Return the shortest last parts of the run directories that differ. Raises UsageError if a run is given twice."""
     parts = [run.run_dir.absolute().parts for run in runs]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -28,14 +27,14 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def catalogue(runs: Sequence[RunData], *, details: bool = True) -> Catalogue[RunData]:
-    """Return the figures of runs, after a column with the names of ``runs``. With ``details`` False, omit details."""
+    """Return the `Catalogue` of columns to compare ``runs``. Keyword-only ``details`` False: omit detailed figures."""
     names = {run.run_dir: name for run, name in zip(runs, _names(runs), strict=True)}
     name: Figure[RunData] = Figure("run", lambda run: names[run.run_dir], meaning="last parts of the run directory")
     return Catalogue(name, *(figure for figure in FIGURES if details or not figure.is_detail))
 
 
 def table(runs: Sequence[RunData]) -> tuple[list[list[str]], list[str]]:
-    """Return the rows of a table of ``runs``, headings first, and notes about unknown values.
+    """Return two lists: the rows of a table of ``runs``, headings first, and notes about unknown values.
 
     Columns without a value and counters that are 0 in all runs are omitted.
     """
@@ -51,7 +50,7 @@ def text(runs: Sequence[RunData]) -> str:
 
 
 def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
-    """Return the name, the values and the ratio of each figure in two runs. An unknown value or ratio is None."""
+    """Return one dict per figure with its name, its values in two runs and their ratio. Unknown values are None."""
     rows = []
     for figure in FIGURES:
         old, new = figure.value(before), figure.value(after)
@@ -61,7 +60,7 @@ def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
 
 
 def comparison_text(before: RunData, after: RunData, keys: Mapping[str, tuple[str, str]]) -> str:
-    """Return a table of the figures of two runs, and one of ``keys``: the differing recipe keys with both values."""
+    """Return two tables as text: figures of two runs, and differing recipe ``keys`` with both values."""
     names, figures = _names([before, after]), {figure.name: figure for figure in FIGURES}
     rows = [["", *names, "ratio"]]
     for row in comparison(before, after):
@@ -107,7 +106,7 @@ def draw(picture: Any, runs: Sequence[RunData]) -> None:
 
 
 def plot(runs: Sequence[RunData], file: Path) -> None:
-    """Write the picture of ``runs`` to ``file``. Raises the errors of `draw` and of `plotting.drawing`."""
+    """Plot the comparison of ``runs`` to ``file``. Raises UsageError, StorageError and MissingCapabilityError."""
     plotting.check_plot(file)
     with plotting.chart_style(), plotting.drawing(file, *PLOT_INCHES) as picture:
         draw(picture, runs)

@@ -84,7 +84,7 @@ class Buffer:
 def coalesced_inputs(inputs: Sequence[torch.Tensor], *outputs: Sequence[torch.Tensor]) -> list[Buffer]:
     """Return a list with a `Buffer` for each of ``inputs``, the input tensors of one coalesced collective. Local.
 
-    Further arguments: lists of output tensors, one per input.
+    ``*outputs`` (further positional arguments): lists of output tensors, in the order of ``inputs``.
     """
     # An output may overlap the input of another position, so all inputs are then copied.
     copy = len(inputs) > 1 and _do_overlap(inputs, *outputs)

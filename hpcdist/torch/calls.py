@@ -88,7 +88,7 @@ def all_gather_list(comm: Communicator, outputs: Sequence[Buffer], source: Buffe
 
 
 def reduce_scatter(comm: Communicator, output: Buffer, source: Buffer, how: Reduction) -> None:
-    """Reduce-scatter ``source``, in equal chunks, to ``output`` with the operation ``how`` (sum, max, ...)."""
+    """Reduce ``source`` over ranks by ``how`` (sum, max, ...). Rank r's ``output`` gets the r-th of equal chunks."""
     addend = source.array
     if how.factor is not None:
         addend = scratch("torch addend", source.array.size, source.array.dtype, source.array)
@@ -206,7 +206,7 @@ def ranges(sizes: Sequence[int]) -> list[Range]:
 
 
 def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, which: str) -> list[Range]:
-    """Return the range of elements of each rank in ``tensor``, for an all-to-all of rows.
+    """Return one element range of ``tensor`` per rank, for an all-to-all of rows. ``ranks``: number of ranks.
 
     ``sizes``: each rank's number of rows, or None to split evenly. ``which``: "input" or "output", for error messages.
     """
@@ -229,7 +229,10 @@ def row_ranges(tensor: torch.Tensor, sizes: Sequence[int] | None, ranks: int, wh
 
 
 def check_pair(name: str, output: torch.Tensor, source: torch.Tensor, expected: int = 0, actual: int = 0) -> None:
-    """Raise UsageError unless dtypes, and the counts ``expected`` and ``actual``, are equal. ``name``: collective."""
+    """Raise UsageError if ``output`` and ``source`` have different dtypes, or ``expected`` differs from ``actual``.
+
+    ``expected``, ``actual``: element counts. ``name``: name of the collective, for the message. Local.
+    """
     if output.dtype != source.dtype:
         raise UsageError(f"the output of {name} is {output.dtype}, but the input is {source.dtype}; use one dtype")
     if expected != actual:

@@ -65,7 +65,6 @@ class _Bucket:
         self.steps = 0
 
     def reduce(self, values: np.ndarray) -> None:
-        """Sum this bucket's gradients, the flat array ``values``, in place over the process group. Collective."""
         state = self._state
         if self._reduction is None:
             on = "gpu" if backend.is_device(values) else "cpu"

@@ -118,7 +118,7 @@ def begin(world: World, timeout: timedelta) -> Callable[[], None]:
 
 
 def limit(name: str, timeout: timedelta) -> None:
-    """Set the timeout of operations on the communicator ``name``. HPCDIST_DEADLINE_S takes precedence. Local."""
+    """Set the timeout of operations on the communicator ``name``, unless HPCDIST_DEADLINE_S is set. Local."""
     watchdog = start_world("cpu").session.watchdog
     if watchdog is not None and not os.environ.get(DEADLINE):
         watchdog.limit(name, timeout.total_seconds())

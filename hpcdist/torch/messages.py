@@ -128,7 +128,7 @@ class Mailbox:
         self._is_awake = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start sending ``tensor`` to rank ``peer``. Return a handle. ``streams`` is None for a host tensor. Local."""
+        """Start sending ``tensor`` to rank ``peer``. Return a handle. ``streams``: None for a CPU tensor. Local."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:
@@ -137,7 +137,7 @@ class Mailbox:
         return self._post(MessageWork(self, begin, tensor, lambda: None, peer, streams))
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int, streams: Streams | None) -> MessageWork:
-        """Start receiving ``tensor`` from rank ``peer`` (ANY: any rank). Return a handle. ``streams``: see `send`."""
+        """Start receiving from rank ``peer`` (ANY: any rank). Return a handle. ``streams``: None for a CPU tensor."""
         buffer = Buffer(tensor)
 
         def begin() -> Pending:

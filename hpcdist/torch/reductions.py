@@ -48,7 +48,7 @@ class Reduction:
 
 
 def reduction_of(op: Any, tensor: torch.Tensor) -> Reduction:
-    """Convert PyTorch's ReduceOp ``op``. Raises UsageError if ``op`` does not support the dtype of ``tensor``."""
+    """Convert PyTorch's ReduceOp ``op``. Raises UsageError if ``op`` is undefined for the dtype of ``tensor``."""
     kind, factor = op.__getstate__()
     reduction = _reduction(kind, tensor.dtype)
     return reduction if factor is None else replace(reduction, factor=factor)

@@ -76,7 +76,7 @@ class Streams:
 
     @contextmanager
     def communicating(self, *marks: cuda.Event | None) -> Iterator[None]:
-        """Make this thread's communication stream current in a ``with`` body, after the events in ``marks``. Local."""
+        """Run the ``with`` body on this thread's communication stream, which first waits for the events ``*marks``."""
         with cuda.device(self.device):
             stream = _here.streams.get(self.device)
             if stream is None:

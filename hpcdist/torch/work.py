@@ -86,7 +86,7 @@ class Work(dist.Work):
         return self.done or ended.wait(seconds)  # read `done` after setting `_ended`: `end` uses the opposite order
 
     def settle(self) -> None:
-        """Complete the operation's future, if it has one. The future's callbacks may start operations."""
+        """Complete the future that `get_future` returned, if any. The callbacks of the future may start operations."""
         if self._unsettled is None:
             return
         with _guard:
@@ -103,7 +103,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for the operation and return True. Raise the operation's error if it failed.
 
-        For GPU results, the current CUDA stream waits. Raises DeadlineError after ``timeout``.
+        For GPU tensors, the current CUDA stream waits for the result. Raises DeadlineError after ``timeout``.
         """
         # The timeout of collectives needs MPI_THREAD_MULTIPLE, and is ignored otherwise.
         if not self.done:
@@ -173,7 +173,7 @@ class CollectiveWork(Work):
         self._run: Callable[[], object] | None = run
 
     def size(self) -> tuple[str, int]:
-        """Return (dtype, element count) for event records, or ("uint8", 0) if sizes may differ between ranks."""
+        """Return (dtype, element count) for the event log, or ("uint8", 0) if sizes may differ between ranks."""
         if self.name not in ONE_SIZE or not self._result:
             return "uint8", 0
         return str(self._result[0].dtype).removeprefix("torch."), sum(tensor.numel() for tensor in self._result)

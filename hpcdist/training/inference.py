@@ -136,9 +136,10 @@ class TrainedModel:
 def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> TrainedModel:
     """Restore the model of a run directory from its newest checkpoint with intact parameters. Collective.
 
-    Raises StorageError without such a checkpoint, and UsageError for a model defined in a script.
+    ``trust``: run a model factory file even if it has changed. Raises StorageError without such a checkpoint, and
+    UsageError for a model defined in a script.
     """
-    # UsageError also if the model's factory file has changed and ``trust`` is False.
+    # A changed factory file raises UsageError if ``trust`` is False.
     if recipe.model.kind == "given":
         raise UsageError(
             f"the model of {path} is defined in the script that trained it, so its recipe cannot build the model. "

@@ -26,7 +26,7 @@ _JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A run directory, and the checkpoint to resume from."""
+    """A run directory, the checkpoint to resume from, and the changes since the last start."""
 
     path: Path
     resume_from: Path | None  # None for a new run
@@ -37,10 +37,10 @@ class RunDirectory:
 def prepare_run_directory(
     comm: Communicator, recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None = None
 ) -> RunDirectory:
-    """Create or reopen the run directory. Collective: all ranks raise the same error. Rank 0 takes ``lock``.
+    """Create or reopen the run directory ``out`` (None: choose a name). Collective: all ranks raise the same error.
 
-    ``resume``: "auto" (from the newest valid checkpoint) or "never". Raises ConfigurationError if the directory holds
-    another run.
+    ``resume``: "auto" (from the newest valid checkpoint) or "never". ``lock``: lock that rank 0 takes. Raises
+    ConfigurationError if the directory holds another run.
     """
 
     # Rank 0 decides. ConfigurationError: the directory holds another run. UsageError: it holds this run, and ``resume``
@@ -101,7 +101,7 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: RunLock | None
 
 
 def refuse_restart_over_checkpoints(path: Path) -> None:
-    """Raise StorageError if ``path`` has a complete checkpoint: a run that starts from step 0 would overwrite it."""
+    """Raise StorageError if the run directory ``path`` has a complete checkpoint, which a new run would overwrite."""
     complete = [checkpoint for _, checkpoint in names.candidates(path / "checkpoints") if checkpoint.suffix != ".tmp"]
     if complete:
         raise StorageError(

@@ -56,8 +56,8 @@ SAMPLES: Final = "validation_samples"
 class Training:
     """Training run whose script calls each step. A context manager; all ranks must make the same calls.
 
-    ``recipe``: TOML file, or dict such as ``{"run.steps": 100}``. ``out``: run directory. ``resume``: "auto" (from the
-    newest checkpoint) or "never". ``time_limit_s``: seconds after which the run is saved and stops. Raises
+    ``recipe``: TOML file, or dict such as ``{"run.steps": 100}``. Keyword-only: ``out``: run directory. ``resume``:
+    "auto" (from the newest checkpoint) or "never". ``time_limit_s``: seconds until the run saves and stops. Raises
     ConfigurationError if the recipe is invalid or does not fit ``model``.
     """
 
@@ -145,7 +145,7 @@ class Training:
 
     @property
     def steps(self) -> Iterator[int]:
-        """Iterate over the remaining step indices; a run's first step is 0. Call `step` once for each. Local."""
+        """Yield the index of each remaining step; a run's first step is 0. Call `step` once for each index. Local."""
         while self._done < self.recipe.run.steps:
             before = self._done
             yield before
@@ -158,7 +158,7 @@ class Training:
         return self._share().slice
 
     def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
-        """Return a ``batch_sampler`` for a PyTorch DataLoader that yields this replica's sample indices. Local.
+        """Return a PyTorch DataLoader's ``batch_sampler``, which yields lists of this replica's sample indices. Local.
 
         Each epoch has every sample of ``dataset`` once, in random order if keyword-only ``shuffle`` is True.
         """
@@ -174,9 +174,9 @@ class Training:
     def step(self, inputs: Any, targets: Any) -> float:
         """Make one step on this rank's samples, and return the mean loss over all replicas. Collective.
 
-        ``inputs``, ``targets``: arrays or tensors with one row per sample, equal on all ranks of a replica, else
-        DataError. PyTorch models also take tuples and dicts. On a stop request, the run is saved, and the process exits
-        with code 75 or 130. Raises UsageError after the last step.
+        ``inputs``, ``targets``: arrays or tensors with one row per sample, or for PyTorch models tuples or dicts of
+        them. All ranks of a replica must pass the same data, else DataError. After a stop request, the run is saved,
+        and the process exits with code 75 or 130. Raises UsageError after the last step.
         """
         # Tuples and dicts are the arguments of the first module, and of the loss. DataError: the ranks of a replica
         # pass different values. UsageError: after the last step, or the number of rows differs from `share`.
@@ -208,8 +208,7 @@ class Training:
     def evaluate(self, inputs: Any, targets: Any) -> float:
         """Return the mean loss over the samples of all replicas, or NaN without samples. Collective.
 
-        Replicas may pass different numbers of samples. All ranks of a replica pass the same samples. PyTorch modules
-        are in evaluation mode.
+        All ranks of a replica must pass the same samples. Replicas may pass different numbers of samples.
         """
         # The metrics store the result as validation loss.
         trainer = self._trainer
@@ -238,9 +237,9 @@ class Training:
         self._session.comm.barrier()  # all files are complete before any rank reads them
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Close the training if it is open, and return a copy of every final tensor, named ``LAYER.NAME``.
+        """Return {"LAYER.NAME": copy of the final tensor}. Closes the training if it is open.
 
-        Collective before `close`, local afterwards: each rank reads the tensors from the last checkpoint.
+        Collective before `close`. After `close`, local: each rank reads the last checkpoint.
         """
         self.close()
         path = self._loop.outcome.checkpoint

@@ -45,9 +45,8 @@ def should_stop(margin_s: float = MARGIN_S, *, comm: AnyComm = None) -> int:
     """Return 0, or the exit code with which all ranks should save and exit. Collective: all ranks get the same result.
 
     Call this once per iteration, from the main thread. ``margin_s``: seconds to reserve before the end of the Slurm
-    job.
-    Code 75 (requeue): SIGTERM, SIGHUP or SIGUSR1 on a rank, a file ``stop``, or little time left.
-    Code 130: Ctrl-C.
+    job. Code 130: Ctrl-C. Code 75 (requeue): SIGTERM, SIGHUP or SIGUSR1 on a rank, a file ``stop``, or little time
+    left.
     Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
     """
     # The first call installs signal handlers. The time is nearly up if the longest iteration until now plus

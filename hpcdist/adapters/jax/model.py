@@ -136,7 +136,7 @@ _KEEP: Final = ("neg", "convert_element_type", "reshape", "squeeze", "copy")  # 
 
 
 def is_plain_mean(jaxpr: Any, data: set[Any], *, divided: bool = False) -> bool:
-    """Return True if a JAX program returns a sum of elements divided by a constant.
+    """Return True if the result of a JAX program ``jaxpr`` is a sum of elements divided by a constant.
 
     ``data``: the input variables that are not constant. Keyword-only ``divided``: True if the caller divides the result
     by a constant.
@@ -179,15 +179,15 @@ EXAMPLE_SAMPLES: Final = 8  # samples of the example that a model keeps, to meas
 
 
 class WrappedModel(Model):
-    """A model whose stages compute with JAX. Its `traffic` counts the bytes copied to JAX and back."""
+    """A model whose stages compute with JAX. ``traffic``: counts of bytes copied to JAX and back."""
 
     traffic: JaxTraffic
     given: Sequence[tuple[int, ParameterLeaves]]  # for each function: its stage, and its parameter leaves
 
     def trees(self, values: Mapping[str, Array]) -> list[Any]:
-        """Return a list of params pytrees, one per function passed to `wrap`, with ``values`` as leaves. Local.
+        """Return a list of params pytrees, one per function passed to `wrap`, filled with ``values``. Local.
 
-        ``values`` maps tensor names ``LAYER.NAME`` to arrays. Host arrays are not copied.
+        ``values``: {"LAYER.NAME": array}. Host arrays are not copied.
         """
         tied = {f"{stage.layer}.{name}": key for stage in self.stages for name, key in stage.tied.items()}
         keys = [[f"{layer}.{name}" for name in leaves.names] for layer, leaves in self.given]
@@ -210,8 +210,8 @@ def wrap(
     """Return a model that trains the pure functions ``stages``: (params, x) -> y, where ``x`` is a micro-batch.
 
     ``params``: for each function, a pytree of float32 or float64 arrays, or a function that creates the pytree.
-    ``loss(y, targets)``: returns the mean loss, losses of shape (samples, ...), or the pair (sum, weight). Keyword-only
-    ``example``: one batch (inputs, targets). Raises UsageError or ConfigurationError for models that cannot be trained.
+    ``loss(y, targets)``: returns the mean loss, losses of shape (samples, ...), or (sum, weight). Keyword-only
+    ``example``: one batch (inputs, targets). Raises UsageError or ConfigurationError for unsupported models.
     """
     fail_alike(launched=True)
     if keep not in KEEPS:

@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigurationError, DataError, MissingCapabilityError
 
 @functools.cache
 def library() -> ModuleType:
-    """Import and return the jax module. Raises MissingCapabilityError, with the reason, if the import fails."""
+    """Import and return the jax module. Raises MissingCapabilityError, with the reason, if this fails."""
     try:
         return importlib.import_module("jax")
     except ImportError as error:
@@ -30,7 +30,7 @@ def library() -> ModuleType:
 
 
 def submodule(name: str) -> ModuleType:
-    """Import and return jax's submodule ``name``, for submodules that ``import jax`` does not load."""
+    """Import and return the submodule ``name`` of jax, which ``import jax`` may not load."""
     library()
     return importlib.import_module(f"jax.{name}")
 
@@ -71,7 +71,7 @@ class JaxTraffic:
         return value
 
     def take(self, values: Any, into: Array, *, add: bool = False) -> None:
-        """Copy the JAX array ``values`` to ``into``, or add it to ``into`` if keyword-only ``add`` is True."""
+        """Copy the JAX array ``values`` to ``into``, or add ``values`` to ``into`` if keyword-only ``add`` is True."""
         on_device = is_device(into)
         source = device.cupy().from_dlpack(values) if on_device else np.asarray(values)
         if add:
@@ -86,12 +86,12 @@ class JaxTraffic:
 
 
 def repeat_samples(rows: np.ndarray, samples: int) -> np.ndarray:
-    """Return an array of ``samples`` samples that cycles through the rows of ``rows``: a, b, c, a, b, c, ..."""
+    """Return ``samples`` samples by cycling through the rows of the array ``rows``: a, b, c, a, b, c, ..."""
     return np.resize(rows, (samples, *rows.shape[1:]))
 
 
 def jax_dtype(dtype: Any) -> np.dtype:
-    """Return the dtype that JAX uses for ``dtype``. Unless ``jax_enable_x64`` is set, 64-bit types become 32-bit."""
+    """Return the dtype that JAX uses for ``dtype``: without ``jax_enable_x64``, 64-bit types become 32-bit."""
     return np.dtype(library().dtypes.canonicalize_dtype(dtype))
 
 
@@ -127,9 +127,9 @@ class ParameterLeaves:
 
     @classmethod
     def of(cls, params: Any, where: str) -> "ParameterLeaves":
-        """Return the leaves of ``params``, which is a pytree or a function that returns a pytree.
+        """Return the arrays in ``params``, a pytree or a function that returns a pytree.
 
-        Raises UsageError if a leaf is not an array. ``where``: name of ``params`` for the error message.
+        ``where``: name of ``params`` for error messages. Raises UsageError if a leaf of the pytree is not an array.
         """
         jax = library()
         makes = callable(params) and jax.tree_util.all_leaves([params])
@@ -170,9 +170,9 @@ def _initial_value(create: Callable[[], Any], tree: Any, where: str) -> Sequence
 
 
 def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
-    """Group the functions of a JAX model into stages. Return the list of function indices of each stage.
+    """Group the functions of a JAX model into stages. Return a list of function indices for each stage.
 
-    ``leaves``: the parameter arrays of each function. Raises UsageError if no function has parameters.
+    ``leaves``: for each function, its parameter arrays. Raises UsageError if no function has parameters.
     """
     # Each function with params starts a stage. A function without params joins the stage before it, or the first stage.
     groups: list[list[int]] = []
@@ -191,7 +191,7 @@ def group_by_stage(leaves: Sequence[ParameterLeaves]) -> list[list[int]]:
 
 
 def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
-    """Return the dtype that all parameter leaves have. Raises ConfigurationError for mixed or unsupported dtypes."""
+    """Return the dtype of all parameter arrays ``leaves``. Raises ConfigurationError for mixed or unknown dtypes."""
     pairs = [
         (f"{name} in the params of stage {number}", np.dtype(leaf.dtype))
         for number, group in enumerate(leaves)
@@ -215,7 +215,7 @@ def common_dtype(leaves: Sequence[ParameterLeaves]) -> np.dtype:
 
 
 def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
-    """Return the platform that holds the parameter leaves, "cpu" or "gpu", or None if no leaf is a JAX array."""
+    """Return the platform of the parameter arrays ``leaves``, "cpu" or "gpu", or None if they are not JAX arrays."""
     platforms = {
         device.platform
         for group in leaves
@@ -234,9 +234,10 @@ def platform_of(leaves: Sequence[ParameterLeaves]) -> str | None:
 
 
 def check_ties(tied: Mapping[str, str], layers: Sequence[ParameterLeaves]) -> list[dict[str, str]]:
-    """Check the tied tensors. Return, for each layer, a dict from a tied tensor's name to its owner LAYER.NAME.
+    """Check the tied tensors. Return one dict per layer: {name of a tied tensor: "LAYER.NAME" of its owner}.
 
-    ``tied``: maps each tied tensor to its owner, a tensor of an earlier layer. Raises UsageError for invalid ties.
+    ``tied``: {"LAYER.NAME" of a tied tensor: "LAYER.NAME" of its owner in an earlier layer}. ``layers``: parameters of
+    each layer. Raises UsageError for invalid ties.
     """
     # Two layers with the same array and no tie are also an error.
     shapes = {

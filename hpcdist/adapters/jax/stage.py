@@ -29,7 +29,10 @@ Compute = Callable[[Sequence[Any], Any, Any], Any]
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """Compiled forward and backward of a stage for one input shape. ``unused``: indices of params without gradient."""
+    """Compiled forward and backward pass of a stage for one input shape.
+
+    ``unused``: indices of the parameters without gradient. ``kept_bytes``: activations stored for the backward pass.
+    """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -40,10 +43,10 @@ class CompiledPasses:
 def compile_passes(
     compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_gradient: bool, keep: str
 ) -> CompiledPasses:
-    """Compile the forward and backward pass of ``compute(leaves, x, draw)`` for one set of shapes. Local.
+    """Compile the forward and backward pass of the stage function ``compute`` for one set of shapes. Local.
 
-    Arguments are `jax.ShapeDtypeStruct`. Keyword-only ``input_gradient``: the backward pass also returns the gradient
-    of x.
+    ``leaves``, ``x``, ``draw``: shapes and dtypes of the parameters, the input and the random seed. Keyword-only
+    ``input_gradient``: True to also return the gradient of ``x``. ``keep``: activations to store.
     """
     jax = library()
     policies = jax.checkpoint_policies
@@ -128,9 +131,9 @@ class StageFunction:
 
     @classmethod
     def of(cls, call: Callable[..., Any], tree: Any, where: str) -> "StageFunction":
-        """Wrap the user function ``call``. Raises UsageError unless it takes 2 or 3 arguments.
+        """Wrap the user function ``call``. Raises UsageError unless it has 2 or 3 required arguments.
 
-        ``tree`` is the pytree structure of the params. ``where`` names the function in the error message.
+        ``tree``: pytree structure of the params. ``where``: name of the function in error messages.
         """
         if not callable(call):
             raise UsageError(f"the function of {where} is a {type(call).__name__}; give a function (params, x) -> y")
@@ -196,7 +199,7 @@ Adapted: TypeAlias = Callable[[str, Any], bool]
 
 @dataclass(frozen=True)
 class SharedContext:
-    """Settings and compiled functions that all stages of a model share."""
+    """Settings and compiled functions that all stages of a JAX model share."""
 
     computes: np.dtype
     keep: str
@@ -207,10 +210,10 @@ class SharedContext:
 
 
 class JaxStage:
-    """A `hpcdist.models.stage.Stage` that computes with JAX.
+    """Pipeline stage that computes with JAX.
 
-    ``tied`` maps the name of a leaf to the earlier layer's tensor ``LAYER.NAME`` that the leaf shares. ``sample``:
-    shape and dtype of one input sample.
+    ``leaves``: parameters. ``tied``: {parameter name: "LAYER.NAME" of the shared tensor in an earlier layer}.
+    ``sample``: shape and dtype of one input sample. ``shared``: settings of all stages.
     """
 
     def __init__(
@@ -248,11 +251,11 @@ class JaxStage:
         return repeat_samples(rows, samples)
 
     def kept_bytes(self, samples: int) -> int:
-        """Return the bytes of activations kept for the backward of ``samples`` samples, without input and output."""
+        """Return the bytes of activations stored for the backward of ``samples`` samples, without input and output."""
         return self.passes(samples).kept_bytes
 
     def unused(self, samples: int) -> list[str]:
-        """Return the names of the parameters without effect on the output, found by tracing ``samples`` samples."""
+        """Return the names of the parameters that do not affect the output. ``samples``: batch size to trace with."""
         return [self._leaves.names[index] for index in self.passes(samples).unused]
 
     def passes(self, samples: int, *, draws: bool = True) -> CompiledPasses:

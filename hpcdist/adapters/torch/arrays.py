@@ -29,7 +29,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 @functools.cache
 def library() -> ModuleType:
-    """Import and return the torch module. Raises MissingCapabilityError, with the reason, if the import fails."""
+    """Import and return the torch module. Raises MissingCapabilityError, with the reason, if this fails."""
     try:
         return importlib.import_module("torch")
     except ImportError as error:
@@ -39,7 +39,7 @@ def library() -> ModuleType:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step, unless environment variables already configure malloc.
+    """Make glibc keep freed memory for later use, unless environment variables already configure malloc.
 
     This avoids page faults. Up to 2 GiB of memory can be kept unused.
     """
@@ -50,7 +50,7 @@ def keep_freed_memory() -> None:
 
 
 def tensor_of(array: Array) -> "torch.Tensor":
-    """Return a tensor with the memory of ``array``. A read-only array is copied instead."""
+    """Return a PyTorch tensor that shares the memory of ``array``, or a copy if ``array`` is read-only."""
     if is_device(array):
         on_device: torch.Tensor = library().from_dlpack(array)
         return on_device
@@ -59,14 +59,14 @@ def tensor_of(array: Array) -> "torch.Tensor":
 
 
 def array_of(tensor: "torch.Tensor") -> Array:
-    """Return an array with the memory of ``tensor``, which stays alive. A non-contiguous tensor is copied instead."""
+    """Return a numpy or cupy array that shares the memory of ``tensor``, or a copy if ``tensor`` is not contiguous."""
     contiguous = tensor.detach().contiguous()
     array: Array = device.cupy().from_dlpack(contiguous) if contiguous.is_cuda else contiguous.numpy()
     return array
 
 
 def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
-    """Return ``array`` as a tensor: integers as int64, floats as ``dtype``, bools as bools. Copies only to convert."""
+    """Return ``array`` as a tensor: integers as int64, floats as ``dtype``, bools as bools. Converting makes a copy."""
     if isinstance(array, ArrayGroup):
         return array.map(lambda member: as_computable(member, dtype))
     if np.issubdtype(array.dtype, np.integer):
@@ -77,7 +77,7 @@ def as_computable(array: Array | ArrayGroup, dtype: "torch.dtype") -> Any:
 
 @contextlib.contextmanager
 def share_stream(array: Array) -> Iterator[None]:
-    """Context manager: PyTorch launches kernels on the CUDA stream that writes ``array``, without synchronisation."""
+    """Context manager: PyTorch launches its kernels on hpcdist's CUDA stream, on which ``array`` was computed."""
     if not is_device(arrays_in(array)[0]):
         yield
         return
@@ -102,7 +102,7 @@ def flop_counter() -> Any:
 
 @contextlib.contextmanager
 def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
-    """Context manager: restore the random states of the CPU and ``devices`` on exit. Holds a global lock."""
+    """Context manager that restores the random states of the CPU and ``devices`` at exit. Holds a global lock."""
     with _GENERATORS, library().random.fork_rng(devices):
         yield
 
@@ -111,7 +111,7 @@ def restored_random(devices: "Sequence[torch.device]") -> Iterator[None]:
 def seeded_random(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
     """Context manager that seeds PyTorch's random generators, and restores their states at exit.
 
-    ``draw``: seed, step and index of the first sample. ``where``: device of the layer.
+    ``draw``: seed, step and index of the first sample. These and the ``layer`` number give the seed. ``where``: device.
     """
     torch = library()
     words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 class SampleCut:
-    """This rank's tokens of each sample, and the attention operation over all context-parallel ranks.
+    """This rank's part of each sample under context parallelism (samples split by token).
 
     ``places``: positions of this rank's tokens in the sample. ``whole``: number of tokens of the whole sample.
+    ``attention``: attention over the tokens of all ranks of the sample.
     """
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
@@ -34,14 +35,14 @@ class SampleCut:
         self._arena, self._free, self._made = Arena(), list[Saved](), 0
 
     def take(self) -> Saved:
-        """Return a `Saved`: memory for the activations of one attention operation. Pass it to `back` after use."""
+        """Return a `Saved`: memory for the activations of one attention call. Pass it to `back` after use."""
         if not self._free:
             self._free.append(self._arena.saved(0, self._made))
             self._made += 1
         return self._free.pop()
 
     def back(self, saved: Saved) -> None:
-        """Release the activations in ``saved``, a result of `take`, so that a later `take` can return it again."""
+        """Release the activations in ``saved``, a result of `take`. A later `take` may return ``saved`` again."""
         saved.release()
         self._free.append(saved)
 
@@ -61,7 +62,7 @@ CURRENT: ContextVar[SampleCut | None] = ContextVar("current", default=None)  # f
 
 
 def context_positions(tokens: int, device: "torch.device | str | None" = None) -> "torch.Tensor":
-    """Return the positions of this rank's tokens in each sample, as int64 of shape (tokens,). Local.
+    """Return the positions in the sample of this rank's ``tokens`` tokens, as int64 of shape (tokens,). Local.
 
     With context parallelism, raises UsageError if this rank does not have ``tokens`` tokens per sample.
     """
@@ -89,9 +90,9 @@ def context_attention(
 ) -> "torch.Tensor":
     """Return the attention of this rank's queries over the tokens of all context-parallel ranks. Collective.
 
-    All context-parallel ranks must also run the backward pass together. ``query``, ``key``, ``value`` and the result
-    have the shape (samples, heads, tokens, size). ``window``: number of keys that a causal query sees, or 0 for all.
-    Raises UsageError for masks, dropout or mismatched shapes with context parallelism.
+    Arguments as of PyTorch's `scaled_dot_product_attention`: tensors of shape (samples, heads, tokens, size).
+    ``window``: number of keys that a causal query sees, or 0 for all. All these ranks must also run the backward pass.
+    With context parallelism, raises UsageError for masks, dropout or mismatched shapes.
     """
     pytorch, cut = library(), CURRENT.get()
     if window < 0 or (window and (not is_causal or attn_mask is not None)):

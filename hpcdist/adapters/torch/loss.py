@@ -37,8 +37,8 @@ REDUCTIONS: Final = ("mean", "sum")
 class TorchLoss(Loss):
     """Loss that the user's ``function(outputs, targets)`` computes.
 
-    The function returns (summed loss, number of counted targets), or one number. ``reduction``: "mean" or "sum" if the
-    function returns one number.
+    The function returns (summed loss, number of counted targets), or a single number. ``reduction``: "mean" or "sum",
+    the meaning of the single number. ``tokens_per_sample``: predictions per sample.
     """
 
     takes_several: Final = True
@@ -58,7 +58,7 @@ class TorchLoss(Loss):
         self._cut: SampleCut | None = None
 
     def in_context(self, cut: SampleCut) -> "TorchLoss":
-        """Return a copy of this loss for only the tokens of this rank, which the `SampleCut` ``cut`` describes.
+        """Return a copy of this loss for this rank's tokens only. ``cut``: description of these tokens.
 
         Raises ConfigurationError unless the loss has one prediction per token.
         """
@@ -73,7 +73,7 @@ class TorchLoss(Loss):
         return other
 
     def take_example(self, targets: Any) -> None:
-        """Store example targets. `example_targets` repeats them to return targets for any number of samples."""
+        """Store example ``targets``. The method `example_targets` then repeats them for any number of samples."""
         self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
@@ -201,9 +201,9 @@ _SELECT: Final = ("Index", "MaskedSelect", "IndexSelect", "Take")  # nodes whose
 def mean_weight(node: Any, predictions: int) -> "float | torch.Tensor":
     """Return the average weight of a target in a mean loss: 0.9 if the loss ignores 10 % of the targets.
 
-    ``node``: last autograd node of the loss. Raises UsageError if the weights cannot be determined.
+    ``node``: last autograd node of the loss. ``predictions``: number of targets, ignored targets included. Raises
+    UsageError if the weights cannot be determined.
     """
-    # ``predictions`` counts the ignored targets too.
     kind, inputs = _kind(node), _inputs(node)
     if kind in _KEEP and len(inputs) == 1:
         return mean_weight(inputs[0], predictions)

@@ -34,10 +34,9 @@ Setting = tuple[float | None, float]  # (weight decay, or None for the default; 
 
 
 def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
-    """Return the recipe keys with which hpcdist updates parameters like the PyTorch ``optimizer``. Local.
+    """Return {recipe key: value} that make hpcdist update parameters like the PyTorch ``optimizer``. Local.
 
-    Raises ConfigurationError for an unsupported optimizer: supported are AdamW, Adam, SGD and RMSprop with a constant
-    learning rate.
+    Raises ConfigurationError unless it is AdamW, Adam, SGD or RMSprop with a constant learning rate.
     """
     # Adam and RMSprop must have no weight decay, and RMSprop no momentum. Groups may differ in rate and decay.
     kind, groups = type(optimizer).__name__, optimizer.param_groups
@@ -143,10 +142,10 @@ def _written(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
-    """Copy trained values into the modules that were passed to `wrap`. Local.
+    """Copy trained values into the PyTorch modules that were passed to `wrap`. Local.
 
-    ``parameters``: arrays by tensor name LAYER.NAME. The modules no longer share memory with the training run. Raises
-    UsageError for missing or unknown tensors, or wrong shapes.
+    ``parameters``: {"LAYER.NAME": array}. Afterwards the modules share no memory with the run. Raises UsageError for
+    missing or unknown tensors, or wrong shapes.
     """
     torch, remaining = library(), dict(parameters)
     reason = "these are parameters of other modules"
@@ -182,9 +181,10 @@ def wrap(
 ) -> Model:
     """Return PyTorch modules as a model that hpcdist can train. Local.
 
-    ``module_or_stages``: an ``nn.Sequential`` or a list, each child of which is a stage, or one module. ``loss(outputs,
-    targets)``: returns (summed loss, number of counted targets), or one number. Keyword-only ``reduction``: "mean" or
-    "sum", the meaning of the one number. Raises UsageError or ConfigurationError for modules that cannot be trained.
+    ``module_or_stages``: one module, or an ``nn.Sequential`` or list, each child of which becomes a stage.
+    ``loss(outputs, targets)``: returns (summed loss, number of counted targets), or a single number. Keyword-only
+    ``reduction``: "mean" or "sum", the meaning of the single number. Raises UsageError or ConfigurationError for
+    unsupported modules.
     """
     # A stage passes one tensor, (samples, ...) in the parameters' dtype, to the next stage. A tuple or dict of inputs
     # becomes the arguments of the first module. Tensors are named LAYER.NAME. Integer data becomes int64. A step keeps

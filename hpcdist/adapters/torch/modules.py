@@ -35,7 +35,7 @@ class StageModules:
             yield from module.modules()
 
     def set_modes(self, modes: Mapping["torch.nn.Module", bool]) -> None:
-        """Set the mode of all modules of the stage: True is training mode, False is evaluation mode."""
+        """Set the mode of all modules of the stage. ``modes``: True for training mode, False for evaluation mode."""
         # If a mode changes, call `train` of the stage's top-level modules, which users may override.
         if any(module.training != training for module, training in modes.items()):
             for _, module in self.modules:
@@ -53,7 +53,7 @@ class StageModules:
                     yield name, parameter
 
     def buffers(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Yield (qualified name, buffer) for all buffers."""
+        """Yield (qualified name, buffer), for all buffers."""
         for prefix, module in self.modules:
             yield from module.named_buffers(prefix)
 
@@ -62,12 +62,11 @@ class StageModules:
 
 
 def stages_of(module_or_stages: Any) -> list[StageModules]:
-    """Divide a module, or a list or tuple of modules, into the stages of a model.
+    """Divide ``module_or_stages``, a module or a list or tuple of modules, into the stages of a model.
 
-    Raises UsageError if ``module_or_stages`` has another type.
+    Each child of an ``nn.Sequential`` or list becomes a stage. Raises UsageError for other types.
     """
-    # Each child of an ``nn.Sequential`` and each module of a list is a stage. A module without new parameters joins the
-    # stage before it, or the first stage.
+    # A module without new parameters joins the stage before it, or the first stage.
     modules = _modules(module_or_stages)
     stages: list[StageModules] = []
     owner: dict[int, tuple[int, str]] = {}  # id of a parameter -> (layer, name there)
@@ -115,7 +114,7 @@ def _modules(root: Any) -> list[tuple[str, "torch.nn.Module"]]:
 
 
 def check_modules(stages: Sequence[StageModules]) -> None:
-    """Raise UsageError or ConfigurationError, with the name of the parameter, for modules that cannot be trained."""
+    """Raise UsageError or ConfigurationError, with the parameter's name, if modules of ``stages`` cannot be trained."""
     torch = library()
     parameters = [(cut, name, parameter) for cut in stages for name, parameter in cut.own.items()]
     for cut, name, parameter in parameters:
@@ -200,7 +199,7 @@ def _check_statistics(cut: StageModules) -> None:
 
 @dataclass(frozen=True)
 class ParameterView:
-    """Description of a view of a parameter, from which the view can be recreated: name, shape, strides and offset."""
+    """Description of a view of a parameter, to recreate the view: name, shape, strides and storage offset."""
 
     name: str
     shape: tuple[int, ...]
@@ -236,13 +235,13 @@ class ParameterBinding:
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def initial(self, cut: StageModules) -> dict[str, np.ndarray]:
-        """Return a dict from names to initial values (host arrays) of the parameters that stage ``cut`` owns."""
+        """Return {name: initial value (host array)} for the parameters that belong to stage ``cut``."""
         if self._initial is None:
             raise UsageError("another run has taken the parameters of these modules; wrap new modules for this run")
         return {name: self._initial[id(parameter)].cpu().numpy() for name, parameter in cut.own.items()}
 
     def settle(self, step: int) -> None:
-        """From ``step`` 2 on, free the initial values, and the parameters of stages that this rank does not run."""
+        """At ``step`` 2 or later, free the initial values, and all parameters of stages that other ranks run."""
         if step > 1 and self._initial is not None:
             self._initial = None
             held = {id(p) for bound in self._bound.values() if bound.views for p in bound.parameters.values()}
@@ -254,7 +253,7 @@ class ParameterBinding:
     def bind(self, cut: StageModules, views: Parameters, same_device: Array) -> None:
         """Move the parameters of ``cut`` (the modules of a stage) into the arrays ``views``, keyed by parameter name.
 
-        Raises ConfigurationError if the modules and the array ``same_device`` are on different devices.
+        ``same_device``: array on the run's device. Raises ConfigurationError if the modules are on another device.
         """
         bound = self._bound[id(cut)]
         if views is not bound.views:
@@ -277,7 +276,7 @@ class ParameterBinding:
         bound.views = views
 
     def has(self, cut: StageModules) -> bool:
-        """Return True if the training has moved or freed parameters of ``cut`` (the modules of a stage)."""
+        """Return True if the run has moved or freed parameters of ``cut`` (the modules of a stage)."""
         bound = self._bound[id(cut)]
         run_memory = {tensor.data_ptr() for tensor in bound.tensors.values()}
         freed = self._initial is None
@@ -292,7 +291,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def saving(self, cut: StageModules) -> Iterator[None]:
-        """Context manager: the autograd graph of stage ``cut`` saves a `ParameterView` instead of each parameter."""
+        """Context manager: autograd saves a `ParameterView` instead of a parameter of ``cut`` (a stage's modules)."""
         bound = self._bound[id(cut)]
 
         def pack(tensor: "torch.Tensor") -> "ParameterView | tuple[torch.Tensor, int]":
@@ -319,7 +318,7 @@ class ParameterBinding:
 
     @contextlib.contextmanager
     def collect(self, cut: StageModules, gradients: Gradients) -> Iterator[set[str]]:
-        """Context manager: the backward pass of stage ``cut`` writes the parameters' gradients to ``gradients``.
+        """Context manager: the backward pass of ``cut`` (a stage's modules) writes the gradients to ``gradients``.
 
         Yields the set of names of the parameters whose gradients have been written.
         """

@@ -30,8 +30,8 @@ Inputs: TypeAlias = "torch.Tensor | ArrayGroup"  # a group only for the first st
 class TorchStage:
     """Pipeline stage that runs consecutive PyTorch modules.
 
-    Training uses the modes that the user chose; an evaluation uses evaluation mode. Random numbers depend on seed,
-    step, layer and first sample.
+    Training uses the modules' own modes (training or evaluation), an evaluation uses evaluation mode. The random seed
+    depends on the run's seed, step, layer and index of the first sample.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TorchStage:
         self.forward_flops: float | None = None  # of products, per sample; None without an example
 
     def in_context(self, cut: SampleCut) -> "TorchStage":
-        """Return a copy of this stage for only this rank's tokens of each sample, which ``cut`` describes.
+        """Return a copy of this stage for this rank's tokens of each sample only. ``cut``: description of these tokens.
 
         Raises ConfigurationError unless the stage's output has one row per token.
         """
@@ -76,7 +76,7 @@ class TorchStage:
         return self._specs
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
-        """Return the output shape for ``samples`` samples. Raises ConfigurationError before the stage's first run."""
+        """Return the output shape for ``samples`` samples. Raises ConfigurationError if the stage has not run yet."""
         if self._output is None:
             raise ConfigurationError(
                 f"the output shape of stage {self.layer}, {self.name}, is unknown before its first run; pass example=x "
@@ -140,7 +140,7 @@ class TorchStage:
             return array_of(x.grad)
 
     def guard(self, why: str) -> None:
-        """Make this stage's modules raise UsageError if user code calls them during a run. ``why``: reason to print."""
+        """Make this stage's modules raise UsageError (text: ``why``) if user code calls them outside of a step."""
 
         def check(module: "torch.nn.Module", inputs: object) -> None:
             if not self._inside and self.binding.has(self.cut):
@@ -150,7 +150,7 @@ class TorchStage:
             module.register_forward_pre_hook(check)
 
     def trace(self, x: "Inputs") -> "torch.Tensor":
-        """Return the stage's output for the example input ``x``. Record the output shape and the FLOPs of the stage."""
+        """Return the output for the example input ``x``, and store the output shape and FLOPs of the stage."""
         with flop_counter() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)

@@ -39,7 +39,7 @@ def nccl() -> Any:
 
 
 def is_device_array(array: Any) -> bool:
-    """Return True if ``array`` has the CUDA array interface. Does not need cupy."""
+    """Return True if ``array`` is in GPU memory (has the CUDA array interface). Does not need cupy."""
     # Test the type: reading the attribute of an array builds a description, and from version 2 on waits for the stream.
     return hasattr(type(array), "__cuda_array_interface__")
 
@@ -59,9 +59,9 @@ def check_bfloat16() -> None:
 
 
 def check_tensor_cores(feature: str, advice: str) -> None:
-    """Raise MissingCapabilityError if the current GPU has no bfloat16 tensor cores, as before Ampere.
+    """Raise MissingCapabilityError if the current GPU has no bfloat16 tensor cores (older than Ampere).
 
-    For the error message, ``feature`` names the feature that uses tensor cores, and ``advice`` says what to change.
+    ``feature``: name of the feature that needs them. ``advice``: what to change. Both are for the error message.
     """
     properties = cupy().cuda.runtime.getDeviceProperties(index())
     major, minor = int(properties["major"]), int(properties["minor"])
@@ -84,9 +84,9 @@ def count() -> int:
 
 
 def choose(local_rank: int) -> int:
-    """Make GPU ``local_rank`` (modulo the number of GPUs) current and return its index.
+    """Make GPU ``local_rank`` (modulo the number of GPUs) the current GPU, and return its index.
 
-    Call this before a CUDA-aware MPI starts.
+    Call this before a CUDA-aware MPI is initialised.
     """
     devices = count()
     if devices == 0:
@@ -142,7 +142,7 @@ class Event:
         self._event.synchronize()
 
     def hold_back(self, stream: Any) -> None:
-        """Make later work on ``stream`` wait for all work that was queued before this event was recorded."""
+        """Make ``stream`` run its later work only after the work that was queued before this event was recorded."""
         stream.wait_event(self._event)
 
 
@@ -160,7 +160,7 @@ def record(stream: Any = None) -> Event:
 
 
 def produced() -> None:
-    """Wait for the work already queued on the current stream, so that the host can read its results."""
+    """Block the host until the work already queued on the current stream has finished."""
     record().synchronize()
 
 

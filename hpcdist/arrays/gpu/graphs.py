@@ -31,9 +31,10 @@ _SUMS_IN_FLOAT32, _SUMS_IN_TF32, _BEST = 68, 77, -1
 
 
 class Matrices(NamedTuple):
-    """One or several matrices in one array. Consecutive matrices start ``pitch`` elements apart.
+    """One matrix, or several matrices of equal shape, in one GPU array.
 
-    ``leading`` is the distance in elements between rows (between columns if ``by_columns``).
+    ``leading``: distance in elements between rows (between columns if ``by_columns``). ``pitch``: distance in elements
+    between the starts of consecutive matrices.
     """
 
     array: Any
@@ -56,9 +57,9 @@ class Cublas:
         self._call("cublasSetWorkspace_v2", self._handle, workspace, ctypes.c_size_t(WORKSPACE_BYTES))
 
     def multiply(self, sizes: tuple[int, int, int], a: Matrices, b: Matrices, out: Matrices, count: int) -> None:
-        """Multiply ``count`` pairs of matrices: ``out[i] = a[i] @ b[i]``, in row-major order.
+        """Multiply ``count`` pairs of matrices: ``out[i] = a[i] @ b[i]``.
 
-        ``sizes``: (m, n, k) for products of shape (m, k) @ (k, n).
+        ``sizes``: (m, n, k), for a[i] of shape (m, k) and b[i] of shape (k, n).
         """
         (m, n, k), name = sizes, np.dtype(out.array.dtype).name
         number = ctypes.c_double if name == "float64" else ctypes.c_float
@@ -93,8 +94,9 @@ def _loaded(library: str) -> str:
 
 
 class GraphRecorder:
-    """Records a call's GPU kernels as a CUDA graph. All graphs share one memory pool: launch them on one stream."""
+    """Recorder of a function's GPU kernels as a CUDA graph. Launch all graphs of a recorder on the same stream."""
 
+    # All graphs share one memory pool.
     def __init__(self) -> None:
         self._stream, self._pool = device.new_stream(), device.cupy().cuda.MemoryPool()
         self._cublas = Cublas(self._stream)
@@ -105,7 +107,7 @@ class GraphRecorder:
         return int(self._pool.total_bytes()) + WORKSPACE_BYTES
 
     def capture(self, call: Callable[[], T]) -> tuple[Any, T]:
-        """Capture the kernels that ``call()`` launches in a CUDA graph. Return (graph, result of ``call``).
+        """Call ``call()`` and capture its GPU kernels in a CUDA graph. Return (graph, result of ``call``).
 
         ``call`` must not synchronise or copy between host and GPU. It must compute matrix products by `matmul`.
         """

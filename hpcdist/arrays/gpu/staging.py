@@ -36,7 +36,6 @@ class _Pool:
         self.refusal = ""
 
     def lease(self, nbytes: int) -> np.ndarray:
-        """Return host memory that goes back to the pool when no array refers to it."""
         size = max(SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())  # the next power of two
         with self._lock:
             blocks = self._free.get(size)
@@ -83,18 +82,18 @@ _per_thread = _Local()
 
 
 def lease(size: int, dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised array of ``size`` elements in pinned memory, freed when no array refers to it. Local."""
+    """Return an uninitialised array of ``size`` elements in pinned memory, which is freed with the array. Local."""
     _drop_finished_copies()
     return _pool.lease(size * dtype.itemsize).view(dtype)
 
 
 def refusal() -> str:
-    """Return the error with which the driver refused pinned memory, or "" if it never did. Local."""
+    """Return the driver's error message for a refused request of pinned memory, or "" if none was refused. Local."""
     return _pool.refusal
 
 
 def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = None) -> Event:
-    """Start to copy the GPU array ``source`` to the host array ``target``. Return the event that marks the end.
+    """Start to copy the GPU array ``source`` to the host array ``target``. Return an event that marks the end.
 
     ``produced``: event to wait for before the copy. None: wait for all work queued so far.
     """
@@ -110,7 +109,7 @@ def begin_to_host(source: Array, target: np.ndarray, produced: Event | None = No
 
 
 def to_host(source: Array) -> np.ndarray:
-    """Copy ``source`` to pinned memory, wait for the copy to finish, and return the pinned array. Local."""
+    """Copy the GPU array ``source`` to a new pinned host array, wait for the copy, and return the host array. Local."""
     target = lease(source.size, source.dtype)
     begin_to_host(source, target).synchronize()
     _drop_finished_copies()
@@ -118,7 +117,7 @@ def to_host(source: Array) -> np.ndarray:
 
 
 def to_device(source: np.ndarray, target: Any) -> Event:
-    """Start to copy ``source`` to the GPU array ``target``. Keep ``source`` unchanged until the event is done."""
+    """Start to copy ``source`` to the GPU array ``target``. Return the event to wait for before changing ``source``."""
     target.set(source)
     event = device.record()
     _per_thread.busy.append((event, source))  # the reference keeps the leased block out of the pool
@@ -142,7 +141,7 @@ def _drop_finished_copies() -> None:
 
 
 def account(ledger: Ledger | None) -> None:
-    """Count this thread's new pinned bytes in the memory counter ``ledger`` from now on; None stops counting."""
+    """From now on, count this thread's new pinned memory in ``ledger``, a memory counter. None stops the counting."""
     _per_thread.ledger = ledger
 
 
@@ -163,7 +162,7 @@ BlockCopy = Callable[[Range, np.ndarray], None]  # (range of the array, host blo
 def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
     """Fill the 1-D GPU array ``target`` block by block. Local.
 
-    ``fill(range, block)`` must fill the host array ``block`` with the values for the elements ``range`` of ``target``.
+    ``fill(range, block)``: function that writes the values of the elements ``range`` to the host array ``block``.
     """
     in_flight: list[Event] = []
     for where in cut(Range(0, target.size), BLOCK_BYTES // target.dtype.itemsize):
@@ -177,7 +176,7 @@ def to_device_in_blocks(target: Array, fill: BlockCopy) -> None:
 def to_host_in_blocks(source: Array, take: BlockCopy) -> None:
     """Copy the 1-D GPU array ``source`` to the host block by block. Local.
 
-    ``take(range, block)`` gets the elements ``range`` as the host array ``block``. It must not keep ``block``.
+    ``take(range, block)``: function that reads the elements ``range`` from the host array ``block``, which is reused.
     """
     produced = device.record()
     arriving: tuple[Range, np.ndarray, Event] | None = None

@@ -32,7 +32,7 @@ _TCL: Final = {letter: "\\" + letter for letter in '\\"$[]{}'} | {"\n": "\\n"}
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """Installation of hpcdist: its version, and its absolute paths, in which symbolic links are not resolved."""
+    """Installation of hpcdist: its version and absolute paths. Symbolic links in the paths are kept."""
 
     home: Path  # folder that contains the package hpcdist
     bin: Path  # folder that contains the command hpcdist
@@ -40,7 +40,7 @@ class Installation:
     python_path: bool  # True if Python finds the package only with PYTHONPATH=`home`
 
     def check_alone(self) -> None:
-        """Raise ConfigurationError if the package has no executable command hpcdist in its folder libexec."""
+        """Raise ConfigurationError if the package lacks libexec/hpcdist, the command that needs no environment."""
         alone = self.home / "hpcdist" / "libexec" / "hpcdist"
         if not os.access(alone, os.X_OK):
             raise ConfigurationError(
@@ -50,13 +50,13 @@ class Installation:
 
 
 def running_installation() -> Path:
-    """Return the prefix of the running hpcdist: its Python environment, or the folder that contains the package."""
+    """Return the root of the running hpcdist: its Python environment, or the folder that contains the package."""
     home = Path(hpcdist.__file__).absolute().parents[1]
     return home.parents[2] if home.name in ("site-packages", "dist-packages") else home
 
 
 def find_installation(prefix: Path) -> Installation:
-    """Find hpcdist in ``prefix``: a virtual environment, a `pip install --target` folder, or a clone.
+    """Find hpcdist in ``prefix``: a virtual environment, a `pip install --target` folder, or a git clone.
 
     Raises UsageError for characters that PATH cannot contain, and ConfigurationError unless ``prefix`` has exactly one
     installation.
@@ -122,7 +122,7 @@ def _check_text(prefix: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Modulefile:
-    """Settings of a modulefile. Raises UsageError for invalid names of modules or variables."""
+    """Settings of an environment modulefile. Raises UsageError for invalid names of modules or variables."""
 
     installation: Installation | None = None  # None: located when the module is loaded, relative to the modulefile
     mpi: str = ""  # module of the MPI that mpi4py was built with
@@ -157,10 +157,10 @@ def render(kind: str, chosen: Modulefile) -> str:
 
 
 def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) -> list[Path]:
-    """Write modulefiles of hpcdist ``version`` below ``folder`` and return their paths.
+    """Write modulefiles of hpcdist ``version`` below ``folder``, and return a list of their paths.
 
-    ``texts`` maps "tcl" and "lua" to texts. Raises UsageError if a file exists with another text, unless keyword-only
-    ``force`` is true.
+    ``texts``: {"tcl" or "lua": text}. Raises UsageError if a file exists with another text, unless keyword-only
+    ``force`` is True.
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
     regular.save_all(paths, force=force)
@@ -168,12 +168,12 @@ def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) 
 
 
 def source() -> dict[str, Any]:
-    """Return the TOML table from which the Lua and Tcl modulefiles are rendered."""
+    """Return the TOML table with the texts and variables from which Lua and Tcl modulefiles are rendered."""
     return tomllib.loads((job.folder(job.MODULEFILES) / f"{NAME}.toml").read_text(encoding="utf-8"))
 
 
 def lua(value: object) -> str:
-    """Return ``value`` as a Lua string literal: several printable lines in long brackets, other text in quotes."""
+    """Return ``value`` as a Lua string literal: text of several lines in long brackets, other text in quotes."""
     text = str(value)
     if "\n" in text and _lines_are_printable(text):
         level = next(n for n in range(len(text) + 1) if f"]{'=' * n}]" not in text + "]")
@@ -182,7 +182,7 @@ def lua(value: object) -> str:
 
 
 def tcl(value: object) -> str:
-    """Return ``value`` as one word of Tcl, in double quotes. Text of several lines is in braces if Tcl allows it."""
+    """Return ``value`` as one word of Tcl, in double quotes, or in braces if it has several lines and Tcl allows it."""
     text = str(value)
     if "\n" in text and _lines_are_printable(text) and _fits_braces(text):
         return f"{{{text}}}"

@@ -39,7 +39,7 @@ _ALIASES: Final = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 @dataclass(frozen=True)
 class Wheel:
-    """Name, version and metadata of a wheel file. `named` leaves the metadata empty; `read` fills all fields."""
+    """Name, version and metadata of a wheel file. The metadata fields ``extras`` and ``python`` may be empty."""
 
     path: Path
     name: str  # normalised: lower case, with hyphens
@@ -49,7 +49,7 @@ class Wheel:
 
     @classmethod
     def named(cls, path: Path) -> "Wheel":
-        """Return the wheel at ``path``, with name and version from its file name. Raises UsageError for a bad name."""
+        """Return the wheel ``path``, with name and version from the file name. Raises UsageError for a bad name."""
         parts = path.name.removesuffix(".whl").split("-")
         if path.suffix != ".whl" or len(parts) not in (5, 6):
             raise UsageError(f"{path} is not a wheel: expected a name like hpcdist-0.2.0-py3-none-any.whl")
@@ -71,7 +71,7 @@ class Wheel:
         return cls(path, parsed.name, parsed.version, extras, str(message.get("Requires-Python", "")))
 
     def check(self, *, extras: Sequence[str], python: str) -> None:
-        """Raise UsageError if the wheel lacks an extra in ``extras``, or needs a newer Python than ``python``."""
+        """Raise UsageError if the wheel lacks an extra (keyword-only ``extras``) or needs a newer Python."""
         for extra in extras:
             if extra not in self.extras:
                 raise UsageError(f"hpcdist has no extra {extra!r}; {suggestion(extra, sorted(self.extras))}")
@@ -83,10 +83,11 @@ class Wheel:
 
 
 def compatible_tags(platform: str) -> tuple[str, ...]:
-    """Return the wheel platform tags that ``platform`` accepts, newest first: manylinux_2_28, 2_27, ..., 2_17, 2014.
+    """Return the wheel platform tags that ``platform`` accepts, newest first: manylinux_2_28, 2_27, ..., 2014.
 
-    pip matches tags literally, so older compatible tags must be listed. Raises UsageError for an unknown platform.
+    Raises UsageError for an unknown platform.
     """
+    # pip matches tags literally, so older compatible tags must be listed.
     match = _PLATFORM.fullmatch(platform)
     if match is None:
         raise UsageError(
@@ -125,7 +126,7 @@ class WheelhouseOrder:
 
     @property
     def pip_options(self) -> list[str]:
-        """Options of pip that select wheels for another machine, or [] for this machine."""
+        """List of pip options that select wheels for another machine, or [] for this machine."""
         version = ["--implementation", "cp", "--python-version", self.python_version] if self.python_version else []
         tags = compatible_tags(self.platform) if self.platform else ()
         return [*version, *(word for tag in tags for word in ("--platform", tag))]
@@ -133,7 +134,7 @@ class WheelhouseOrder:
 
 @dataclass(frozen=True)
 class CollectedWheels:
-    """Path, number of files and size of a finished wheelhouse."""
+    """A finished wheelhouse (folder of wheels): path, number of files, and size in bytes."""
 
     folder: Path
     files: int
@@ -141,7 +142,7 @@ class CollectedWheels:
 
 
 def collect(order: WheelhouseOrder) -> CollectedWheels:
-    """Create the folder of wheels ``order.output`` atomically, by pip and the network.
+    """Fill the folder ``order.output`` with wheels by pip. The folder appears only when it is complete.
 
     Raises UsageError if the folder is not empty or an extra is unknown, MissingCapabilityError if pip fails, and
     StorageError if a write fails.

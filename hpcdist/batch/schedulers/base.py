@@ -12,7 +12,7 @@ from hpcdist.errors import MissingCapabilityError
 
 
 class SchedulerState(StrEnum):
-    """Job states that are common to all schedulers. Other states of a scheduler are kept as strings."""
+    """Job states that several schedulers use. Other states of a scheduler are stored as plain strings."""
 
     PENDING = "PENDING"
     CONFIGURING = "CONFIGURING"  # nodes are booting
@@ -83,7 +83,7 @@ class JobState:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the job is queued and does not run."""
+        """True if the job is queued and does not run."""
         return self.state in WAITING_STATES
 
 
@@ -106,10 +106,10 @@ def run_command(
     limit_s: float = COMMAND_LIMIT_S,
     environment: Mapping[str, str] | None = None,
 ) -> CommandResult:
-    """Run a command with ``script`` as standard input. Return its output and exit code. Local.
+    """Run the command ``line`` (program and arguments), and return its exit code and output. Local.
 
-    Raises MissingCapabilityError if the program is missing (text ``absent``), or fails to run within ``limit_s``
-    seconds (advice ``cure``).
+    ``script``: standard input. Raises MissingCapabilityError with the message ``absent`` if the program is missing, or
+    with the advice ``cure`` if it does not start or takes longer than ``limit_s`` seconds.
     """
     program = shutil.which(line[0])
     if program is None:

@@ -31,15 +31,15 @@ def scheduler_of(job: str) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return a dict from job id to state. The state is UNKNOWN if the scheduler does not answer."""
+    """Return a dict from job id to `JobState`. The state is UNKNOWN if the scheduler does not answer."""
     # A job with several tasks or components has the state of one of them: running before waiting before failed.
     return {job: _combined_state(job, parts) for job, parts in states_of_parts(jobs).items()}
 
 
 def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
-    """Return {job id: list of states}, with one state per array task (123_4) or component (123+1) of the job.
+    """Return a dict from job id to the `JobState` of each array task or component of the job.
 
-    UNKNOWN means that the scheduler does not answer, GONE that it no longer knows the job.
+    State UNKNOWN means that the scheduler does not answer, GONE that it no longer has the job.
     """
     numbers = list(dict.fromkeys(jobs))
     states_of: dict[str, list[JobState]] = {}
@@ -51,7 +51,7 @@ def states_of_parts(jobs: Iterable[str]) -> dict[str, list[JobState]]:
 
 
 def accounts(jobs: Sequence[str]) -> tuple[list[JobState], str]:
-    """Return a list of one `JobState` per execution of ``jobs`` (several after requeues), and an error text or ""."""
+    """Return (list of `JobState`, one per execution of the jobs with the ids ``jobs``; error text or "")."""
     slurm_jobs = [job for job in jobs if scheduler_of(job) == SLURM]
     if not slurm_jobs:
         return [], f"hpcdist reads only Slurm accounting, and {', '.join(jobs)} is not a Slurm job"

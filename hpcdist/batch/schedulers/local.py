@@ -64,9 +64,10 @@ end "$code"
 
 
 def submit(script: str, log: Path, begin: datetime | None = None) -> str:
-    """Run ``script`` with bash as a job that outlives this process and its terminal. Return the job id.
+    """Start the shell script text ``script`` with bash in the background, and return the job id.
 
-    ``begin``: start time with time zone, or None for now. Raises StorageError, or MissingCapabilityError without bash.
+    The job continues when this process ends. ``log``: path for its output. ``begin``: start time with time zone, or
+    None for now. Raises StorageError, or MissingCapabilityError if bash is missing.
     """
     # The job inherits the environment, plus HPCDIST_JOB_ID. Its output is appended to ``log``.
     bash = shutil.which("bash")
@@ -115,7 +116,7 @@ def _start(line: list[str], new: Path, log_fd: int) -> str:
 
 
 def state(job: str) -> JobState:
-    """Return the state of ``job``, a job on this machine without a scheduler."""
+    """Return the state of the local job with the id ``job``, which runs on this machine without a scheduler."""
     # UNKNOWN: the job is on another machine or does not exist. NODE_FAIL: the machine was rebooted. FAILED without an
     # exit code: the supervising shell was killed.
     alive = _alive(job)  # before reading the code: the job may end in between
@@ -159,7 +160,7 @@ def _state_of(
 
 
 def cancel(job: str) -> bool:
-    """Send SIGTERM to all processes of ``job``, so that it saves and ends. Return False if the job has ended."""
+    """Send SIGTERM to all processes of the local job ``job``. Return False if the job has already ended."""
     record = _job_record(job)
     if record is None:
         raise UsageError(f"there is no job {job!r} in {_home()}; run `hpcdist jobs status` to list the jobs")

@@ -47,10 +47,10 @@ _HINT: Final = "is PBS up? try qstat -B"
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit ``script`` to PBS and return the job number.
+    """Submit the job script text ``script`` to PBS and return the job id.
 
-    ``after``: job to wait for. Raises ConfigurationError if PBS refuses the job, and MissingCapabilityError if PBS does
-    not answer.
+    ``after``: id of a job that must end first, or None. Raises ConfigurationError if PBS refuses the job, and
+    MissingCapabilityError if PBS does not answer.
     """
     dependency = [] if after is None else ["-W", f"depend=afterany:{after}"]
     answer = _output_of("qsub", *dependency, script=script)
@@ -63,7 +63,7 @@ def submit(script: str, after: str | None = None) -> str:
 
 
 def cancel(job: str) -> None:
-    """End ``job`` by qdel: SIGTERM, and SIGKILL after kill_delay. Raises MissingCapabilityError if qdel fails."""
+    """End ``job`` with qdel: SIGTERM, then SIGKILL after kill_delay. Raises MissingCapabilityError if qdel fails."""
     answer = _output_of("qdel", job)
     if answer.code != 0 and "job has finished" not in answer.complaint.lower():
         raise MissingCapabilityError(
@@ -72,7 +72,7 @@ def cancel(job: str) -> None:
 
 
 def states(jobs: Iterable[str]) -> dict[str, JobState]:
-    """Return the states of ``jobs`` known to PBS, by job number. Raises MissingCapabilityError if qstat fails."""
+    """Return a dict from job id to state. Jobs that PBS does not know are left out. Raises MissingCapabilityError."""
     numbers = list(jobs)
     answer = _output_of("qstat", "-x", "-f", "-F", "json", *numbers)
     if answer.code != 0 and "job history" in answer.complaint.lower():  # history is off: ask without -x

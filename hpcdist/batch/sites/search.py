@@ -110,7 +110,7 @@ def _check_scheduler(job: BatchJob, site: SiteProfile) -> None:
 
 
 def limits_of_job(job: BatchJob, site: SiteProfile) -> tuple[SiteLimits, str]:
-    """Return the limits for ``job``, and the name of the site, partition or QOS that sets them, for error messages.
+    """Return (limits for ``job``, name of the site, partition or QOS that sets the limits).
 
     Raises ConfigurationError for an unknown partition.
     """
@@ -147,7 +147,7 @@ def _check_time(job: BatchJob, limits: SiteLimits, place: str) -> None:
 
 
 def hidden_paths(paths: Mapping[str, Path], site: SiteProfile) -> list[str]:
-    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: a dict from purpose to path."""
+    """Return a warning for each path that the nodes of ``site`` cannot see. ``paths``: dict from purpose to path."""
     return [
         f"{what} {path} {reason}" for what, path in paths.items() if (reason := _hidden_reason(path, site)) is not None
     ]
@@ -165,7 +165,7 @@ def _hidden_reason(path: Path, site: SiteProfile) -> str | None:
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the folders to search for profiles: user folder, $HPCDIST_SITE_PATH, system folder, installation."""
+    """Return the folders to search for site profiles, in order. ``environment``: environment variables."""
     listed = [Path(text).expanduser() for text in environment.get(SEARCH_PATH, "").split(os.pathsep) if text]
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
     user_folder = Path(home).expanduser() / "hpcdist" / "sites"
@@ -178,7 +178,7 @@ def shipped_folders() -> list[Path]:
 
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Return a dict from profile name to path. If several folders have a profile of this name, the first counts."""
+    """Return a dict from the name of each site profile to its path. The first folder with a name takes precedence."""
     paths: dict[str, Path] = {}
     for folder in folders(environment):
         for path in sorted(folder.glob("*.toml")):
@@ -187,7 +187,7 @@ def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
 
 
 def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the file of the profile ``named``, a name or a path. Raises ConfigurationError for an unknown name."""
+    """Return the path of the site profile ``named`` (a name or path). Raises ConfigurationError for an unknown name."""
     if os.sep in named or named.endswith(".toml"):
         return Path(named).expanduser()
     profiles = names(environment)
@@ -200,7 +200,7 @@ def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Read the profile ``named``, a name or a path. Raises ConfigurationError."""
+    """Read the site profile ``named`` (a name or path). Raises ConfigurationError for an unknown or invalid profile."""
     path = path_of(named, environment)
     tree = _load_tables(path, environment, ())
     try:
@@ -211,7 +211,10 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> SiteProfile
 
 
 def load_selected(named: str | None, environment: Mapping[str, str] = os.environ) -> SiteProfile:
-    """Return the profile ``named``, or else $HPCDIST_SITE, or else a generic profile chosen by the commands on PATH."""
+    """Read the site profile ``named`` (a name or path), or by default the profile in $HPCDIST_SITE.
+
+    Without both, read a generic profile for the scheduler and MPI library on PATH.
+    """
     named = named or environment.get(VARIABLE)
     if named:
         return load(named, environment)
@@ -226,7 +229,7 @@ def load_selected(named: str | None, environment: Mapping[str, str] = os.environ
 
 
 def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[Mapping[str, Any], Path]:
-    """Return the recipe defaults of the site profile ``named``, a name or a path, and the path of the profile."""
+    """Return (training settings, path) of a site profile. ``named``: name or path of the profile."""
     path = path_of(named, environment)
     return load(named, environment).recipe, path
 

@@ -39,9 +39,9 @@ STEPS: Final = 10  # timed steps of a model
 
 
 class BusySeconds(NamedTuple):
-    """Seconds of an operation with one busy rank per node (``one``), and with all ranks busy (``all``).
+    """Duration of an operation in seconds: ``one`` with one busy rank per node, ``all`` with all ranks busy.
 
-    ``spread``: mean / first quartile - 1 of the repetitions, or None if it was not recorded.
+    ``spread``: variation of the repetitions (mean / first quartile - 1), or None if not recorded.
     """
 
     one: float
@@ -76,10 +76,10 @@ class KindPoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPoint:
-    """Times of a step of a model on one rank, with one micro-batch of ``samples`` samples of ``context`` tokens.
+    """Durations in one training step of a model on one rank: ``samples`` sequences of ``context`` tokens.
 
-    ``kinds``: times by kind of operation. ``norm``: time of the gradient norm. ``update``: time of the optimizer.
-    ``parameters``: number of parameters. ``operations``: number of operations in a step.
+    ``kinds``: by kind of operation. ``norm``: gradient norm. ``update``: optimizer. ``step``: whole step.
+    ``parameters``, ``operations``: numbers of parameters, and of operations in a step.
     """
 
     config: ModelConfig
@@ -94,10 +94,10 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Time of a message of ``nbytes`` between two ranks on links of ``level`` ("node" or "network").
+    """Duration of a message of ``nbytes`` bytes between two ranks. ``level``: "node" or "network".
 
-    ``seconds.one``: half a round trip of one pair of ranks. ``seconds.all``: a simultaneous exchange in both directions
-    by all pairs. ``border``: True if the size was added to locate a jump of the times, see `links.borders`.
+    ``seconds.one``: half a round trip of one pair of ranks. ``seconds.all``: all pairs exchange in both directions at
+    the same time. ``border``: True for a size that was added where the duration jumps between two sizes.
     """
 
     level: str
@@ -108,11 +108,10 @@ class LinkPoint(NamedTuple):
 
 
 class CollectivePoint(NamedTuple):
-    """Time of a collective on buffers of ``nbytes`` among ``ranks`` ranks.
+    """Duration in seconds of a collective on buffers of ``nbytes`` bytes among ``ranks`` ranks.
 
-    ``algorithm``: name of an algorithm, or "auto" for the fastest. ``level``: "node" for the ranks of one node,
-    "network" for all ranks. ``seconds``: first quartile over iterations, of the slowest rank. ``border``: see
-    `LinkPoint`.
+    ``algorithm``: "auto" is the fastest one. ``level``: "node" (ranks of one node) or "network" (all ranks).
+    ``seconds``: first quartile of the slowest rank's durations. ``border``: as in `LinkPoint`.
     """
 
     operation: str
@@ -156,10 +155,10 @@ class CalibrationPoints:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """Request of a calibration.
+    """Settings of a calibration, which measures the speed of this machine.
 
-    ``on``: "cpu" or "gpu". ``models``: triples (model, context length, micro-batch sizes). ``least_bytes``,
-    ``most_bytes``: range of message sizes. ``seconds``: duration for the products of each dtype, and for all links.
+    ``on``: "cpu" or "gpu". ``models``: triples (model, sequence length, micro-batch sizes). ``least_bytes``,
+    ``most_bytes``: range of message sizes. ``seconds``: time to spend on the matrix products of each dtype.
     """
 
     dtypes: tuple[str, ...] = ("float32",)
@@ -179,7 +178,7 @@ class CalibrationRequest:
 
 
 def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
-    """Return sizes from ``least`` to ``most`` bytes: ``per_octave`` per factor of 2, rounded to multiples of 64."""
+    """Return sizes in bytes from ``least`` to ``most``: ``per_octave`` per factor of 2, multiples of 64."""
     rounded, step = [], 0
     while (size := least * 2 ** (step / per_octave)) <= most * 1.0001:
         rounded.append(max(64, round(size / 64) * 64))
@@ -188,7 +187,7 @@ def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
 
 
 def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
-    """Return small GPT models to time, as triples (model, context length, micro-batch sizes)."""
+    """Return the small GPT models to time by default: triples (model, sequence length, micro-batch sizes)."""
     return (
         (ModelConfig(layers=2, hidden=128, heads=2, vocabulary=256), 128, (1, 4)),
         (ModelConfig(layers=2, hidden=256, heads=4, vocabulary=256), 128, (2, 4)),
@@ -197,7 +196,7 @@ def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
 
 
 def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
-    """Return shapes (m, k, n) of products to time on "cpu" or "gpu": square ones, and the products of a transformer."""
+    """Return shapes (m, k, n) of matrix products to time. ``on``: "cpu" or "gpu"."""
     products = [(side, side, side) for side in SIDES[on]]
     for width in WIDTHS[on]:
         for tokens in TOKENS[on]:
@@ -207,7 +206,10 @@ def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure products of all `shapes` of ``dtype`` on device ``on`` (cpu, gpu) for ``seconds`` seconds. Collective."""
+    """Measure matrix products of the sizes in `shapes`. Return one result per size. Collective.
+
+    ``on``: "cpu" or "gpu". ``seconds``: time to spend.
+    """
     draw, item = np.random.default_rng(0), dtype_of(dtype)
     calls = []
     for m, k, n in shapes(on):
@@ -219,8 +221,6 @@ def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[P
 
 
 def _synchronised(operation: Call, result: Any) -> Call:
-    """Return a function that runs ``operation`` and waits until the device has written the array ``result``."""
-
     def call() -> None:
         operation()
         backend.synchronise(result)
@@ -229,7 +229,7 @@ def _synchronised(operation: Call, result: Any) -> Call:
 
 
 def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
-    """Measure copies and sums of `MOVED` bytes on device ``on`` (cpu, gpu) for ``seconds`` seconds. Collective."""
+    """Measure copies and sums of arrays for ``seconds`` seconds on device ``on`` ("cpu" or "gpu"). Collective."""
     nbytes, most = MOVED[on]
     calls: list[tuple[str, int, Call]] = []
     while nbytes <= most:
@@ -243,7 +243,7 @@ def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
 
 
 def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[BusySeconds]:
-    """Time each of ``calls`` with one busy rank per node, then with all, in about ``seconds`` seconds. Collective."""
+    """Time each function in ``calls`` with one busy rank per node, then with all ranks. Collective."""
     alone = _rounds(comm, calls, seconds / 2, works=comm.nodes().intra.rank == 0)
     if comm.nodes().intra.size == 1:
         return [BusySeconds(time_s, time_s, spread) for time_s, spread in alone]
@@ -252,10 +252,7 @@ def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[Busy
 
 
 def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works: bool) -> list[tuple[float, float]]:
-    """Return (first quartile, spread) of the seconds of each call, on the slowest rank. Collective over ``comm``.
-
-    A rank runs ``calls`` only if ``works`` is True. The rounds take about ``seconds`` seconds.
-    """
+    # The result has the pair (first quartile, spread) of each call on the slowest rank.
     rounds: list[list[float]] = []
     clock = time.perf_counter
     for call in calls if works else ():
@@ -280,7 +277,10 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Measure steps of a model with ``samples`` x ``context`` tokens on device ``on`` (cpu, gpu). Collective."""
+    """Time training steps of a model with batches of ``samples`` sequences of ``context`` tokens. Collective.
+
+    ``on``: device, "cpu" or "gpu".
+    """
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
     run = TimedRun(solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, on)
     rows: list[dict[tuple[str, str], float]] = []
@@ -309,7 +309,6 @@ def model(comm: Communicator, config: ModelConfig, context: int, samples: int, o
 
 
 def _profile(run: TimedRun, config: ModelConfig, context: int, samples: int, on: str) -> dict[tuple[str, str], float]:
-    """Return seconds by (kind of operation, phase): the first quartile of `STEPS` steps. Local."""
     draw = np.random.default_rng(1)
     rows = []
     for _ in range(WARM + STEPS):
@@ -321,7 +320,6 @@ def _profile(run: TimedRun, config: ModelConfig, context: int, samples: int, on:
 
 
 def _slowest(comm: Communicator, times: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-    """Return the maximum of each entry of ``times`` over the ranks that have it. Collective over ``comm``."""
     greatest: dict[tuple[str, str], float] = {}
     for rank_times in comm.allgather_object(times):
         for key, seconds in rank_times.items():

@@ -43,30 +43,29 @@ VISITS: Final = 4
 
 
 class BorderTimes(NamedTuple):
-    """Seconds by series and size: of the ``remeasured`` sizes, and of the new sizes ``between`` them."""
+    """Durations near jumps, by series name and size: of ``remeasured`` sizes, and of new sizes ``between`` them."""
 
     remeasured: dict[str, dict[int, float]]
     between: dict[str, dict[int, float]]
 
 
 class _Bracket(NamedTuple):
-    """Two sizes of a series that enclose a jump of its times."""
-
     name: str
     left: int
     right: int
 
     @property
     def middle(self) -> int:
-        """Geometric mean of both sizes in bytes, rounded to a multiple of `MULTIPLE`."""
+        """Geometric mean of the sizes ``left`` and ``right`` in bytes, rounded to a multiple of `MULTIPLE`."""
         return round((self.left * self.right) ** 0.5 / MULTIPLE) * MULTIPLE
 
 
 def borders(series: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
-    """Locate the jumps of each series, and return the additional times that were measured.
+    """Find where durations jump between two sizes, and measure more sizes there. Return the new durations.
 
-    ``series``: measured times, at least four sizes each. ``measure``: function from a list of sizes to the times of all
-    series at these sizes. If ``measure`` is collective, `borders` is too, and all ranks must get equal times.
+    ``series``: measured durations, a dict from name to {size: seconds} with at least four sizes. ``measure``: function
+    that returns the durations of all series at a list of sizes. Collective if ``measure`` is; all ranks must then get
+    equal durations.
     """
     border_times = BorderTimes({}, {})
     jumps = {name: _jumps(times) for name, times in series.items()}
@@ -95,14 +94,12 @@ def borders(series: Series, measure: Callable[[Sequence[int]], Series]) -> Borde
 
 
 def _jumps(times: Times) -> list[tuple[int, int]]:
-    """Return the neighbouring sizes with a jump between them, the largest jumps first, at most `JUMPS`."""
     points = sorted(times.items())
     jumps = [(_jump(points, index), points[index][0], points[index + 1][0]) for index in range(len(points) - 1)]
     return [(left, right) for factor, left, right in sorted(jumps, reverse=True)[:JUMPS] if factor > STEP]
 
 
 def _jump(points: Sequence[tuple[int, float]], index: int) -> float:
-    """Return the factor >= 1 by which the times of points ``index`` and ``index`` + 1 deviate from a line."""
     (left, left_s), (right, right_s) = points[index], points[index + 1]
     growth = right_s / left_s
     alone = max(growth / (right / left), 1 / growth)
@@ -116,14 +113,12 @@ def _jump(points: Sequence[tuple[int, float]], index: int) -> float:
 
 
 def _through(first: tuple[int, float], second: tuple[int, float], size: int) -> float:
-    """Return the seconds at ``size`` on the line through two points, with a slope and a latency of at least 0."""
     slope = max(0.0, (second[1] - first[1]) / (second[0] - first[0]))
     near = second if abs(second[0] - size) < abs(first[0] - size) else first
     return near[1] * size / near[0] if slope * near[0] > near[1] else near[1] + slope * (size - near[0])
 
 
 def _half(times: Times, bracket: _Bracket) -> _Bracket:
-    """Return the half of ``bracket`` in which the times change by the larger factor."""
     below = abs(math.log(times[bracket.middle] / times[bracket.left]))
     above = abs(math.log(times[bracket.right] / times[bracket.middle]))
     return bracket._replace(left=bracket.middle) if above > below else bracket._replace(right=bracket.middle)
@@ -132,9 +127,10 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 def links(
     comm: Communicator, bounds: tuple[int, int], seconds: float, on: str, report: Report
 ) -> tuple[LinkPoint, ...]:
-    """Measure messages on each level in about ``seconds`` seconds. Collective over ``comm``.
+    """Measure messages between ranks of one node, and between nodes. Collective over ``comm``.
 
-    ``bounds``: smallest and largest message in bytes. ``on``: "cpu" or "gpu" memory.
+    ``bounds``: (smallest, largest) message in bytes. ``seconds``: time to spend. ``on``: memory of "cpu" or "gpu".
+    ``report``: function that prints a message.
     """
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
@@ -148,8 +144,6 @@ def links(
 
 
 class _Level:
-    """Messages of up to ``most`` bytes on links of ``level``, ``seconds`` per size. Collective over ``comm``."""
-
     def __init__(self, comm: Communicator, level: str, most: int, seconds: float, on: str) -> None:
         nodes = comm.nodes()
         self._comm, self._name, self._seconds = comm, level, seconds
@@ -166,7 +160,7 @@ class _Level:
             array[...] = 1  # unwritten pages all map to one page of zeros, which fits into any cache
 
     def points(self, nbytes: Sequence[int]) -> list[LinkPoint]:
-        """Measure messages of the sizes ``nbytes``, and of sizes near jumps, and return them sorted by size."""
+        """Measure messages of ``nbytes`` (a list of sizes in bytes). Return the results, sorted by size. Collective."""
         plain = self._at(nbytes)
         rounds: list[dict[int, BusySeconds]] = []
 
@@ -198,19 +192,13 @@ class _Level:
 
 
 def _quartile(times: Sequence[float]) -> float:
-    """Return the first quartile of ``times``, or 0 for a rank without a partner."""
     return float(np.percentile(times, 25)) if times else 0.0
 
 
 def _messages(
     comm: Communicator | None, everyone: Communicator, out: Array, into: Array, seconds: float, *, both_ways: bool
 ) -> list[float]:
-    """Return the seconds of each message that this rank sent from ``out``. Collective over ``everyone``.
-
-    In ``comm``, ranks 2 i and 2 i + 1 exchange messages. A rank without a partner, or with None, sends nothing and
-    returns []. Messages are received into the buffer ``into``. The measurement takes about ``seconds`` seconds. The
-    keyword ``both_ways``: True times a simultaneous exchange in both directions, False times half a round trip.
-    """
+    # Ranks 2 i and 2 i + 1 of ``comm`` exchange messages. A rank without a partner returns [].
     partner = -1 if comm is None else comm.rank ^ 1
     sends = comm is not None and 0 <= partner < comm.size
 
@@ -245,12 +233,10 @@ def _messages(
 def of_collectives(
     comm: Communicator, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float, library: str, report: Report
 ) -> tuple[CollectivePoint, ...]:
-    """Measure the collectives `OPERATIONS` in about ``seconds`` seconds. Collective over ``comm``.
+    """Measure collectives among the ranks of a node, and among all ranks. Collective over ``comm``.
 
-    The groups are the ranks of each node, and all ranks. Buffers are in shared memory if possible, as in a training.
-
-    ``algorithms``: names, or "auto" for the algorithm that a training would use. ``bounds``: smallest and largest
-    buffer in bytes. ``library``: name of the MPI library.
+    ``algorithms``: names; "auto" selects one. ``bounds``: (smallest, largest) buffer in bytes. ``seconds``: time to
+    spend. ``library``: name of the MPI library. ``report``: function that prints a message.
     """
     nodes, points = comm.nodes(), []
     groups = [(INSIDE, nodes.intra)] if nodes.uniform and nodes.intra.size > 1 else []
@@ -263,8 +249,6 @@ def of_collectives(
 
 
 class _Operation:
-    """Measurements of one collective among the ranks of ``group``. All methods are collective over ``group``."""
-
     def __init__(
         self, group: Communicator, operation: str, algorithms: Sequence[str], library: str, report: Report
     ) -> None:
@@ -273,7 +257,10 @@ class _Operation:
         self._shares = shared_memory.is_available(group) and group.nodes().count == 1
 
     def points(self, level: str, bounds: tuple[int, int], seconds: float) -> list[CollectivePoint]:
-        """Measure all sizes between ``bounds``, and sizes near jumps, in about ``seconds`` seconds."""
+        """Measure one collective at all sizes. Return the results, sorted by algorithm and size. Collective.
+
+        ``level``: "node" or "network". ``bounds``: (smallest, largest) buffer in bytes. ``seconds``: time to spend.
+        """
         buffer_sizes = sizes(*bounds)
         size_s = seconds / len(buffer_sizes)
         notes: list[str] = []
@@ -292,7 +279,6 @@ class _Operation:
         )
 
     def _at(self, nbytes: Sequence[int], seconds: float, memory: run.PoolMemory) -> Series:
-        """Measure each size for about ``seconds`` seconds, and return the times of each algorithm."""
         configurations: list[CollectivesConfiguration] = []
         for visit in range(VISITS):
             request = self._request(nbytes, seconds / VISITS, visit)
@@ -321,7 +307,6 @@ class _Operation:
 
 
 def _best(configurations: Sequence[CollectivesConfiguration], algorithms: Sequence[str], operation: str) -> Series:
-    """Return the first quartile of the seconds on the slowest rank, by algorithm and size. "auto" is the fastest."""
     visits: dict[tuple[str, str, int], list[np.ndarray]] = {}
     for configuration in configurations:
         if not configuration.reference:

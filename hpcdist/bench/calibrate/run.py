@@ -37,7 +37,7 @@ _VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 class LoadSample(NamedTuple):
-    """One-minute load average of a machine (NaN: unknown), threads of this job's ranks on it, and its cores."""
+    """Load of a machine: its one-minute load average (NaN: unknown), this job's threads on it, and its cores."""
 
     load: float
     threads: int
@@ -45,12 +45,12 @@ class LoadSample(NamedTuple):
 
     @property
     def most(self) -> float:
-        """Maximum load that the ranks of this job and an idle machine explain."""
+        """Highest load average that is normal for this machine with the threads of this job."""
         return self.threads + max(SPARE, SPARE_SHARE * self.cores)
 
 
 def sample_load(comm: Communicator, threads: int) -> tuple[LoadSample, ...]:
-    """Return one sample per machine of the ranks. Every rank computes with ``threads`` threads. Collective."""
+    """Return a `LoadSample` for each machine. ``threads``: number of threads of each rank. Collective."""
     sample = LoadSample(load_average(), threads, os.cpu_count() or 1)
     machines: dict[str, LoadSample] = {}
     for name, rank_sample in comm.allgather_object((_machine(comm), sample)):
@@ -60,7 +60,7 @@ def sample_load(comm: Communicator, threads: int) -> tuple[LoadSample, ...]:
 
 
 def _machine(comm: Communicator) -> str:
-    """Return an identifier of the machine. Containers and namespaces of one machine share it, and its load."""
+    # Containers and namespaces of one machine have the same boot id: they share the load.
     try:
         return BOOT.read_text(encoding="ascii").strip()
     except OSError:
@@ -68,16 +68,17 @@ def _machine(comm: Communicator) -> str:
 
 
 def busy_before(samples: Sequence[LoadSample]) -> str:
-    """Return evidence that a machine is busy with other processes, or "". Local."""
+    """Return a text on the load if other processes keep a machine busy, or "". ``samples``: one per machine. Local."""
     return _worst([(sample.load, sample) for sample in samples])
 
 
 def busy_meanwhile(
     before: Sequence[LoadSample], after: Sequence[LoadSample], seconds: float, spread: float | None
 ) -> str:
-    """Return evidence that a machine was busy between two samples of each machine, or "". Local.
+    """Return a text that describes the load if other processes kept a machine busy, or "". Local.
 
-    ``seconds``: time between the samples. ``spread``: mean / first quartile - 1 of repetitions, or None if unknown.
+    ``before``, ``after``: load of each machine, sampled ``seconds`` apart. ``spread``: variation of repeated
+    measurements (mean / first quartile - 1), or None if unknown.
     """
     loads = []
     for old, new in zip(before, after, strict=True):
@@ -95,7 +96,6 @@ def busy_meanwhile(
 
 
 def _worst(loads: Sequence[tuple[float, LoadSample]]) -> str:
-    """Return a text on the machine with the largest unexplained load, or "" without one. A NaN load is ignored."""
     excess = [(load - sample.most, load, sample.threads) for load, sample in loads if load > sample.most]
     if not excess:
         return ""
@@ -104,9 +104,9 @@ def _worst(loads: Sequence[tuple[float, LoadSample]]) -> str:
 
 
 def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
-    """Write ``calibration`` to a new HDF5 file, or nothing if it fails. Raises StorageError. Local.
+    """Write the measurements ``calibration`` to the new HDF5 file ``path``. Raises StorageError. Local.
 
-    ``provenance``: attributes of the file, which name its origin.
+    After an error, no file remains. ``provenance``: attributes of the file that describe its origin.
     """
     attributes = {**provenance, **asdict(calibration.machine), "measured_in_s": calibration.seconds}
     with FORMAT.edit(path, {**attributes, "busy": calibration.busy}) as file:
@@ -128,18 +128,12 @@ def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping
 
 
 class _Row(NamedTuple):
-    """Row of the table of a model: seconds of the operations ``kind`` in the phase ``phase`` of a step."""
-
     kind: str
     phase: str
     seconds: BusySeconds
 
 
 def _table(group: Any, points: Sequence[Any], **fields: str) -> None:
-    """Write measurements as columns of ``group``, with their seconds (points, one rank or all ranks) and spread.
-
-    The keyword arguments ``fields`` map the name of each column to an attribute of the points.
-    """
     for name, field in fields.items():
         values = [getattr(point, field) for point in points]
         kind = object if values and isinstance(values[0], str) else None
@@ -155,9 +149,10 @@ def _table(group: Any, points: Sequence[Any], **fields: str) -> None:
 def run(
     comm: Communicator, request: CalibrationRequest, mpi_library: str, processor: str, echo: calibrate_links.Report
 ) -> CalibrationPoints:
-    """Measure what ``request`` asks for, and return the measurements on all ranks. Collective over ``comm``.
+    """Run the calibration ``request``, and return the measurements on all ranks. Collective over ``comm``.
 
-    ``processor``: name of a CPU core for the result. ``echo``: function that prints a message, called on rank 0.
+    ``mpi_library``, ``processor``: names of the MPI library and of a CPU core, to store. ``echo``: function that prints
+    a message on rank 0.
     """
     begin_s = time.perf_counter()
     threads = threads_of_rank()
@@ -205,7 +200,10 @@ def run(
 
 
 def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return the device of rank 0, called ``processor`` if ``on`` is "cpu", and the size of the machine. Collective."""
+    """Return a description of this machine and of rank 0's device. Collective.
+
+    ``on``: "cpu" or "gpu". ``mpi_library``, ``processor``: names of the MPI library and of a CPU core.
+    """
     nodes, threads = comm.nodes(), threads_of_rank()
     ranks_per_host = max(len(members) for members in nodes.members)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -50,19 +50,17 @@ _REPEATS: Final = 128
 
 
 def last_level_cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
-    """Return the size of the largest cache of a core in bytes, or None if the system reports no cache size. Local.
+    """Return the size of the largest CPU cache in bytes, or None if unknown. Local.
 
-    ``root``: the directory in which Linux describes the caches.
+    ``root``: directory in which Linux describes the caches.
     """
     texts = [path.read_text().strip() for path in root.glob("index*/size")]
     return max((parse_bytes(text) for text in texts if re.fullmatch(r"[1-9]\d*[KMG]", text)), default=None)
 
 
 def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
-    """Return the available memory of this node in bytes. Local.
-
-    ``path``: the memory report of Linux. Without MemAvailable in it, half of the physical memory counts as available.
-    """
+    """Return the available memory of this node in bytes. ``path``: the memory report of Linux. Local."""
+    # Without MemAvailable in the report, half of the physical memory counts as available.
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", path.read_text(), re.MULTILINE)
     except OSError:
@@ -71,16 +69,16 @@ def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
 
 
 def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
-    """Return the number of buffers of ``nbytes`` bytes in a pool.
+    """Return the number of buffers of ``nbytes`` bytes to cycle through in a benchmark, at least 1.
 
-    The pool exceeds `CACHES` caches of ``cache_bytes`` bytes, but not ``limit_bytes`` bytes, and has at least 1 buffer.
-    With ``hot`` it has 1 buffer, which stays in the cache.
+    Together they exceed the CPU cache of ``cache_bytes`` bytes, but not ``limit_bytes`` bytes. If ``hot`` is True, the
+    number is 1, so that the buffer stays in the cache.
     """
     return 1 if hot else max(1, min(1 + -(-CACHES * cache_bytes // nbytes), limit_bytes // nbytes))
 
 
 class BufferContents:
-    """Periodic test data of type ``dtype``: the input of each of ``ranks`` ranks, and the sum of all inputs."""
+    """Test data for collectives: the periodic input of each of ``ranks`` ranks, and the sum of all inputs."""
 
     def __init__(self, ranks: int, dtype: np.dtype) -> None:
         index = np.arange(PERIOD, dtype=np.int64)
@@ -95,28 +93,24 @@ class BufferContents:
         self._tiles: dict[int | None, np.ndarray] = {}
 
     def _tile(self, rank: int | None) -> np.ndarray:
-        """Return `_REPEATS` + 1 periods of the input of ``rank``, or of the sum for None."""
         if rank not in self._tiles:
             self._tiles[rank] = np.tile(self._periods[rank], _REPEATS + 1)
         return self._tiles[rank]
 
     def _pieces(self, buffer: np.ndarray, rank: int | None, phase: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield (start, piece of ``buffer``, expected values of the piece)."""
         tile, step = self._tile(rank)[phase % PERIOD :], PERIOD * _REPEATS
         for start in range(0, buffer.size, step):
             piece = buffer[start : start + step]
             yield start, piece, tile[: piece.size]
 
     def fill(self, buffer: np.ndarray, rank: int, phase: int) -> None:
-        """Write the input of ``rank`` into ``buffer``, from element ``phase`` of the period on. Local."""
+        """Write the test input of ``rank`` into ``buffer``, beginning with input element ``phase``. Local."""
         for _, piece, values in self._pieces(buffer, rank, phase):
             piece[...] = values
 
     def fill_slots(self, slots: np.ndarray, rank: int) -> None:
-        """Write the input of ``rank`` into ``slots``, of shape (count, size). Row k begins at element k. Local.
-
-        Rows are written in order, so that the cache holds the last rows.
-        """
+        """Write the test input of ``rank`` into each row of the array ``slots``. Row k starts with element k. Local."""
+        # Rows are written in order, so that the cache holds the last rows.
         count, size = slots.shape
         whole = 0
         if size <= PERIOD * _REPEATS:
@@ -128,9 +122,9 @@ class BufferContents:
             self.fill(slots[slot], rank, slot)
 
     def first_difference(self, buffer: np.ndarray, rank: int | None, phase: int) -> int:
-        """Return the first index at which ``buffer`` differs from the expected values, or -1 if it is equal.
+        """Return the first index at which ``buffer`` differs from the expected values, or -1 if there is no difference.
 
-        Expected is the input of ``rank``, or the sum if ``rank`` is None, from element ``phase`` of the period on.
+        The expected values are the input of ``rank`` (None: the sum of all inputs), from element ``phase`` on.
         """
         for start, piece, values in self._pieces(buffer, rank, phase):
             differs = piece.view(self._bits) != values.view(self._bits)  # no value is a negative zero
@@ -141,9 +135,10 @@ class BufferContents:
 
 @dataclass(frozen=True)
 class ExpectedResult:
-    """Expected values in the range ``part`` of a result: the input of ``rank``, or the sum if ``rank`` is None.
+    """Expected values of one range, ``part``, of a collective's result.
 
-    ``origin`` is the index, in the input of ``rank``, of the first expected value.
+    They equal the input of ``rank``, or the sum of all inputs if ``rank`` is None. ``origin``: index of the first value
+    in that input.
     """
 
     part: Range
@@ -152,9 +147,9 @@ class ExpectedResult:
 
 
 class BufferPool:
-    """Pool of ``count`` slots, which all contenders of a cell use one after the other.
+    """Memory for ``count`` pairs of a buffer and a result array, which the benchmarked algorithms use in turn.
 
-    A slot has a buffer in ``memory`` and a result in ``receive``, each of ``size`` elements of type ``dtype``.
+    ``memory``: memory of the buffers. ``receive``: memory of the results. ``size``: number of elements of each array.
     """
 
     def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
@@ -163,11 +158,11 @@ class BufferPool:
         self._users: list[int] = []  # the contender of each slot used since the last fill
 
     def buffer(self, slot: int) -> np.ndarray:
-        """Return the buffer of the slot number ``slot``, on which a collective works in place."""
+        """Return the buffer number ``slot``, on which a collective works in place."""
         return self._view(self.memory, slot)
 
     def result(self, slot: int) -> np.ndarray:
-        """Return the array of the slot number ``slot`` to which an all-to-all or a copy writes its result."""
+        """Return the result array number ``slot``, to which an all-to-all or a copy writes."""
         return self._view(self.receive, slot)
 
     def _view(self, memory: np.ndarray, slot: int) -> np.ndarray:
@@ -176,17 +171,17 @@ class BufferPool:
 
     @property
     def is_used_up(self) -> bool:
-        """True if every slot was used since the last fill."""
+        """True if every buffer was used since the last `fill`."""
         return len(self._users) == self.count
 
     def take(self, contender: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the buffer and the result of the next unused slot, and record its user: the index ``contender``."""
+        """Return an unused (buffer, result array), and record its user: the algorithm with the index ``contender``."""
         slot = len(self._users)
         self._users.append(contender)
         return self.buffer(slot), self.result(slot)
 
     def fill(self, contents: BufferContents, rank: int) -> None:
-        """Write the input of ``rank`` in ``contents`` into all slots, and mark all slots as unused. Local."""
+        """Write the test input of ``rank`` from ``contents`` into all buffers, and mark them as unused. Local."""
         self._users.clear()
         slots = self.memory[: self.count * self.stride_bytes].reshape(self.count, self.stride_bytes)
         contents.fill_slots(slots[:, : self.size * self.dtype.itemsize].view(self.dtype), rank)
@@ -194,10 +189,10 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return a description of the first element that is not as ``expected``, or "" if all are. Local.
+        """Return an error text for the first wrong element, or "" if all elements are correct. Local.
 
-        Checks the slots used by the contender number ``contender``: each buffer, or each result with ``in_result``.
-        ``contents`` holds the inputs of all ranks and their sum.
+        ``contents``: test data. ``contender``: index of the algorithm whose buffers are checked. ``expected``: ranges
+        and their expected values. Keyword-only ``in_result``: check the result arrays instead.
         """
         for slot in (slot for slot, user in enumerate(self._users) if user == contender):
             data = self.result(slot) if in_result else self.buffer(slot)
@@ -214,7 +209,10 @@ Run = Callable[[np.ndarray, np.ndarray], None]  # (buffer, result): works in pla
 
 @dataclass(frozen=True)
 class CollectivesContender:
-    """An algorithm on one kind of memory, ready to run on a cell. ``expected`` None means that nothing is verified."""
+    """Algorithm to benchmark, with a function that runs it. ``buffers``: kind of memory, "ordinary" or "shared".
+
+    ``expected``: expected results, or None to skip the check.
+    """
 
     algorithm: str
     buffers: str
@@ -269,17 +267,18 @@ _OPERATIONS: Final[dict[str, tuple[Mapping[str, Any], Callable[[Communicator, Co
 
 
 def algorithms(op: str) -> tuple[str, ...]:
-    """Return the names of the algorithms for the operation ``op``. "native", the MPI library, comes first. Local."""
+    """Return the names of the algorithms for the collective ``op``. The first is "native": the MPI library. Local."""
     names = tuple(_OPERATIONS[op][0])
     return (*names, AUTO) if op == "allreduce" else names
 
 
 def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
-    """Return the kinds of memory, among ``requested``, on which to measure ``algorithm`` for the operation ``op``.
+    """Return the kinds of memory ("ordinary", "shared") on which to measure ``algorithm`` for the collective ``op``.
 
-    "native" is measured on ordinary memory only, and so is every all-to-all. If both kinds are requested, only
-    algorithms that read shared memory are measured on it. Local.
+    ``requested``: kinds selected by the user. Local.
     """
+    # "native" and all-to-all use ordinary memory only. If both kinds are requested, only algorithms that read shared
+    # memory are measured on it.
     if algorithm == NATIVE:
         return [ORDINARY]
     can_share = _OPERATIONS[op][1] is not _all_to_all and (algorithm in READS_SHARED or ORDINARY not in requested)
@@ -289,9 +288,10 @@ def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
 def contender(
     comm: Communicator, cell: CollectivesCell, algorithm: str, buffers: str, chosen: str = ""
 ) -> CollectivesContender:
-    """Prepare ``algorithm`` for ``cell``, on memory of the kind ``buffers``. Collective over ``comm``.
+    """Prepare an algorithm to benchmark. Collective over ``comm``.
 
-    ``chosen`` is the algorithm to run if ``algorithm`` is "auto".
+    ``cell``: collective, dtype and size. ``buffers``: kind of memory, "ordinary" or "shared". ``chosen``: algorithm
+    that "auto" selected, or "".
     """
     prepare = _OPERATIONS[cell.op][1]
     run, expected = prepare(comm, cell, chosen or algorithm)
@@ -299,7 +299,7 @@ def contender(
 
 
 def references(comm: Communicator) -> list[CollectivesContender]:
-    """Return the reference transfers: a memory copy, and on several nodes an exchange. Collective over ``comm``."""
+    """Return reference transfers: a memory copy, and on several nodes an exchange of two nodes. Collective."""
     contenders = [CollectivesContender(MEMCPY, ORDINARY, lambda buffer, result: np.copyto(result, buffer), None)]
     members = comm.nodes().members
     if len(members) > 1:
@@ -315,10 +315,8 @@ def references(comm: Communicator) -> list[CollectivesContender]:
 
 
 def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndarray, result: np.ndarray) -> str:
-    """Run ``contender`` once on ``buffer`` and ``result``. Return the error of the first rank that failed, or "".
-
-    An unsupported algorithm raises on every rank before it sends anything. Collective over ``comm``.
-    """
+    """Run ``contender`` (an algorithm) once. Return an error text if it is unsupported, or "". Collective."""
+    # An unsupported algorithm raises on every rank before it sends anything.
     reason = ""
     try:
         contender.run(buffer, result)
@@ -328,10 +326,10 @@ def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndar
 
 
 def chosen(comm: Communicator, dtype: np.dtype, buffers: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
-    """Measure which allreduce algorithm "auto" selects for each size, and return the table. Collective over ``comm``.
+    """Select the fastest allreduce algorithm for each size by measurement. Return the table. Collective over ``comm``.
 
-    Buffers have elements of type ``dtype``, at most ``max_bytes`` bytes, and memory of the kind ``buffers``, "ordinary"
-    or "shared". ``mpi_library`` is the version text of the MPI library.
+    ``buffers``: kind of memory, "ordinary" or "shared". ``max_bytes``: largest size. ``mpi_library``: version text of
+    the MPI library.
     """
     request = autotune.TuningRequest(
         max_bytes=max_bytes,

@@ -27,9 +27,9 @@ from hpcdist.reporting.table import MISSING, text_of
 
 @dataclass(frozen=True)
 class CollectivesRow(ConfigurationKey):
-    """Figures of one configuration, with the slowest rank's time in each iteration. None means "not applicable".
+    """Table row for one benchmarked algorithm, with durations of the slowest rank. None means "not applicable".
 
-    ``x_native`` is the speed relative to the MPI library's collective on ordinary memory in the same run.
+    ``x_native``: speed relative to the MPI library's collective on ordinary memory in the same run.
     """
 
     reference: bool
@@ -47,9 +47,9 @@ class CollectivesRow(ConfigurationKey):
 
 
 def rows(configurations: Iterable[CollectivesConfiguration]) -> list[CollectivesRow]:
-    """Return one row for each configuration, sorted by operation, dtype, number of ranks and size.
+    """Return one table row per measured configuration, sorted by operation, dtype, number of ranks and size.
 
-    In each group the rows with the MPI library's collective ("native") come first, and the references last.
+    Within a group, the MPI library ("native") comes first, and the memory copy and exchange between nodes come last.
     """
     configurations = list(configurations)
     native_s = {
@@ -134,7 +134,7 @@ def text(table: Sequence[CollectivesRow]) -> str:
 
 
 def notes(table: Sequence[CollectivesRow]) -> list[str]:
-    """Return the lines to print below the rows ``table``: measurement conditions, skew, and wrong results."""
+    """Return text lines to print below the rows ``table``: measurement conditions, start delays and wrong results."""
     lines = []
     if any(row.cache == COLD for row in table):
         lines.append("cold: each iteration used a different buffer, so the data came from memory (without --hot)")
@@ -161,10 +161,10 @@ def jsonable(results: CollectivesResults) -> dict[str, Any]:
 
 
 def plot(table: Sequence[CollectivesRow], file: Path) -> None:
-    """Plot time and bus bandwidth of ``table`` against the size to ``file``: one line per algorithm.
+    """Plot duration and bus bandwidth against the size to ``file``. ``table``: rows of `rows`.
 
-    Each operation, dtype and number of ranks has two panels. Raises UsageError without a correct result,
-    MissingCapabilityError without matplotlib, and StorageError if ``file`` cannot be written.
+    Raises UsageError without a correct result, MissingCapabilityError without matplotlib, and StorageError if ``file``
+    cannot be written.
     """
     panels: dict[tuple[str, str, int], list[CollectivesRow]] = {}
     for row in table:
@@ -181,7 +181,6 @@ def plot(table: Sequence[CollectivesRow], file: Path) -> None:
 
 
 def _lines(left: Any, right: Any, table: Sequence[CollectivesRow]) -> None:
-    """Draw the rows of one pair of panels: the MPI library's collective as a thick line, references dashed."""
     from matplotlib import colormaps
 
     for axis in (left, right):

@@ -62,7 +62,7 @@ _START: Final = "delay from the first rank's begin: skew of the barrier; NaN wit
 
 @dataclass(frozen=True)
 class CollectivesCell:
-    """An operation, a dtype and a buffer size in bytes. The contenders take turns on each cell."""
+    """Collective, dtype and buffer size in bytes for which all algorithms are compared."""
 
     op: str
     dtype: str
@@ -76,9 +76,9 @@ class CollectivesCell:
 
 @dataclass(frozen=True)
 class CellLimits:
-    """Length of the measurement of a cell, after ``warmup`` iterations of each contender.
+    """Length of the measurement of one collective and size. ``warmup``: untimed iterations per algorithm.
 
-    If ``iterations`` is None, all contenders together take about ``seconds``, with at least ``least`` iterations each.
+    If ``iterations`` is None, all algorithms together take about ``seconds``, with at least ``least`` iterations each.
     """
 
     seconds: float
@@ -89,7 +89,7 @@ class CellLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesRequest(CellLimits):
-    """Settings of a run. Empty ``algorithms`` means all algorithms that run here."""
+    """Settings of a benchmark of collectives. Empty ``algorithms``: measure all supported algorithms."""
 
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
@@ -102,9 +102,9 @@ class CollectivesRequest(CellLimits):
 
 
 def part_sizes(op: str, size: int, ranks: int) -> list[int]:
-    """Return the number of elements that every rank sends to rank 0, 1, ... in the all-to-all ``op``. Local.
+    """Return a list: the number of elements that every rank sends to rank 0, 1, ... in the all-to-all ``op``. Local.
 
-    ``size`` is the number of elements that rank 0 receives from all ``ranks`` ranks together.
+    ``size``: number of elements that rank 0 receives from all ranks together.
     """
     first = size // ranks
     if op.endswith("-zipf"):
@@ -152,9 +152,9 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
 
 
 def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
-    """Return the cells of ``request`` in random order, the same on all ``ranks`` ranks, and notes on rounding. Local.
+    """Return (combinations to measure, messages about rounded sizes). Local.
 
-    All parts of an all_to_all have the same size, as in nccl-tests.
+    A combination has a collective, a dtype and a size. All ranks get the same random order. ``ranks``: number of ranks.
     """
     combinations, notes = [], []
     for dtype in request.dtypes:
@@ -174,7 +174,7 @@ def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell
 
 @dataclass(frozen=True)
 class ConfigurationKey:
-    """Key of a configuration. Only configurations with equal keys are compared, or extended."""
+    """Identity of a benchmark configuration. Only results with equal keys are compared or merged."""
 
     op: str
     dtype: str
@@ -208,9 +208,9 @@ class ConfigurationKey:
 
 @dataclass(frozen=True)
 class CollectivesConfiguration:
-    """A configuration with its samples, described in `hpcdist.bench.collectives.run.CellSamples`.
+    """Measurements of one configuration. ``time_s``, ``start_s``, ``wrong`` and ``verified`` are as in `CellSamples`.
 
-    ``reference``: True for a transfer that bounds a collective (memcpy, wire). ``slots``: number of buffers in turns.
+    ``reference``: True for a memory copy or an exchange between nodes. ``slots``: number of buffers used in turn.
     """
 
     key: ConfigurationKey
@@ -224,23 +224,23 @@ class CollectivesConfiguration:
 
     @property
     def slowest_s(self) -> np.ndarray:
-        """Time of each iteration on its slowest rank, in seconds. Ranks with a time of NaN were idle."""
+        """Array of the duration of each iteration on its slowest rank, in seconds. Idle ranks (NaN) are ignored."""
         slowest: np.ndarray = np.fmax.reduce(self.time_s, axis=1)
         return slowest
 
 
 @dataclass(frozen=True)
 class CollectivesResults:
-    """Contents of a results file of the benchmark of collectives."""
+    """Contents of a results file of the benchmark of collectives: origin of the file, and measurements."""
 
     provenance: Mapping[str, Any]
     configurations: tuple[CollectivesConfiguration, ...]
 
 
 def append(path: Path, configurations: Sequence[CollectivesConfiguration], provenance: Mapping[str, Any]) -> None:
-    """Append ``configurations`` to the file ``path``, or create it with the attributes ``provenance``.
+    """Append the measurements ``configurations`` to the results file ``path``. Raises StorageError.
 
-    The sessions of an existing configuration continue its numbering. Raises StorageError.
+    A new file gets the attributes ``provenance``. Iterations of an existing configuration are added to it.
     """
     with FORMAT.edit(path, provenance) as groups:
         for configuration in configurations:
@@ -255,7 +255,7 @@ def append(path: Path, configurations: Sequence[CollectivesConfiguration], prove
 
 
 def read(path: Path) -> CollectivesResults:
-    """Read the results file ``path``, and sort its configurations by key. Raises StorageError."""
+    """Return the content of the results file ``path``, with its configurations sorted. Raises StorageError."""
     with FORMAT.read(path) as (provenance, groups):
         configurations = [output_file.read_record(group, CollectivesConfiguration) for group in groups.values()]
 

@@ -34,10 +34,10 @@ Save = Callable[[Sequence[CollectivesConfiguration]], None]
 
 @dataclass(frozen=True)
 class CellSamples:
-    """Samples of one contender on rank 0. Arrays have shape (iteration, rank) and are in seconds.
+    """Measurements of one algorithm on rank 0: arrays of shape (iteration, rank), in seconds.
 
-    ``start_s``: delay of each rank's begin after the first rank's begin; NaN if ranks have no common clock. ``wrong``
-    describes the first wrong result, or is "". ``verified``: number of iterations whose results were compared.
+    ``start_s``: delay of each rank's start after the first rank's; NaN if ranks have no common clock. ``wrong``: text
+    on the first wrong result, or "". ``verified``: number of checked iterations.
     """
 
     time_s: np.ndarray
@@ -47,9 +47,10 @@ class CellSamples:
 
 
 class CellTiming:
-    """Measurement of one cell on one rank. Building it is collective over ``comm``.
+    """Measurement of one collective and size with several algorithms. Constructing it is collective over ``comm``.
 
-    ``pools`` holds a pool for each kind of memory. Results are compared with ``contents`` if ``check`` is set.
+    ``cell_contenders``: algorithms. ``pools``: buffers by kind of memory. ``contents``: test data. ``check``: True to
+    check the results.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class CellTiming:
         self._rows: list[tuple[list[float], list[float]]] = []  # per round: begin and duration of each contender
 
     def run(self, limits: CellLimits, seed: Sequence[int]) -> list[CellSamples]:
-        """Measure, and return the samples of each contender on rank 0, or an empty list. Collective over the ranks.
+        """Measure all algorithms. Return their measurements on rank 0, or [] on other ranks. Collective.
 
-        ``seed`` determines the order of the contenders in each round.
+        ``limits``: numbers of iterations, or duration. ``seed``: numbers that determine the random order of the
+        algorithms.
         """
         order = np.random.default_rng(list(seed))  # the same on every rank
         for pool in self._pools.values():
@@ -155,10 +157,10 @@ class CellTiming:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Memory for the pools of all cells: a piece for the buffers of each kind, and a piece for all results.
+    """Memory for the buffers of a whole benchmark, allocated once. Several runs can share it.
 
-    ``chosen``: the algorithm table that "auto" selected for each (dtype, kind of memory). Runs with the same memory
-    share it.
+    ``pieces``: memory of the buffers, by kind of memory. ``result``: memory of the results. ``chosen``: the algorithm
+    table of "auto" for each (dtype, kind of memory).
     """
 
     pieces: dict[str, np.ndarray]
@@ -168,15 +170,16 @@ class PoolMemory:
     chosen: dict[tuple[str, str], AlgorithmTable] = field(default_factory=dict)
 
     def slots(self, nbytes: int) -> int:
-        """Return the number of slots of ``nbytes`` bytes in a pool."""
+        """Return the number of buffers of ``nbytes`` bytes to use in turn."""
         most = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
         return min(most, contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
 
 
 def take_memory(comm: Communicator, request: results.CollectivesRequest, notes: list[str]) -> PoolMemory:
-    """Allocate and touch the memory for all cells of ``request``. Collective over ``comm``.
+    """Allocate the memory for the benchmark ``request``. Collective over ``comm``.
 
-    Appends a note to ``notes`` if the memory is smaller than the cache. Raises UsageError if it is too small to run.
+    ``notes``: list of messages; extended if the memory is smaller than the cache. Raises UsageError if the memory is
+    too small.
     """
     kinds = dict.fromkeys([ORDINARY, *request.buffers])
     limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (1 + len(kinds))
@@ -202,8 +205,6 @@ def take_memory(comm: Communicator, request: results.CollectivesRequest, notes: 
 
 @dataclass(frozen=True)
 class _ContenderChoice:
-    """Choice of the contenders of each cell. "auto" is measured once for each dtype and kind of memory."""
-
     comm: Communicator
     request: results.CollectivesRequest
     tables: dict[tuple[str, str], AlgorithmTable]
@@ -213,10 +214,12 @@ class _ContenderChoice:
     def contenders(
         self, cell: CollectivesCell, pools: dict[str, BufferPool], contents: BufferContents
     ) -> list[CollectivesContender]:
-        """Return the contenders of ``cell``, "native" first and references last, or [] if no algorithm runs.
+        """Return the supported algorithms for the combination ``cell``, or []. Collective over the ranks.
 
-        Collective over the ranks. Tries each contender on slot 0 of ``pools``, filled from ``contents``.
+        ``pools``: buffers by kind of memory. ``contents``: test data. "native" comes first, and transfers to compare
+        with come last.
         """
+        # Each algorithm is tried on slot 0 of ``pools``.
         names = contenders.algorithms(cell.op)
         named = [name for name in self.request.algorithms if name in names]
         runnable = []
@@ -251,12 +254,11 @@ def run(
     print_line: Print,
     memory: PoolMemory | None = None,
 ) -> None:
-    """Measure all cells of ``request``. Collective over ``comm``.
+    """Run the benchmark ``request``. Collective over ``comm``.
 
-    Rank 0 calls ``save`` with the configurations of each finished cell, and ``print_line`` with each message.
-    ``mpi_library`` is the version text of the MPI library. ``memory`` comes from `take_memory`, and several runs may
-    share it; by default it is allocated here. A named algorithm that does not run here raises UsageError. Without
-    names, such an algorithm is left out with a message.
+    ``mpi_library``: version text of the MPI library. ``save``: function that stores finished measurements, called on
+    rank 0. ``print_line``: function that prints a message, called on rank 0. ``memory``: result of `take_memory`, or
+    None to allocate it. Raises UsageError if a requested algorithm is unsupported.
     """
     order, notes = results.cells(request, comm.size)
     memory = memory or take_memory(comm, request, notes)

@@ -69,7 +69,7 @@ def _modules() -> tuple[Any, Any]:
 
 
 def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
-    """Return the GPT ``model`` of ``shape`` as an ``nn.Sequential`` with the parameters in ``store``. Local."""
+    """Return a PyTorch module with the ``shape`` of the GPT ``model`` and the parameter values in ``store``. Local."""
     torch = load_torch()
     nn, (embed, block) = torch.nn, _modules()
     layers = {"norm": nn.LayerNorm(shape.hidden), "head": nn.Linear(shape.hidden, shape.vocabulary, bias=False)}
@@ -87,15 +87,15 @@ def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
 
 
 def cross_entropy(logits: Any, targets: Any) -> Any:
-    """Return the mean loss of ``logits`` (batch, context, vocabulary) for the tokens ``targets`` (batch, context)."""
+    """Return the mean loss of ``logits`` for the labels ``targets`` (token ids of shape (batch, context))."""
     return load_torch().nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class TorchRun:
-    """The PyTorch ``module`` in training, replicated with DistributedDataParallel on several ranks of ``comm``.
+    """Training of a PyTorch ``module``, replicated on the ranks of ``comm`` with DistributedDataParallel.
 
-    Building it is collective over ``comm``. ``name`` is the contender's name; COMPILED uses torch.compile.
-    ``total_steps`` determines the learning rates.
+    Constructing it is collective over ``comm``. ``name``: benchmark name; COMPILED uses torch.compile. ``total_steps``:
+    length of the learning rate schedule.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class TorchRun:
         self._module = torch.compile(module) if name == COMPILED else module
 
     def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
-        """Run a step after a barrier of ``together``, and return its times and loss. Collective over ``together``.
+        """Run a training step after a barrier of ``together`` (a communicator). Return its durations and loss.
 
-        ``x`` and ``targets`` are this rank's input and target tokens, of shape (samples, context).
+        Collective. ``x``: input tokens of this rank. ``targets``: labels (next tokens). Shapes: (samples, context).
         """
         torch = load_torch()
         wide_x, wide_targets = (torch.from_numpy(array.astype(np.int64)) for array in (x, targets))
@@ -146,7 +146,7 @@ class TorchRun:
 def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
     """Set PyTorch's number of threads, and start its process group. Collective over ``comm``, once per process.
 
-    The ranks share ``folder`` for the rendezvous. If a rank without PyTorch raises here, the other ranks wait forever.
+    ``folder``: directory shared by all ranks, for the rendezvous. If PyTorch is missing on a rank, the others hang.
     """
     load_torch().set_num_threads(threads)
     if comm.size > 1:
@@ -160,7 +160,7 @@ def try_compile() -> None:
 
 
 def torch_product(side: int) -> Callable[[], float]:
-    """Return a function that multiplies two float32 matrices (side, side) in PyTorch, and returns the seconds."""
+    """Return a function that multiplies two ``side`` x ``side`` matrices in PyTorch. It returns the seconds."""
     torch = load_torch()
     a, b = torch.randn(2, side, side)
     product = torch.empty(side, side)
@@ -176,7 +176,7 @@ def torch_product(side: int) -> Callable[[], float]:
 def begin_jax(threads: int) -> None:
     """Import JAX. Raises MissingCapabilityError if JAX is not installed.
 
-    If ``threads`` is 1, JAX computes with one thread, otherwise with a number of threads that JAX chooses.
+    ``threads``: 1 restricts JAX to one thread; with another value, JAX chooses the number of threads.
     """
     if threads == 1:  # JAX reads XLA_FLAGS when it is imported
         one_thread = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -188,9 +188,9 @@ def begin_jax(threads: int) -> None:
 
 
 def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
-    """Return the GPT in JAX as a model of hpcdist, wrapped by `hpcdist.adapters.jax.model`. Local.
+    """Return a GPT written in JAX as an hpcdist model, with the sizes and parameters of another model. Local.
 
-    It has the ``shape`` of the built-in ``model``, and starts with the parameters in ``store``.
+    ``shape``: sizes. ``model``: the built-in GPT of this shape. ``store``: its parameter values.
     """
     from hpcdist.adapters.jax.model import wrap
 

@@ -21,13 +21,11 @@ PASSES: Final = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class StepTableRow:
-    """Figures of one contender. Times are medians over the steps of the slowest rank's time.
+    """Table row of one benchmarked implementation. Durations are medians over steps, on the slowest rank.
 
-    ``x_eager``: median over the turns of (time of PyTorch eager) / (time of this contender). ``x_eager_cpu``: the same
-    ratio of CPU times, summed over ranks, without waiting times and other jobs. ``flops_per_s``: speed of all ranks
-    in operations of `hpcdist.models.counts`. ``mfu``: ratio of ``flops_per_s`` to the peak. ``phases_s``: None if a
-    phase is not measured separately. ``loss_difference``: largest relative difference of a loss to the first
-    contender's loss, over at most 100 steps.
+    ``x_eager``: (duration of PyTorch eager) / (this duration). ``x_eager_cpu``: the same for CPU time. ``mfu``:
+    ``flops_per_s`` relative to the peak. ``phases_s``: None for an unmeasured phase. ``loss_difference``: largest
+    relative difference of a loss to the first implementation's loss.
     """
 
     name: str
@@ -48,13 +46,13 @@ class StepTableRow:
 
 
 def peak_flops_per_s(results: StepResults) -> dict[str, float]:
-    """Return the peak of (number of ranks) x (slowest rank's speed of matrix products) in flop/s, by library."""
+    """Return a dict from library to peak speed in flop/s: number of ranks x slowest rank's matrix product speed."""
     rates = results.matmul_flops_per_s
     return {name: results.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
 
 def rows(results: StepResults) -> list[StepTableRow]:
-    """Return a row for each contender in ``results``, in the same order."""
+    """Return a table row for each benchmarked implementation in ``results``, in the same order."""
     eager = next((case for case in results.cases if case.name == EAGER), None)
     return [_row(results, case, eager) for case in results.cases]
 
@@ -105,7 +103,7 @@ _FIGURES: Final[Catalogue[StepTableRow]] = Catalogue(
 
 
 def text(results: StepResults) -> str:
-    """Format ``results`` as text: model, table of contenders, operations, losses, memory, and left-out contenders."""
+    """Format ``results`` as text: table of implementations, operations, losses, memory, left-out implementations."""
     table, about = rows(results), results.provenance
     model = ", ".join(f"{name} {value}" for name, value in asdict(results.shape).items())
     machine = f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}"
@@ -128,9 +126,9 @@ def text(results: StepResults) -> str:
 
 
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
-    """Return the median seconds per profiled step of ``case``, by (kind of operation, pass).
+    """Return the median seconds per step of one implementation, by (kind of operation, "forward" or "backward").
 
-    The key ("other", "step") holds the time of a step outside of all measured operations.
+    ``case``: its measurements. Key ("other", "step") has the time outside of all measured operations.
     """
     seconds = dict(case.operation_s)
     whole = seconds.pop(("all", "step"), None)
@@ -140,7 +138,6 @@ def operations(case: StepCase) -> dict[tuple[str, str], float]:
 
 
 def _profiles(results: StepResults) -> tuple[dict[str, dict[tuple[str, str], float]], list[str]]:
-    """Return the `operations` of each profiled contender by name, and the kinds of operations."""
     profiles = {case.name: operations(case) for case in results.cases if case.operation_s}
     return profiles, list(dict.fromkeys(kind for seconds in profiles.values() for kind, _ in seconds))
 
@@ -174,7 +171,7 @@ def _memory(row: StepTableRow, nbytes: float) -> str:
 
 
 def jsonable(results: StepResults) -> dict[str, Any]:
-    """Return ``results`` as values for JSON, with one object per contender. Missing figures are null."""
+    """Return ``results`` as values for JSON, with one object per implementation. Missing figures are null."""
     return {
         "provenance": dict(results.provenance),
         "shape": asdict(results.shape),

@@ -39,9 +39,10 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Settings of a run. Each contender in ``names`` makes ``warmup`` untimed steps, then ``steps`` timed steps.
+    """Settings of a benchmark of training steps. ``names``: implementations to measure.
 
-    The built-in contenders then make ``profiled`` steps with timed operations.
+    Each implementation makes ``warmup`` untimed and ``steps`` timed steps. The built-in ones then make ``profiled``
+    steps with timed operations.
     """
 
     shape: StepShape
@@ -55,5 +56,5 @@ class StepRequest:
 
     @property
     def num_turns(self) -> int:
-        """Number of steps of each contender, without the profiled steps."""
+        """Number of warmup and timed steps of each implementation, without the profiled steps."""
         return self.steps + self.warmup

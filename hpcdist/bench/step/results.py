@@ -31,10 +31,10 @@ _RATES: Final = SampleColumn("fastest product of square float32 matrices, by tur
 
 @dataclass(frozen=True)
 class StepSample:
-    """Measurements of a step on one rank, from a barrier to the end of the step.
+    """Measurements of a training step on one rank.
 
-    ``loss``: mean over the tokens of the whole batch, or of this rank's samples if ``own_loss`` is set. ``phases``:
-    seconds by name, from `hpcdist.bench.step.request.PHASES`. Phases that are not measured separately are missing.
+    ``loss``: mean over the global batch, or over this rank's samples if ``own_loss`` is True. ``phases``: dict from
+    phase name to seconds; phases that are not measured separately are missing.
     """
 
     loss: float
@@ -45,15 +45,16 @@ class StepSample:
 
 
 def token_type(shape: StepShape) -> "np.dtype[Any]":
-    """Return the smallest unsigned integer type for the tokens of the vocabulary of ``shape``."""
+    """Return the smallest unsigned integer dtype for token ids of the model ``shape``."""
     return np.min_scalar_type(shape.vocabulary - 1)
 
 
 def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
-    """Yield the tokens of ``steps`` batches for ``request``, of shape (ranks x samples, context + 1). Local.
+    """Yield ``steps`` batches of random tokens, arrays of shape (ranks x samples, context + 1). Local.
 
-    All ranks get equal batches. A token has `CHOICES` possible successors, so that the loss falls as in real training.
+    All ranks get equal batches. ``request``: sizes, number of ranks and seed.
     """
+    # A token has `CHOICES` possible successors, so that the loss falls as in real training.
     shape = request.shape
     rng = np.random.default_rng([request.seed, 1])
     successors: np.ndarray = rng.integers(0, shape.vocabulary, (shape.vocabulary, CHOICES))
@@ -69,10 +70,10 @@ def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True)
 class StepCase:
-    """Measurements of one contender. Times have shape (step, rank), phases (step, rank, phase). NaN: not measured.
+    """Measurements of one implementation. Durations have shape (step, rank), phases (step, rank, phase); NaN: missing.
 
     ``operation_s``: seconds per profiled step on rank 0, by (kind of operation, "forward", "backward" or "step").
-    ``activation_bytes``: measured peak of the activations. ``activation_closed_bytes``: their size by a formula.
+    ``activation_bytes``: measured peak of the activations. ``activation_closed_bytes``: peak according to a formula.
     """
 
     name: str

@@ -66,10 +66,10 @@ _NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
 
 
 class TimedRun(TimedTraining):
-    """The contender ``name``: ``model`` in training, replicated on all ranks of ``comm``. Building it is collective.
+    """Training of ``model`` to be timed, replicated on all ranks of ``comm``. Constructing it is collective.
 
-    ``total_steps`` determines the learning rates. ``initial``: initial parameters on the host, or None to let the model
-    initialise them. ``on``: "cpu" or "gpu", the device that computes.
+    ``name``: name in the benchmark. ``total_steps``: length of the learning rate schedule. ``initial``: initial
+    parameters, or None for random ones. ``on``: device, "cpu" or "gpu".
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class TimedRun(TimedTraining):
         super().__init__(context, ParallelConfig(), initial)
 
     def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
-        """Run a step after a barrier, and return its times and the global loss. Collective over ``together``.
+        """Run a training step after a barrier of ``together``. Return its durations and global loss. Collective.
 
-        ``x`` and ``targets`` are this rank's input and target tokens, of shape (samples, context).
+        ``x``: input tokens of this rank. ``targets``: labels (next tokens). Both have shape (samples, context).
         """
         done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, together)
         phases: defaultdict[str, float] = defaultdict(float)
@@ -109,11 +109,11 @@ class TimedRun(TimedTraining):
         return StepSample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 
     def profile(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> Seconds:
-        """Run `step` with timed operations, and return the seconds of each kind of operation. Collective.
+        """Run a training step with timed operations. Return seconds by (kind of operation, pass), a dict. Collective.
 
-        The timer costs some microseconds per operation. The result includes the phases "clipping" (with the gradient
-        norm), "update" and "communication", and the whole step as "all".
+        ``x``: input tokens. ``targets``: labels. ``together``: communicator for a barrier before the step.
         """
+        # Further keys are "clipping" (with the gradient norm), "update", "communication" and "all" (the whole step).
         seconds: Seconds = defaultdict(float)
         before = self.model.operations
         self.model.operations = timed_operations(before, seconds)
@@ -142,14 +142,12 @@ def _phase(operation: Operation) -> str:
 
 
 def timed_operations(table: Operations, seconds: Seconds) -> Operations:
-    """Return a copy of ``table`` with a timer around each operation. Each call adds its time to ``seconds``."""
+    """Return a copy of ``table`` whose operations add their durations to the dict ``seconds``, by (kind, pass)."""
     entries = {field.name: getattr(table, field.name) for field in fields(table)}
     return replace(table, **{name: _Timed(entry, KINDS.get(name, name), seconds) for name, entry in entries.items()})
 
 
 class _Timed:
-    """The operation ``inner`` with a timer around each forward and backward pass."""
-
     def __init__(self, inner: Any, kind: str, seconds: Seconds) -> None:
         self._inner, self._kind, self._seconds = inner, kind, seconds
 
@@ -171,10 +169,10 @@ class _Timed:
 
 
 def run(comm: Communicator, request: StepRequest, provenance: dict[str, Any], print_line: Print) -> StepResults | None:
-    """Measure all contenders of ``request``. Return the results on rank 0, None elsewhere. Collective over ``comm``.
+    """Benchmark all implementations of ``request``. Return the results on rank 0, else None. Collective over ``comm``.
 
-    The results contain ``provenance``. Rank 0 calls ``print_line`` with each progress message. Raises UsageError if no
-    contender can run here.
+    ``provenance``: description of the run, to store in the results. ``print_line``: function that prints a message on
+    rank 0. Raises UsageError if no implementation can run.
     """
     config = model_config(request.shape)
     with tempfile.TemporaryDirectory() as folder:  # for the rendezvous of PyTorch's ranks
@@ -217,7 +215,6 @@ def model_config(shape: StepShape) -> ModelConfig:
 def _contenders(
     comm: Communicator, request: StepRequest, config: ModelConfig, folder: Path, print_line: Print
 ) -> tuple[dict[str, TimedRun | TorchRun], dict[str, str]]:
-    """Return the contenders that run here, and the error of each other contender. Collective over ``comm``."""
     left_out: dict[str, str] = {}
 
     def require(names: Sequence[str], attempt: Callable[[], object]) -> None:
@@ -269,7 +266,6 @@ def _model(name: str, model: Model, initial: FlatStore, shape: StepShape) -> Mod
 def _turns(
     comm: Communicator, request: StepRequest, runs: dict[str, TimedRun | TorchRun]
 ) -> tuple[dict[str, list[StepSample]], dict[str, list[float]]]:
-    """Return this rank's samples of each contender, and the speeds of matrix products of each library. Collective."""
     order = np.random.default_rng([request.seed, 2])
     names = list(runs)
     libraries: dict[str, list[Multiply]] = {
@@ -295,7 +291,6 @@ def _turns(
 
 
 def _local_batches(comm: Communicator, request: StepRequest, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield this rank's inputs and targets in each of ``steps`` batches."""
     first = comm.rank * request.shape.samples
     for tokens in batches(request, steps):
         local_tokens = tokens[first : first + request.shape.samples]
@@ -305,7 +300,6 @@ def _local_batches(comm: Communicator, request: StepRequest, steps: int) -> Iter
 def _profiles(
     comm: Communicator, request: StepRequest, runs: dict[str, TimedRun | TorchRun]
 ) -> dict[str, list[Seconds]]:
-    """Run the profiled steps. Return the seconds of each built-in contender's operations in each step. Collective."""
     built_in = {name: run for name, run in runs.items() if isinstance(run, TimedRun) and name in BUILT_IN}
     profiles: dict[str, list[Seconds]] = {name: [] for name in built_in}
     for x, targets in _local_batches(comm, request, request.profiled):
@@ -321,7 +315,6 @@ def _case(
     samples: Sequence[StepSample],
     profiles: Sequence[Seconds],
 ) -> StepCase:
-    """Gather the measurements of one contender from all ranks. Collective over ``comm``."""
     rows = [
         [sample.step_s, sample.cpu_s, *(sample.phases.get(name, np.nan) for name in PHASES)]
         for sample in samples[request.warmup :]

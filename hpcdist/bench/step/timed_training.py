@@ -19,7 +19,7 @@ from hpcdist.strategies.schedule.step import Handler, StepObserver
 
 
 class OperationTimer(StepObserver):
-    """Observer that stores the begin and end of each operation of the last step, from `time.perf_counter`."""
+    """Observer that stores the start and end time of each operation of the last training step."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._array = exchange.parameters.array
@@ -39,9 +39,10 @@ class OperationTimer(StepObserver):
 
 
 class TimedTraining:
-    """A training with the plain allreduce and an `OperationTimer`. Building it is collective over ``context.world``.
+    """Training with a plain allreduce of the gradients and a timer. Constructing it is collective over all ranks.
 
-    ``initial``: initial parameters on the host, or None to initialise the model with ``seed``.
+    ``context``: communicators and model of this rank. ``parallel``: parallel configuration. ``initial``: initial
+    parameters on the host, or None for random ones from ``seed``.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class TimedTraining:
     def timed_step(
         self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, together: Communicator
     ) -> tuple[StepResult, float, float, float]:
-        """Run a step after a barrier of ``together``. Collective over ``together``.
+        """Run a training step after a barrier of ``together``. Collective over ``together``.
 
-        ``batches`` holds (inputs, targets) of each micro-batch, ``samples`` is the number of samples on all ranks.
-        Return the result, the begin on this rank's clock, the elapsed seconds and the CPU seconds.
+        ``batches``: (inputs, labels) of each micro-batch. ``samples``: number of samples on all ranks. Returns (result,
+        start time on this rank's clock, elapsed seconds, CPU seconds).
         """
         self._number += 1
         self.timer.timed.clear()

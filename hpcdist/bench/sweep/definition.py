@@ -42,27 +42,31 @@ from hpcdist.reporting.units import counted
 
 
 class ResolvedTrial(NamedTuple):
-    """A complete recipe: the TOML text, and the values by dotted key."""
+    """Complete training configuration (recipe): its TOML text, and its values by dotted key such as "model.layers"."""
 
     text: str
     values: Mapping[str, Any]
 
 
 class RecipeResolver(Protocol):
-    """Converter of recipe settings, with the base recipe of a sweep. Its methods raise ConfigurationError."""
+    """Interface to check and complete the recipes (training configurations) of a sweep. Raises ConfigurationError."""
 
     def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``settings``, a dict by dotted recipe key, in the recipe's types. Rejects unknown keys."""
+        """Return ``settings`` (a dict by dotted recipe key) in the recipe's types. Raises ConfigurationError."""
 
     def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> ResolvedTrial:
-        """Return the base recipe overridden by ``settings``, a dict by dotted recipe key. Rejects invalid recipes.
+        """Return the base recipe with the values in ``settings`` (values by dotted recipe key).
 
-        If ``ranks`` is not None, also reject a recipe that cannot be trained on ``ranks`` MPI ranks.
+        Raises ConfigurationError if the recipe is invalid, or cannot be trained on ``ranks`` MPI ranks (None: any
+        number).
         """
 
 
 class TrialCandidate(NamedTuple):
-    """A trial before exclusion, from the ``[[trial]]`` table ``variant``. ``values`` are typed ``settings``."""
+    """Trial of a sweep before the ``[[exclude]]`` tables are applied. ``variant``: name of its ``[[trial]]`` table.
+
+    ``settings``: values by dotted recipe key, as in the file. ``values``: the same, converted to the recipe's types.
+    """
 
     name: str
     variant: str
@@ -73,7 +77,10 @@ class TrialCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialVariant:
-    """A ``[[trial]]`` table with ``settings`` by dotted recipe key. Empty ``ranks`` mean the ranks of the sweep."""
+    """``[[trial]]`` table of a sweep file. ``settings``: values by dotted recipe key.
+
+    ``ranks``: numbers of ranks to run on; if empty, the numbers of the whole sweep.
+    """
 
     name: str
     settings: Mapping[str, Any]
@@ -82,9 +89,10 @@ class TrialVariant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Content of the sweep file ``path``. ``recipe`` is the path of the base recipe, or the inline recipe tables.
+    """Content of the sweep file ``path``. ``recipe``: path of the base recipe, or its inline tables.
 
-    ``axes`` maps recipe keys to values. ``variants`` are the ``[[trial]]`` and ``excludes`` the ``[[exclude]]`` tables.
+    ``ranks``: numbers of ranks. ``axes``: dict from recipe key to a list of values. ``variants``: ``[[trial]]`` tables.
+    ``excludes``: ``[[exclude]]`` tables.
     """
 
     path: Path
@@ -98,9 +106,9 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """A complete recipe (TOML text) on a number of MPI ranks. ``id`` is a hash of ``recipe`` and ``ranks``.
+    """Training to run in a sweep: a complete recipe (TOML text) and a number of MPI ranks.
 
-    ``settings`` holds the values that the trial sets in addition to the base recipe, by dotted recipe key.
+    ``id``: hash of both. ``settings``: values that differ from the base recipe, by dotted recipe key.
     """
 
     id: str
@@ -155,10 +163,10 @@ def _variants(tables: Any, axes: Mapping[str, Any], path: Path) -> Iterator[Tria
 
 
 def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
-    """Return the trials of ``sweep`` in the order of the sweep file. ``recipes`` checks and completes each recipe.
+    """Return the trials of ``sweep`` in the order of the sweep file. ``recipes``: checks and completes each recipe.
 
-    Raises ConfigurationError for an invalid key or value, for parallel degrees that do not fit the ranks of a trial,
-    for two equal trials, for an exclusion that matches no trial, and if no trial remains.
+    Raises ConfigurationError for invalid keys, values or parallel degrees, equal trials, an exclusion without effect,
+    or if no trial remains.
     """
     candidates = list(_candidates(sweep, recipes))
     excluded = _excluded(sweep, recipes, candidates)
@@ -197,11 +205,6 @@ def _trial(candidate: TrialCandidate, recipes: RecipeResolver) -> SweepTrial:
 
 
 def _excluded(sweep: Sweep, recipes: RecipeResolver, candidates: Sequence[TrialCandidate]) -> set[int]:
-    """Return the indices of the ``candidates`` that match all conditions of an ``[[exclude]]`` table of ``sweep``.
-
-    A key that a trial does not set has its value in the base recipe of ``recipes``. Raises ConfigurationError if a
-    table, or one value of a condition, matches no trial.
-    """
     if not sweep.excludes:
         return set()
     try:
@@ -226,7 +229,6 @@ def _excluded(sweep: Sweep, recipes: RecipeResolver, candidates: Sequence[TrialC
 
 
 def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> list[Any]:
-    """Return the values that match the condition ``key = value``, in the recipe's types. ``place`` is for errors."""
     if value == []:
         raise ConfigurationError(f"{key} = [] in {place} matches no trial; give at least one value")
     if key == "ranks":
@@ -241,7 +243,10 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
 
 
 def labels(choice: Mapping[str, Any]) -> list[str]:
-    """Return "key=value" for each item of ``choice``. A dotted key loses its section if its last part is unique."""
+    """Return a list of texts "key=value" for the items of ``choice``, a dict by dotted key.
+
+    A key is shortened to its last component if no other key has the same last component.
+    """
     names = [key.rpartition(".")[2] for key in choice]
     return [
         f"{name if names.count(name) == 1 else key}={value}"
@@ -283,10 +288,9 @@ def _list_of_tables(tables: Any, name: str, path: Path) -> list[Mapping[str, Any
 
 
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
-    """Return the index in ``trials`` of the trial that ``text`` selects by index, id or name.
+    """Return the index of the trial that ``text`` names by index, id or name, in this order.
 
-    A valid index takes precedence over an equal name. ``place`` is the name of the sweep file, for errors. Raises
-    UsageError if ``text`` selects no trial, or is the name of several trials.
+    ``place``: name of the sweep file, for errors. Raises UsageError if ``text`` matches no trial, or several names.
     """
     number = int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
     last = len(trials) - 1
@@ -311,7 +315,7 @@ def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
 
 
 def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any]]:
-    """Return a dict of JSON values for each of ``trials``: index, id, name, ranks, and the repeats of ``sweep``."""
+    """Return a dict of JSON values for each trial: index, id, name, number of ranks, and number of repeats."""
     return [
         {"index": at, "id": trial.id, "name": trial.name, "ranks": trial.ranks, "repeats": sweep.repeats}
         for at, trial in enumerate(trials)
@@ -325,10 +329,8 @@ def trial_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def freeze(trials: Sequence[SweepTrial], repeats: int) -> str:
-    """Return the text of a sweep file that expands into ``trials``, with the same ids, names and order.
-
-    ``repeats`` is the number of runs of each trial. Values that all trials share are written once, as recipe tables.
-    """
+    """Return the text of a sweep file that lists ``trials`` explicitly, with ``repeats`` runs of each trial."""
+    # Values that all trials share are written once, as recipe tables.
     keys = {trial.id: _toml_by_key(trial.recipe) for trial in trials}
     first, *others = keys.values()
     common = {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
@@ -343,6 +345,5 @@ def freeze(trials: Sequence[SweepTrial], repeats: int) -> str:
 
 
 def _toml_by_key(recipe: str) -> dict[str, str]:
-    """Return the values of a complete recipe, given as TOML text, as TOML by dotted key."""
     tree = tomllib.loads(recipe)
     return {f"{section}.{name}": toml_value(value) for section, keys in tree.items() for name, value in keys.items()}

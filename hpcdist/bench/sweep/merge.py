@@ -27,8 +27,6 @@ _Key = tuple[str, str]  # trial id, and name of the repeat's HDF5 group
 
 @dataclass(frozen=True)
 class _Repeat:
-    """A repeat in the file ``path``. ``digest`` is a hash of all attributes and datasets."""
-
     path: Path = field(compare=False)
     digest: str
     status: str
@@ -39,8 +37,6 @@ class _Repeat:
 
 @dataclass(frozen=True)
 class _Part:
-    """Content of a results file: attributes of the root, attributes of each trial, and repeats."""
-
     path: Path
     provenance: Mapping[str, str]
     trials: Mapping[str, Mapping[str, Any]]
@@ -49,7 +45,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class MergeSummary:
-    """Numbers of ok and failed repeats after a merge, and one text for each difference of machine or versions."""
+    """Result of a merge: numbers of successful and failed runs, and texts on differing machines or versions."""
 
     ok: int
     failed: int
@@ -57,12 +53,11 @@ class MergeSummary:
 
 
 def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeSummary:
-    """Merge the results files ``paths`` into the file ``output``, which need not exist. Local.
+    """Merge the sweep results files ``paths`` into the file ``output``, which may be new. Local.
 
-    If a repeat was measured twice, an ok result wins over a failure, and a later failure over an earlier one. Raises
-    StorageError if a file is missing, unreadable or unwritable. Raises UsageError for two different ok results of one
-    repeat, for different trials with the same id, and for several git commits of hpcdist, unless the keyword ``mixed``
-    is True. After an error, ``output`` is unchanged.
+    If a run was measured twice, a successful result wins, else the later failure. Keyword-only ``mixed``: accept
+    several git commits. Raises StorageError for a bad file, and UsageError if two files contradict each other. After an
+    error, ``output`` is unchanged.
     """
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise StorageError(f"{', '.join(missing)}: no such file; run the trials of these files, or leave the files out")
@@ -99,7 +94,6 @@ def _read(path: Path) -> _Part:
 
 
 def _repeats(parts: Sequence[_Part]) -> dict[_Key, _Repeat]:
-    """Return the result to keep for each repeat in ``parts``. Raises UsageError for two different ok results."""
     repeats: dict[_Key, _Repeat] = {}
     for key, repeat in (item for part in parts for item in part.repeats.items()):
         other = repeats.setdefault(key, repeat)
@@ -113,7 +107,6 @@ def _repeats(parts: Sequence[_Part]) -> dict[_Key, _Repeat]:
 
 
 def _trials(parts: Sequence[_Part]) -> dict[str, Mapping[str, Any]]:
-    """Return the attributes of each trial in ``parts``, with the lowest position. Raises UsageError for a conflict."""
     trials: dict[str, Mapping[str, Any]] = {}
     paths: dict[str, Path] = {}
     for part in parts:
@@ -130,7 +123,6 @@ def _trials(parts: Sequence[_Part]) -> dict[str, Mapping[str, Any]]:
 
 
 def _provenance(parts: Sequence[_Part]) -> dict[str, str]:
-    """Return the provenance attributes of ``parts``: all hosts, the earliest time, and all values of the others."""
     provenance: dict[str, str] = {}
     for name in dict.fromkeys(name for part in parts for name in part.provenance):
         separator = "," if name == "hosts" else _SEPARATOR
@@ -144,7 +136,6 @@ def _is_difference(name: str, value: str) -> bool:
 
 
 def _write(changes: _Part) -> None:
-    """Write ``changes`` to the results file ``changes.path``. Copies the repeats from their files."""
     with results.FORMAT.edit(changes.path, changes.provenance) as groups:
         groups.parent.attrs.update(changes.provenance)
         for trial, attributes in changes.trials.items():
@@ -158,7 +149,7 @@ def _write(changes: _Part) -> None:
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Copy the HDF5 group ``source`` to ``target``. Attaches scales again: HDF5 cannot copy references to a file."""
+    # Scales are attached again: HDF5 cannot copy references to a file.
     target.attrs.update(_attributes(source))
     for name, member in source.items():
         if name == results.SUMMARY:
@@ -171,7 +162,6 @@ def _copy(source: Any, target: Any) -> None:
 
 
 def _attributes(member: Any) -> dict[str, Any]:
-    """Return the HDF5 attributes of ``member`` without links. Arrays of texts become lists, which h5py can write."""
     return {
         name: value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
         for name, value in member.attrs.items()
@@ -180,7 +170,6 @@ def _attributes(member: Any) -> dict[str, Any]:
 
 
 def _digest(repeat: Any) -> str:
-    """Return a hash of all attributes and datasets of the HDF5 group ``repeat``."""
     digest = hashlib.blake2b(digest_size=16)
     for name, member in sorted({"": repeat, **repeat}.items()):
         attributes = sorted((key, plain(value)) for key, value in _attributes(member).items())

@@ -19,13 +19,11 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Figures of one configuration over its repeats. An unknown figure is None, and ``reasons`` has the reason by name.
+    """Table row of one configuration in a sweep. An unknown figure is None; ``reasons`` has the reason by name.
 
-    ``tokens_per_s``: median, minimum and maximum over the repeats. ``step_s``: median, 95th and 99th percentile over
-    the steps of all repeats, without the first step of each repeat, which compiles and connects. The time of a step is
-    the time of its slowest rank since its row before. ``bytes_sent_per_step``: median over the steps of the maximum
-    over the ranks. ``bytes_moved_per_step`` also has the bytes moved through shared memory and by the MPI library.
-    ``peak_bytes``: most bytes held by a rank. The other figures are medians over the repeats.
+    Figures are medians over the runs of the configuration. ``tokens_per_s``: also minimum and maximum. ``step_s``:
+    median and percentiles of all steps except the first, on the slowest rank. ``bytes_sent_per_step``: maximum over the
+    ranks. ``bytes_moved_per_step``: also shared memory and the MPI library. ``peak_bytes``: maximum over the ranks.
     """
 
     name: str
@@ -47,12 +45,12 @@ class SweepRow:
 
     @property
     def status(self) -> str:
-        """Numbers of successful and failed repeats, as text."""
+        """Numbers of successful and failed runs, as text."""
         return status_text(self.ok, self.failed)
 
 
 def rows(results: SweepResults) -> list[SweepRow]:
-    """Return a row for each configuration, in the order of the results."""
+    """Return a table row for each configuration in ``results``, in the same order."""
     return [_row(configuration) for configuration in results.configurations]
 
 
@@ -86,7 +84,6 @@ def _row(configuration: SweepConfiguration) -> SweepRow:
 
 
 def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
-    """Return the reason why the figure ``name`` is unknown. The summary of a run has keys such as bytes_sent_reason."""
     summary = good[-1].summary
     reasons = [key for key in summary if key.endswith("_reason") and name.startswith(key.removesuffix("reason"))]
     if reasons:
@@ -95,15 +92,14 @@ def _reason(name: str, good: Sequence[TrialRepeat]) -> str:
 
 
 def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarray:
-    """Return the maximum over the ranks of the sample ``name``, for the iterations of all repeats from ``first`` on."""
     slowest = [most_of_ranks(repeat.samples[name][first:]) for repeat in good]
     return np.concatenate(slowest) if slowest else np.zeros(0)
 
 
 def most_of_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum over the ranks of ``samples``, of shape (iterations, ranks), ignoring NaN.
+    """Return the maximum over the ranks for each iteration of ``samples``, of shape (iterations, ranks).
 
-    Iterations in which all values are NaN are left out.
+    NaN is ignored. Iterations with only NaN are left out.
     """
     most = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
     finite: np.ndarray = most[np.isfinite(most)]
@@ -111,17 +107,13 @@ def most_of_ranks(samples: np.ndarray) -> np.ndarray:
 
 
 def _sent(good: Sequence[TrialRepeat]) -> float | None:
-    """Return the bytes sent in the median step, or None if any value is unknown, since the maximum would be wrong.
-
-    The first step is left out, as for times: it splits communicators.
-    """
+    # None if any value is unknown, since the maximum would be wrong. The first step splits communicators.
     if any(np.isnan(repeat.samples["sent_bytes"][1:]).any() for repeat in good):
         return None
     return _median(_pooled(good, "sent_bytes"))
 
 
 def _moved(configuration: SweepConfiguration) -> float | None:
-    """Return the bytes that a rank moves in a step, a median over the repeats, or None if one transport is unknown."""
     ways = [configuration.figures(f"bytes_moved_per_step.{way}") for way in BytesMoved._fields]
     return sum(map(float, map(np.median, ways))) if all(ways) else None
 
@@ -165,7 +157,7 @@ _HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processo
 
 
 def text(path: Path, results: SweepResults) -> str:
-    """Return the table of a sweep as text, followed by the notes of `notes`."""
+    """Return the results of a sweep as a text table, followed by the lines of `notes`. ``path``: name of the file."""
     table = rows(results)
     if not table:
         return f"{path}: no trial has ended yet"
@@ -176,13 +168,13 @@ def text(path: Path, results: SweepResults) -> str:
 
 
 def markdown(results: SweepResults) -> str:
-    """Return the table of a sweep as Markdown, followed by the notes of `notes`."""
+    """Return the results of a sweep as a Markdown table, followed by the lines of `notes`."""
     table = rows(results)
     return "\n".join([*ROWS.markdown(table), *(f"\n{note}" for note in notes(results, table))])
 
 
 def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
-    """Return a line for each reason of failed trials, and for each difference that forbids a comparison."""
+    """Return text lines about failed runs, and about differences that prevent a comparison. ``table``: rows."""
     by_reason: dict[str, list[str]] = {}
     for row in table:
         if "failed" in row.reasons:
@@ -197,13 +189,13 @@ def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
 
 
 def jsonable(path: Path, results: SweepResults) -> dict[str, Any]:
-    """Return the report as JSON values. Unknown figures are null."""
+    """Return the results of a sweep as JSON values; unknown figures are null. ``path``: name of the file."""
     configurations = [asdict(row) | {"status": row.status} for row in rows(results)]
     return {"results": str(path), "provenance": dict(results.provenance), "configurations": configurations}
 
 
 def plot(results: SweepResults, file: Path) -> None:
-    """Write the drawing of `draw` to ``file``. Raises the errors of `draw` and of `plotting.drawing`."""
+    """Plot the results of a sweep to ``file``, as in `draw`. Raises HpcdistError if that is impossible."""
     inches = plot_inches(results)
     plotting.check_plot(file)
     with plotting.chart_style(), plotting.drawing(file, *inches) as figure:
@@ -211,7 +203,7 @@ def plot(results: SweepResults, file: Path) -> None:
 
 
 def plot_inches(results: SweepResults) -> tuple[float, float]:
-    """Return width and height of the plot of a sweep in inches."""
+    """Return (width, height) of the plot of a sweep in inches."""
     measured = _measured(results)
     height = 1.2 + 1.2 * len({row.ranks for row in measured}) + 0.3 * len(measured)
     if swept(results, measured) is not None:
@@ -220,11 +212,10 @@ def plot_inches(results: SweepResults) -> tuple[float, float]:
 
 
 def draw(figure: Any, results: SweepResults) -> None:
-    """Draw the results of a sweep into the matplotlib ``figure``. Raises UsageError if no trial was successful.
+    """Draw the results of a sweep into the matplotlib ``figure``. Raises UsageError if no run was successful.
 
-    If exactly one recipe key with numbers was swept, draw the loss over its values. Otherwise, draw the speed of each
-    configuration as a bar, with one panel per number of ranks. For configurations that were measured on several numbers
-    of ranks, curves over the ranks follow: efficiency, bytes and memory.
+    If exactly one numeric recipe key varies, this draws the loss over its values, otherwise a bar with the speed of
+    each configuration. Configurations with several numbers of ranks also get curves over the number of ranks.
     """
     measured = _measured(results)
     if (axis := swept(results, measured)) is not None:
@@ -252,7 +243,10 @@ def _measured(results: SweepResults) -> list[SweepRow]:
 
 @dataclass(frozen=True)
 class SweptKey:
-    """The swept recipe key ``key`` with numbers: its values, and the other swept values as a label, by row id."""
+    """The only numeric recipe key that varies in a sweep. ``values``: its value in each row, by row id.
+
+    ``labels``: the other varying values of each row as text, by row id.
+    """
 
     key: str
     values: Mapping[str, float]
@@ -261,7 +255,7 @@ class SweptKey:
 
 
 def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | None:
-    """Return the recipe key with numbers that was swept, or None unless there is exactly one and losses are known."""
+    """Return the only numeric recipe key that varies in a sweep, or None. ``measured``: rows of successful trials."""
     recipes = {c.id: dict(_settings(tomllib.loads(c.recipe))) for c in results.configurations}
     recipes = {row.id: recipes[row.id] | {"ranks": f"{row.ranks} ranks"} for row in measured}
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
@@ -289,7 +283,6 @@ def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
-    """Draw the loss over the swept values, one line per label, and mark the smallest loss."""
     points = sorted((axis.values[row.id], getattr(row, axis.loss), axis.labels[row.id]) for row in measured)
     for index, label in enumerate(dict.fromkeys(axis.labels[row.id] for row in measured)):
         line = [(value, loss) for value, loss, of in points if of == label]
@@ -311,7 +304,7 @@ def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
 
 
 def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return the rows of each configuration measured on several numbers of ranks, by name, in order of the ranks."""
+    """Return a dict from configuration to its rows, if measured on several numbers of ranks. ``measured``: all rows."""
     by_name: dict[str, list[SweepRow]] = {}
     for row in sorted(measured, key=lambda row: row.ranks):
         by_name.setdefault(row.name, []).append(row)
@@ -319,13 +312,12 @@ def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 
 def efficiency(rows: Sequence[SweepRow]) -> list[float]:
-    """Return the speed per rank of each row relative to the first of ``rows``. All rows have been measured."""
+    """Return the speed per rank of each row, divided by the first row's. ``rows``: rows of one configuration."""
     rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
     return [rate / rates[0] for rate in rates]
 
 
 def _curves(figure: Any, curves: Mapping[str, Sequence[SweepRow]]) -> None:
-    """Draw efficiency, bytes and memory over the number of ranks, a line for each configuration."""
     above, middle, below = figure.subplots(3, 1, sharex=True)
     for index, (name, rows) in enumerate(curves.items()):
         ranks, colour = [row.ranks for row in rows], plotting.CYCLE[index % len(plotting.CYCLE)]
@@ -343,7 +335,6 @@ def _curves(figure: Any, curves: Mapping[str, Sequence[SweepRow]]) -> None:
 
 
 def _bars(axes: Any, ranks: int, panel: Sequence[SweepRow]) -> None:
-    """Draw the speeds of ``panel``, the rows of one number of ranks, sorted, with the fastest row in another colour."""
     ordered = sorted(panel, key=lambda row: -row.tokens_per_s["median"] if row.tokens_per_s is not None else 0.0)
     rates = [row.tokens_per_s for row in ordered if row.tokens_per_s is not None]
     median = np.array([rate["median"] for rate in rates])

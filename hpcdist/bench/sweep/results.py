@@ -41,7 +41,10 @@ check_place: Final = atomic.check_folder
 
 @dataclass(frozen=True)
 class TrialRepeat:
-    """One run of a configuration. ``samples`` have shape (iteration, rank) or (iteration,); NaN is a missing value."""
+    """One run of a sweep's configuration. ``samples``: arrays by name, of shape (iteration, rank) or (iteration,).
+
+    NaN means a missing value.
+    """
 
     number: int
     status: str
@@ -56,7 +59,7 @@ class TrialRepeat:
 
 @dataclass(frozen=True)
 class SweepConfiguration:
-    """A recipe, as TOML text, on a number of MPI ranks, and its repeats in the order of their numbers."""
+    """Configuration in a sweep: a recipe as TOML text, a number of MPI ranks, and its runs (``repeats``)."""
 
     id: str
     name: str
@@ -66,21 +69,21 @@ class SweepConfiguration:
 
     @property
     def good(self) -> list[TrialRepeat]:
-        """Repeats with the status "ok"."""
+        """Runs with the status "ok"."""
         return [repeat for repeat in self.repeats if repeat.status == OK]
 
     @property
     def failed(self) -> list[TrialRepeat]:
-        """Repeats with the status "failed"."""
+        """Runs with the status "failed"."""
         return [repeat for repeat in self.repeats if repeat.status != OK]
 
     def figures(self, name: str) -> list[Any]:
-        """Return the values of the summary key ``name`` in the ok repeats that measured it."""
+        """Return a list of the values of ``name`` in the summaries of the successful runs that have this value."""
         return [value for repeat in self.good if (value := repeat.summary.get(name)) is not None]
 
 
 def status_text(ok: int, failed: int) -> str:
-    """Format the numbers of ok and failed repeats, such as "2 ok, 1 failed". Omits zeros."""
+    """Format the numbers of ok and failed runs, such as "2 ok, 1 failed". Omits zeros."""
     return ", ".join([f"{ok} ok"] * (ok > 0) + [f"{failed} failed"] * (failed > 0))
 
 
@@ -113,7 +116,6 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """Create and lock the file ``path``. Return the file descriptor. Raises BlockingIOError if the lock is held."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -138,10 +140,10 @@ def prepare(path: Path, provenance: Mapping[str, str]) -> None:
 
 
 def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: TrialOutcome, git_commit: str) -> None:
-    """Write the ``outcome`` of one ``repeat`` of ``trial`` to the existing file ``path``. Replaces an earlier outcome.
+    """Write the result of one run of ``trial`` to the existing results file ``path``. Raises StorageError.
 
-    ``position`` is the index of the trial in the sweep, and ``git_commit`` the commit of hpcdist. Raises StorageError.
-    After an error, the file is unchanged.
+    ``position``: index of the trial in the sweep. ``repeat``: number of the run. ``outcome``: result, which replaces an
+    earlier one. ``git_commit``: commit of hpcdist.
     """
     if not path.exists():
         raise StorageError(f"{path} cannot be written: the file was removed while the sweep ran; run the sweep again")
@@ -167,7 +169,7 @@ def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: T
 
 
 def statuses(path: Path) -> dict[tuple[str, int], str]:
-    """Return the status of each repeat in the file ``path`` by (trial id, repeat number). Raises StorageError."""
+    """Return a dict from (trial id, run number) to "ok" or "failed", read from ``path``. Raises StorageError."""
     return {
         (configuration.id, repeat.number): repeat.status
         for configuration in read(path).configurations

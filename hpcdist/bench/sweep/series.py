@@ -14,12 +14,15 @@ Measure = Callable[[SweepTrial, float], TrialOutcome]  # runs a trial with a tim
 
 
 class SweepStopped(BaseException):
-    """Request to stop this process: the running trial is ended and not recorded."""
+    """Exception that stops a sweep: the current trial is ended and its result is not recorded."""
 
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """Repeat ``repeat`` of the trial at index ``position`` of a sweep. ``status`` is "" for a repeat that will run."""
+    """Planned run of a sweep: run number ``repeat`` of the trial with index ``position``.
+
+    ``status``: "ok" or "failed" if a result is recorded, or "" if the run must still be made.
+    """
 
     trial: SweepTrial
     position: int
@@ -29,7 +32,7 @@ class SeriesItem:
 
 @dataclass(frozen=True)
 class SweepTally:
-    """Numbers of repeats that are recorded as ok, recorded as failed, and not recorded."""
+    """Numbers of runs that are recorded as ok, recorded as failed, and not recorded (``left``)."""
 
     ok: int
     failed: int
@@ -39,12 +42,12 @@ class SweepTally:
 def plan(
     trials: Sequence[SweepTrial], repeats: int, path: Path, retry_failed: bool, only: int | None = None
 ) -> list[SeriesItem]:
-    """Return the ``repeats`` of all ``trials`` in execution order. Every second repeat reverses the order of trials.
+    """Return the runs of a sweep in execution order: ``repeats`` runs of each trial.
 
-    So a machine that slows down affects all trials alike. Recorded statuses come from the results file ``path``, if it
-    exists. ``retry_failed`` runs failed repeats again. ``only`` is the index of the single trial to plan, or None for
-    all trials. Raises StorageError if ``path`` is not a results file.
+    ``path``: results file with recorded runs; may be missing. ``retry_failed``: True to repeat failed runs. ``only``:
+    index of the single trial to plan, or None for all trials. Raises StorageError if ``path`` is another kind of file.
     """
+    # Every second round has the reverse order, so that a machine that slows down affects all trials alike.
     statuses = results.statuses(path) if path.exists() else {}
     items = []
     for repeat in range(repeats):
@@ -57,7 +60,7 @@ def plan(
 
 @dataclass(frozen=True)
 class SeriesLimits:
-    """Time limits in seconds: ``trial_s`` of each trial, and ``budget_s`` of one call of `run`."""
+    """Time limits in seconds: ``trial_s`` for each run, and ``budget_s`` for one call of the function `run`."""
 
     trial_s: float
     budget_s: float = float("inf")
@@ -71,11 +74,11 @@ def run(
     provenance: Mapping[str, str],
     log: Callable[[str], None],
 ) -> SweepTally:
-    """Run the ``items`` without a status by ``measure``. Append each outcome to the results file ``path``. Local.
+    """Run the planned ``items`` of a sweep that have no status, and record each result in the file ``path``. Local.
 
-    A failed trial does not end the sweep. An item is skipped if its expected duration, at most ``limits.trial_s``,
-    exceeds the remaining budget. If ``measure`` raises SweepStopped, no further item runs. ``provenance`` holds the
-    attributes of a new results file. ``log`` prints one line of progress.
+    ``measure``: function that runs a trial; it raises SweepStopped to stop. ``provenance``: attributes of a new file.
+    ``log``: function that prints progress. A failed trial does not end the sweep. Returns the numbers of ok, failed and
+    missing runs.
     """
     end = time.monotonic() + limits.budget_s
     statuses = {(item.trial.id, item.repeat): item.status for item in items if item.status}
@@ -108,7 +111,7 @@ def run(
 
 
 def anonymous(outcome: TrialOutcome, hosts: Sequence[str]) -> TrialOutcome:
-    """Return ``outcome`` with each host name of ``hosts`` replaced by HOST in the reason and the stderr tail."""
+    """Return a copy of the result ``outcome`` in which HOST replaces each host name of ``hosts``."""
     for host in hosts:
         reason, tail = (text.replace(host, "HOST") for text in (outcome.reason, outcome.stderr_tail))
         outcome = replace(outcome, reason=reason, stderr_tail=tail)
@@ -116,10 +119,6 @@ def anonymous(outcome: TrialOutcome, hosts: Sequence[str]) -> TrialOutcome:
 
 
 def _expected_s(walls_s: Mapping[str, Sequence[float]], trial: str) -> float:
-    """Return the expected duration of the trial with the id ``trial`` in seconds, or 0 if ``walls_s`` is empty.
-
-    ``walls_s`` holds the durations of ok repeats by trial id. A new trial may take as long as the longest one.
-    """
     durations_s = walls_s.get(trial) or [wall_s for repeats in walls_s.values() for wall_s in repeats]
     return 1.1 * max(durations_s, default=0.0)  # a repeat may take a little longer than the repeats before
 

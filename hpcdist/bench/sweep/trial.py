@@ -47,7 +47,7 @@ class TrialSample(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Outcome of a trial. Only an ok trial has ``summary`` and ``samples``; only a failed trial has a ``reason``."""
+    """Result of one run of a trial. ``summary``, ``samples``: filled after a success. ``reason``: after a failure."""
 
     status: str
     started_utc: str
@@ -61,20 +61,16 @@ class TrialOutcome:
 
 
 def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] = ()) -> list[str]:
-    """Return the command line that trains the recipe file ``recipe`` on the ranks of ``trial``.
-
-    ``out`` is the run directory, and ``options`` are additional options of `hpcdist run`.
-    """
+    """Return the command line that trains ``recipe`` (a file) for ``trial``. ``out``: run directory."""
     launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", str(trial.ranks), "--grace", f"{GRACE_S:g}"]
     return [*launcher, *options, "train", str(recipe), "--out", str(out), "--json"]
 
 
 def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environment: Mapping[str, str]) -> TrialOutcome:
-    """Run ``trial`` with its files in the empty directory ``folder``. Return the outcome. Local.
+    """Run ``trial`` as a subprocess with its files in the empty directory ``folder``. Return the result. Local.
 
-    ``line`` returns the command line of the trial, and ``environment`` holds its environment variables. A trial that
-    fails, or runs longer than ``limit_s`` seconds, has a failed outcome. An exception of this process, such as one from
-    a signal handler, ends the trial.
+    ``limit_s``: time limit in seconds, after which the trial has failed. ``line``: function that returns the command
+    line. ``environment``: environment variables. An exception, e.g. from a signal handler, ends the trial.
     """
     libc = ctypes.CDLL(None)
 
@@ -118,7 +114,6 @@ def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environm
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
-    """Return True if ``process`` exits within ``limit_s`` seconds. Otherwise end the process and return False."""
     try:
         process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -137,7 +132,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _with_measurements(outcome: TrialOutcome, folder: Path) -> TrialOutcome:
-    """Add the summary and samples in ``folder`` to ``outcome``. Return a failed outcome if they are unreadable."""
     try:
         summary = json.loads((folder / "stdout").read_text(encoding="utf-8").strip().splitlines()[-1])
         with files.open_read(folder / "run" / "metrics.h5", "hpcdist.metrics") as file:

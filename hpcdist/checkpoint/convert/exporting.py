@@ -42,13 +42,19 @@ def key_of(tensor: StoredTensor) -> str:
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return JSON text with the step, scalars and tensor kinds (such as "optimizer.m") of the manifest ``loaded``."""
+    """Return JSON text with the step, non-tensor state and kinds of tensors of a checkpoint.
+
+    ``loaded``: manifest of the checkpoint.
+    """
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return the parameters in the manifest ``loaded``, or all tensors if ``optimizer`` is True. Raises UsageError."""
+    """Return the parameters in a checkpoint, or all tensors if ``optimizer`` is True. ``loaded``: its manifest.
+
+    Raises UsageError if the checkpoint has no parameters.
+    """
     tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not tensors:
         raise UsageError("this checkpoint has no parameters; add --optimizer to export its other tensors")
@@ -56,7 +62,7 @@ def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
 
 
 def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTensor, int]]) -> None:
-    """Copy tensors of the checkpoint directory ``checkpoint`` to the open file ``fd``.
+    """Copy tensors of the checkpoint directory ``checkpoint`` to the file descriptor ``fd``.
 
     ``offsets``: pairs of a tensor and its byte offset in the file. Raises StorageError, OSError.
     """
@@ -65,7 +71,7 @@ def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTenso
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` for the whole ``tensor``, whose elements are read or written by methods of ``store``."""
+    """Return a `Piece` that covers all of ``tensor``. ``store``: object that reads or writes its elements."""
     whole = Range(0, tensor.size)
     elements: Any = FileSlice(store, whole)
     return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, elements)

@@ -40,7 +40,10 @@ _READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = 
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return the file format of ``path``, and the file to open. Raises StorageError if there is no such file."""
+    """Return (file format, path of the file to open). ``path``: a file, or a directory with one such file.
+
+    Raises StorageError if there is no such file.
+    """
     # In a directory, open the index file or the only data file. Raises UsageError for an unknown format.
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
@@ -83,7 +86,7 @@ class ForeignFile:
         self._reader.close()
 
     def pieces(self) -> list[Piece]:
-        """Return a `Piece` for every tensor of the file. Elements are read on demand, while the file is open."""
+        """Return a `Piece` (tensor part) for every tensor of the file. Elements are read later, on demand."""
         return [
             piece_in_file(tensor, _ForeignTensor(self, index, dtype_of(tensor.dtype)))
             for index, tensor in enumerate(self.tensors)
@@ -183,11 +186,13 @@ def import_checkpoint(
     inputs: Mapping[str, int] | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> ImportedCheckpoint:
-    """Save the tensors of the file ``source`` as the only checkpoint of ``run_dir``.
+    """Save the tensors of the file ``source`` as the first checkpoint of the run directory ``run_dir``.
 
-    ``keys``: checkpoint names of the tensors to import, keyed by the names in the file. Raises StorageError, or
-    UsageError if ``run_dir`` has checkpoints.
+    ``step``: training step, or None for the step in the file. ``inputs``: model sizes by name. ``keys``: dict from
+    names in the file to names of the tensors to import. Raises StorageError, or UsageError if ``run_dir`` has
+    checkpoints.
     """
+    # ``step`` is 0 if the file has none. ``inputs`` is ignored if hpcdist exported the file.
     # ``step`` None: the step in the file, or 0. ``inputs``: model sizes by name, ignored if hpcdist exported the file.
     directory = run_dir / "checkpoints"
     if names.candidates(directory):

@@ -83,7 +83,7 @@ def write(
 
 
 def split_into_files(tensors: Sequence[StoredTensor], most_bytes: int) -> list[list[StoredTensor]]:
-    """Return one list of ``tensors`` per file, in order. Files have at most ``most_bytes`` bytes or one tensor."""
+    """Split ``tensors`` into a list per file of at most ``most_bytes`` bytes (or one larger tensor), in order."""
     groups: list[list[StoredTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:
@@ -98,7 +98,7 @@ def split_into_files(tensors: Sequence[StoredTensor], most_bytes: int) -> list[l
 def header(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[tuple[StoredTensor, int]]]:
-    """Return the file header (length and JSON) for ``tensors``, and the file offset of each tensor."""
+    """Return (file header, list of (tensor, byte offset in the file)). ``metadata``: texts for the header."""
     # Tensors with the widest elements come first, so that every tensor is aligned to its element size without holes.
     ordered = sorted(tensors, key=lambda item: -dtype_of(item.dtype).itemsize)
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -119,7 +119,7 @@ def header(
 
 
 def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Return the location of each tensor in the open file, and the metadata. Raises ValueError for a bad header."""
+    """Return the location of each tensor in the file ``fd``, and the metadata. Raises ValueError for a bad header."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):

@@ -77,9 +77,9 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 
 
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return each tensor's names in the user's PyTorch modules, keyed by its name in the checkpoint.
+    """Return a dict from the checkpoint name of each tensor to its names in the user's PyTorch modules.
 
-    A tied tensor has several names. Returns {} if the model has no user modules.
+    A tied tensor has several names. The dict is empty if the model has no user modules. ``loaded``: manifest.
     """
     # Also {} if two tensors have the same name in the modules.
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")

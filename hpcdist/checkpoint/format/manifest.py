@@ -54,7 +54,7 @@ class NewerVersionError(StorageError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Name, dtype and position of a stored part of a tensor, without the data."""
+    """Description of one stored part of a tensor: name, dtype and position in the tensor, without the data."""
 
     kind: str
     tensor: str
@@ -65,21 +65,21 @@ class Slot:
 
     @classmethod
     def of(cls, piece: Piece) -> "Slot":
-        """Return the slot that describes ``piece``."""
+        """Return the `Slot` (description) of the tensor part ``piece``."""
         flat = piece.flat.start, piece.flat.stop
         return cls(piece.kind, piece.tensor, name_of(piece.array.dtype), piece.global_shape, piece.box, flat)
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor piece in bytes."""
+        """Size of the tensor part in bytes."""
         return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
 
     def blocks(self) -> list[int]:
-        """Return the sizes in bytes of the blocks in which the tensor piece is stored."""
+        """Return the block sizes in bytes. A tensor part is stored as a sequence of blocks."""
         return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
 
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape of the HDF5 dataset that stores this piece of a tensor."""
+        """Return the shape of the HDF5 dataset that stores this tensor part."""
         # ``flat`` counts within the box: the elements have the shape of the box only if ``flat`` covers it.
         extent = tuple(stop - start for start, stop in self.box)
         if Range(*self.flat) != Range(0, math.prod(extent)):
@@ -89,7 +89,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class StoredPiece(Slot):
-    """Tensor piece at byte ``offset`` of ``file``. ``digests`` has one xxh3-128 digest per 16 MiB of the piece."""
+    """Stored part of a tensor, at byte ``offset`` of ``file``. ``digests``: xxh3-128 hash of each 16 MiB block."""
 
     file: str
     dataset: str
@@ -98,11 +98,11 @@ class StoredPiece(Slot):
 
     @property
     def name(self) -> str:
-        """Name of the piece's tensor for error messages."""
+        """Name of the tensor, for error messages."""
         return f"{self.kind}/{self.tensor}"
 
     def runs(self) -> Runs:
-        """Return the ranges of elements that this piece holds, counted in the whole tensor."""
+        """Return the ranges of elements in this part of the tensor, as indices into the flattened whole tensor."""
         return runs(self.shape, self.box, Range(*self.flat))
 
 
@@ -146,7 +146,7 @@ class Manifest(_Shards):
 
 
 def inconsistency(manifest: Manifest) -> str:
-    """Return the reason why ``manifest`` is unusable, as a clause that follows its file name in a message, or ""."""
+    """Return the reason why ``manifest`` is unusable, to follow its file name in a message, or "" if it is usable."""
     if not (0 <= manifest.step < MAX_SIZE and 1 <= manifest.world < MAX_SIZE):
         return f"is not valid: step {_short(manifest.step)} of {_short(manifest.world)} ranks"
     for name, size in manifest.files.items():
@@ -227,7 +227,8 @@ def build(
 ) -> Manifest:
     """Return the manifest of a checkpoint. Raises StorageError if ``pieces`` do not cover every tensor.
 
-    ``pieces``: tensor parts in the shards. ``files``: size of each shard in bytes. ``scalars``: non-tensor state.
+    ``world``: number of ranks. ``scalars``: non-tensor state. ``files``: size of each shard in bytes. ``pieces``:
+    stored tensor parts. ``about``: description of the run.
     """
     entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
     by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[StoredPiece]] = {}
@@ -258,9 +259,9 @@ def build(
 
 
 def encode(manifest: Manifest) -> str:
-    """Return the text of ``manifest.json``.
+    """Return the text of ``manifest.json`` for ``manifest``.
 
-    Raises UsageError if the scalars (non-tensor state) are not JSON values, and StorageError if they are too large.
+    Raises UsageError if the non-tensor state is not JSON, and StorageError if it is too large.
     """
     plain = {name: msgspec.to_builtins(getattr(manifest, name)) for name in ("pieces", "index", "unused")}
     try:
@@ -292,10 +293,8 @@ def _canonical(body: dict[str, Any]) -> str:
 
 
 def load(directory: Path) -> Manifest:
-    """Read and check the manifest in ``directory``, without reading shards. Raises StorageError.
-
-    In the result, all pieces lie inside their tensors and shards, even if someone manipulated the file.
-    """
+    """Read and check the manifest in ``directory``, without reading shard files. Raises StorageError."""
+    # In the result, all pieces lie inside their tensors and shards, even if someone manipulated the file.
     path = directory / FILE_NAME
     try:
         data = _read(path)

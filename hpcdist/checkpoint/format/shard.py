@@ -36,17 +36,15 @@ MAX_OPEN_FILES: Final = 64  # limits the descriptors of a rank that restores fro
 
 
 def file_name(writer: int, writers: int) -> str:
-    """Return the path of shard number ``writer`` of ``writers``, relative to the checkpoint directory.
-
-    Consecutive shards are in different subdirectories.
-    """
+    """Return the relative path of shard number ``writer`` of a checkpoint with ``writers`` shards."""
+    # Consecutive shards are in different subdirectories.
     name = f"shard-{writer:05d}.h5"
     spread = directories(writers)
     return f"{spread[writer % len(spread)]}/{name}" if spread else name
 
 
 def directories(writers: int) -> list[str]:
-    """Return the names of the subdirectories of a checkpoint with ``writers`` shards, or [] for few shards."""
+    """Return the subdirectories of a checkpoint with ``writers`` shards, a list of names; [] for few shards."""
     if writers <= PER_DIRECTORY:
         return []
     # The smallest power of two of directories with at most PER_DIRECTORY shards each.
@@ -58,11 +56,11 @@ BlockConsumer = Callable[[int, np.ndarray], None]  # arguments: index of the fir
 
 
 class DamagedError(StorageError):
-    """Some bytes of a checkpoint are unreadable or changed. Another checkpoint may be intact."""
+    """Error: some bytes of a checkpoint are unreadable or changed."""
 
 
 class BlockReader:
-    """Context manager that reads blocks of the shards in ``directory`` and verifies their digests."""
+    """Context manager that reads blocks of the shard files in ``directory`` and verifies their hashes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -78,9 +76,9 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read and verify block number ``block`` of a stored tensor part. Return its size in bytes.
+        """Read and verify block number ``block`` of the stored tensor part ``entry``. Return its size in bytes.
 
-        ``take(elements)`` is called several times and must copy. Raises DamagedError: discard the elements.
+        ``take(elements)``: function that copies elements; called several times. Raises DamagedError for damage.
         """
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
@@ -96,7 +94,7 @@ class BlockReader:
         return count
 
     def digest_of(self, name: str, parts: Iterable[Range]) -> tuple[int, str]:
-        """Return the number of bytes in the ranges ``parts`` of the file ``name``, and their digest. Raises OSError."""
+        """Return (number of bytes, hash) of the byte ranges ``parts`` of the file ``name``. Raises OSError."""
         fd, digest, count = self._fd(name), xxhash.xxh3_128(), 0
         for part in (part for whole in parts for part in cut(whole, READ_BYTES)):
             view = self._memory.data[: part.size]
@@ -138,7 +136,7 @@ class BlockReader:
 
 
 def read_fully(fd: int, view: memoryview, start: int) -> int:
-    """Fill ``view`` from byte ``start`` of the file. Return the number of bytes read: fewer at the end of the file."""
+    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the bytes read: fewer at the end of the file."""
     done = 0
     while done < len(view) and (read := os.preadv(fd, [view[done:]], start + done)):
         done += read
@@ -146,7 +144,7 @@ def read_fully(fd: int, view: memoryview, start: int) -> int:
 
 
 def size_mismatch(directory: Path, manifest: Manifest) -> str:
-    """Return a message that names the first shard that is missing or has the wrong size, or "" if all are right."""
+    """Return a message on the first shard file that is missing or has a wrong size, or "" if all files are right."""
     for name, size in manifest.files.items():
         try:
             actual = (directory / name).stat().st_size
@@ -164,7 +162,7 @@ def block_digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shard files that one writer wrote or hard-linked for a checkpoint."""
+    """Shard files that one writer wrote or hard-linked for a checkpoint: sizes, contents and hashes."""
 
     files: dict[str, int] = field(default_factory=dict)  # size in bytes
     entries: Sequence[StoredPiece] = ()  # tensor data of this checkpoint in the files
@@ -207,10 +205,10 @@ def write(
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
 ) -> WrittenShards:
-    """Write tensor data to the shard file ``name``, and return its description. Raises StorageError.
+    """Write tensor parts to the shard file ``name`` in ``directory``. Raises StorageError.
 
-    ``sources[i]()``: yields the data of ``slots[i]``; called once. ``about``: attributes of the file. ``opens(path)``:
-    creates the file.
+    Returns a description of the file. ``slots``: descriptions of the parts. ``sources``: functions that yield the data
+    of each part. ``about``: attributes of the file. ``opens``: function that creates the file at a path.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)
@@ -237,7 +235,10 @@ def write(
 
 
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
-    """Write and return the HDF5 index file of the tensor parts ``entries``, or warn on stderr and return None."""
+    """Write an HDF5 index file, which shows the stored tensor parts ``entries`` as whole tensors.
+
+    Returns its description. On failure, warns on stderr and returns None.
+    """
     pieces = [entry for entry in entries if entry.nbytes]
     if len(pieces) > MAX_INDEX_PIECES:
         return None

@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import Communicator
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return the HDF5 dataset name of each tensor piece in ``slots``. Later pieces of a tensor get an offset suffix."""
+    """Return the HDF5 dataset name of each tensor part in ``slots``, a list of descriptions of tensor parts."""
     datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
@@ -30,9 +30,9 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
 
 
 def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return a flag for each tensor piece of each rank: True if the rank writes it, because no lower rank holds it.
+    """Return a list of flags for each rank: True for a tensor part that this rank must write.
 
-    ``groups[r]`` lists the descriptions (`Slot`) of the pieces of rank r.
+    ``groups[r]``: descriptions of the tensor parts on rank r. The lowest rank that has a part writes it.
     """
     seen: set[Slot] = set()
     flags = []
@@ -48,7 +48,7 @@ TAG = 0
 
 
 def blocks_of(array: Any) -> Iterator[np.ndarray]:
-    """Yield the bytes of ``array`` (`FileSlice`, GPU or host array) in blocks. Host arrays are not copied. Local."""
+    """Yield the bytes of ``array`` (array on host or GPU, or `FileSlice`) in blocks. Local."""
     if isinstance(array, FileSlice):
         return _of_file(array)
     return _of_device(array) if backend.is_device(array) else _of_host(array)
@@ -90,7 +90,7 @@ def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
 
 
 class IncomingBlocks:
-    """Double-buffered receiver of byte blocks from the rank ``peer``. ``sizes``: size of each block in bytes."""
+    """Receiver of byte blocks from the rank ``peer``, with two buffers. ``sizes``: size of each block in bytes."""
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
         self._comm, self._peer, self._sizes = comm, peer, deque(sizes)
@@ -123,9 +123,9 @@ class IncomingBlocks:
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send ``arrays`` in blocks of ``sizes`` bytes to the rank ``peer``. Return an error message or "".
+    """Send ``arrays`` to the rank ``peer`` in blocks. Return an error message, or "" on success.
 
-    If an array cannot be read from its file, zeros are sent.
+    ``sizes``: size of each block in bytes. If an array cannot be read from its file, zeros are sent instead.
     """
     sent, error = 0, ""
     try:

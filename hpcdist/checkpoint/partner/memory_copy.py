@@ -36,12 +36,12 @@ _Move = tuple[int, slice, np.ndarray]
 
 
 def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
-    """Return a value that is equal for two lists of tensor pieces with the same names, shapes, ranges and dtypes."""
+    """Return a list that is equal for two lists of tensor parts with the same names, shapes, ranges and dtypes."""
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
 class CopyLayout:
-    """Layout of a memory copy of tensor ``pieces``: each piece's byte range, and the pieces' descriptions as JSON."""
+    """Layout of an in-memory copy of ``pieces``: byte range of each tensor part, and descriptions as JSON."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
         self.signature = signature(pieces)
@@ -52,7 +52,7 @@ class CopyLayout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Sizes in bytes of a copy's three sections: tensor pieces, space for scalars, the pieces' descriptions."""
+        """Sizes in bytes of a copy's three sections: tensor data, non-tensor state, descriptions of the tensors."""
         return self._nbytes, self.room, len(self.text)
 
     @property
@@ -62,7 +62,7 @@ class CopyLayout:
 
 
 class MemoryCopy:
-    """Copy of one rank's state in ``memory``, which is private or shared between ranks. All methods are local."""
+    """Copy of one rank's training state in the byte array ``memory``. All methods are local."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory
@@ -72,7 +72,7 @@ class MemoryCopy:
 
     @property
     def step(self) -> int:
-        """Step after which the state was copied, or `INCOMPLETE`."""
+        """Training step after which the state was copied, or `INCOMPLETE`."""
         return int(self._head[_STEP]) - 1  # fresh memory is zero, which means incomplete
 
     def drop(self) -> None:
@@ -86,25 +86,26 @@ class MemoryCopy:
     def lay_out(self, nbytes: int, room: int, names: int) -> None:
         """Write the sizes of this copy's sections to its header, and mark the copy as incomplete.
 
-        ``nbytes``: bytes of tensor data. ``room``: bytes for scalars. ``names``: bytes of the tensor descriptions.
+        ``nbytes``: bytes of tensor data. ``room``: bytes for non-tensor state. ``names``: bytes for tensor
+        descriptions.
         """
         self._laid_out = nbytes, room, names
         self._head[_STEP] = 0
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
     def prepare(self, names: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare this memory for copies of ``pieces``. The `CopyLayout` ``names`` has their byte ranges."""
+        """Prepare this memory for copies of the tensor parts ``pieces``. ``names``: layout of the copy."""
         self.lay_out(*names.sizes)
         self._moves = list(_moves(names, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return a view of this copy's header and scalars, and of the tensor descriptions if ``names`` is True."""
+        """Return a view of this copy's header and non-tensor state, and of tensor descriptions if ``names`` is True."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
     @property
     def data(self) -> np.ndarray:
-        """View of the memory that holds the bytes of all tensor pieces of the copied rank."""
+        """View of the bytes of the tensor data in this copy."""
         start = _front(*self._sizes())
         return self.memory[start : start + int(self._head[_NBYTES])]
 
@@ -112,7 +113,8 @@ class MemoryCopy:
         return int(self._head[_NBYTES]), int(self._head[_ROOM]), int(self._head[_NAMES])
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[int]:
-        """Copy tensor ``pieces`` to `data` and digest each block. After each block, yield the bytes copied so far."""
+        """Copy ``pieces`` (tensor parts) to this memory, and yield the number of copied bytes after each block."""
+        # The digest of each block is stored, too.
         data, digests = self.data, self._digests()
         arrays = [piece.array for piece in pieces]
         for index, block in enumerate(cut(Range(0, data.size), BLOCK_BYTES)):
@@ -126,10 +128,8 @@ class MemoryCopy:
             yield block.stop
 
     def tell(self, names: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write ``scalars`` (JSON text) and the tensor descriptions in ``names`` to this copy, with a digest of both.
-
-        The digest also covers the number ``step``.
-        """
+        """Write the encoded JSON ``scalars`` and the tensor descriptions in ``names`` to this copy, with a hash."""
+        # The hash also covers ``step``.
         start = _texts(names.sizes[0])
         self._head[_SCALARS] = len(scalars)
         self.memory[start : start + len(scalars)] = np.frombuffer(scalars, np.uint8)
@@ -147,13 +147,13 @@ class MemoryCopy:
         return ""
 
     def scalars(self) -> dict[str, Any]:
-        """Return the scalars (JSON values) of the copied state."""
+        """Return the non-tensor state in this copy, a dict of JSON values."""
         start = _texts(int(self._head[_NBYTES]))
         scalars: dict[str, Any] = json.loads(self.memory[start : start + int(self._head[_SCALARS])].tobytes())
         return scalars
 
     def pieces(self) -> list[Piece]:
-        """Return the copied tensor pieces as views of the memory, without copying them."""
+        """Return the tensor parts in this copy as views of its memory."""
         slots, data = self._slots(), self.data
         return [
             Piece(s.kind, s.tensor, s.shape, s.box, Range(*s.flat), data[where.slice].view(dtype_of(s.dtype)))
@@ -206,9 +206,9 @@ def _front(nbytes: int, room: int, names: int) -> int:
 
 
 def memory_bytes(nbytes: int, room: int, names: int) -> int:
-    """Return the size of a `MemoryCopy` in bytes, for ``nbytes`` bytes of tensor data. Local.
+    """Return the total size in bytes of a `MemoryCopy` with ``nbytes`` bytes of tensor data. Local.
 
-    ``room`` is the size of its section for scalars, and ``names`` of its section for tensor descriptions, in bytes.
+    ``room``: bytes reserved for non-tensor state. ``names``: bytes for the descriptions of the tensors.
     """
     return _front(nbytes, room, names) + nbytes
 

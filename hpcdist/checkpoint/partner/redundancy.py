@@ -31,7 +31,7 @@ MESSAGE_BYTES: Final = 16 << 20  # a multiple of the digested blocks
 
 
 def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
-    """Return, for each rank, the rank that keeps a copy of its state, on another node if possible. Local.
+    """Return a list: for each rank, the partner rank that keeps a copy of its state. Local.
 
     ``members``: the ranks of each node.
     """
@@ -53,31 +53,34 @@ def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass
 class CopyGeneration:
-    """Copies of several ranks' states after one step. The attribute ``of`` maps a rank to the copy of its state."""
+    """Copies of several ranks' states after the same training step. ``of``: dict from rank to the copy of its state.
+
+    ``names``: layout of this rank's copy. ``shared``: True if the copies are in shared memory.
+    """
 
     names: CopyLayout | None = None  # of this rank's pieces
     of: dict[int, MemoryCopy] = field(default_factory=dict)
     shared: bool = False
 
     def step(self, owner: int) -> int:
-        """Return the training step after which the state of rank ``owner`` was copied, or `INCOMPLETE`."""
+        """Return the training step of the copied state of rank ``owner``, or `INCOMPLETE` without a complete copy."""
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Return True if the allocated memory can hold copies of ``pieces`` and ``scalars`` (encoded as JSON)."""
+        """Return True if the allocated memory can hold copies of ``pieces`` and of the encoded JSON ``scalars``."""
         names = self.names
         return names is not None and len(scalars) <= names.room and signature(pieces) == names.signature
 
 
 class HeldCopies:
-    """Copies of ranks' states that this rank can read after its communicator failed. Methods are local."""
+    """Copies of ranks' states in this rank's memory, readable after the communicator failed. Methods are local."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.generations = [CopyGeneration(), CopyGeneration()]
 
     def held(self) -> list[tuple[int, int, bool]]:
-        """Return (step, owner rank, True if in shared memory) of each complete copy that this rank can read."""
+        """Return a triple for each complete copy: (training step, rank whose state it is, True if in shared memory)."""
         return [
             (copy.step, owner, generation.shared)
             for generation in self.generations
@@ -86,12 +89,12 @@ class HeldCopies:
         ]
 
     def find(self, step: int, owner: int) -> MemoryCopy:
-        """Return the complete copy of rank ``owner``'s state after ``step``."""
+        """Return the complete copy of the state of rank ``owner`` after the training step ``step``."""
         copies = (generation.of.get(owner) for generation in self.generations)
         return next(copy for copy in copies if copy is not None and copy.step == step)
 
     def kept(self) -> list[tuple[int, MemoryCopy]]:
-        """Return (owner rank, copy) of each complete copy that this rank stores in its own memory."""
+        """Return pairs (rank whose state it is, copy) for the complete copies in this rank's own memory."""
         return [
             (owner, copy)
             for generation in self.generations
@@ -101,7 +104,7 @@ class HeldCopies:
 
 
 class PartnerStore:
-    """Copies of all ranks' state on partner ranks of ``comm``. The first two calls of `keep` allocate memory."""
+    """Store of copies of each rank's state in the memory of a partner rank of ``comm``, on another node if possible."""
 
     def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
         self._comm, self._ledger = comm, ledger
@@ -109,9 +112,9 @@ class PartnerStore:
         self._keepers: list[int] = []
 
     def keep(self, step: int, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
-        """Copy this rank's ``pieces`` and ``scalars`` after ``step`` to local memory and to a partner rank.
+        """Copy this rank's state after the training step ``step`` to local memory and to its partner rank. Collective.
 
-        Collective. After an error, the previous copies are still complete.
+        ``pieces``: tensor parts. ``scalars``: non-tensor state. After an error, the previous copies are still complete.
         """
         encoded = json.dumps(scalars).encode()
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
@@ -133,7 +136,7 @@ class PartnerStore:
             self._send(target, step, pieces, encoded, anew=bool(changed[0]))
 
     def checked(self) -> str:
-        """Verify the copies of ranks' states in this rank's memory. Return a report of damaged copies, or "". Local."""
+        """Verify all copies in this rank's memory. Return a text on the damaged copies, or "". Local."""
         damages = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
@@ -186,7 +189,7 @@ class PartnerStore:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """State after ``step``, recovered from copies. ``held`` has the recovered tensor pieces that are on this rank."""
+    """Training state after ``step`` that was recovered from copies. ``held``: recovered tensor parts on this rank."""
 
     step: int
     scalars: dict[str, Any]
@@ -194,9 +197,10 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state of which intact copies of all ranks exist, or None. Collective over ``comm``.
+    """Return the newest state for which intact copies of all ranks exist, or None. Collective over ``comm``.
 
-    ``old_rank``, ``copies``: rank of this process before the failure, and its copies; None for a new process.
+    ``old_rank``: rank of this process before the failure. ``copies``: copies in its memory. Both are None for a new
+    process.
     """
     # All ranks get the same step and scalars. Tensors share the memory of ``copies``. Damage is reported on stderr.
     assert old_rank == (None if copies is None else copies.rank), (

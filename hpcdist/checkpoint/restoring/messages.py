@@ -33,7 +33,7 @@ _PendingMessage = tuple[Request, int, Callable[[], None]]
 
 @dataclass(frozen=True)
 class ElementRuns:
-    """Ascending runs of consecutive elements of ``array``: run i has ``size[i]`` elements from index ``start[i]``."""
+    """Selection of elements of the 1-D ``array``: ranges of ``size[i]`` elements from index ``start[i]``, ascending."""
 
     array: Any  # 1-D on the host or a GPU, or a `FileSlice`
     start: np.ndarray
@@ -45,13 +45,13 @@ class ElementRuns:
 
     @property
     def is_one(self) -> bool:
-        """True if the elements that this object selects from its array are one contiguous block of memory."""
+        """True if the selected elements are one contiguous block of memory."""
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return elements ``where.start`` to ``where.stop`` - 1 of this selection as a new `ElementRuns`.
+        """Return a part of this selection: its elements number ``where.start`` to ``where.stop`` - 1.
 
-        Elements are numbered from 0 over all runs. ``where`` must not be empty.
+        Elements are numbered from 0 over all ranges. ``where`` must not be empty.
         """
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
@@ -66,12 +66,12 @@ class ElementRuns:
         return ElementRuns(self.array, start, size)
 
     def memory(self) -> Any:
-        """Return the elements' memory as a view of bytes. The elements must be one contiguous block (`is_one`)."""
+        """Return the memory of the selected elements as a view of bytes. Requires `is_one`."""
         start = int(self.start[0])
         return self.array[start : start + int(self.size[0])].view(np.uint8)
 
     def gather(self, out: np.ndarray) -> None:
-        """Copy the array elements that this object selects, by ascending index, to the contiguous array ``out``."""
+        """Copy the selected elements of the array, by ascending index, to the contiguous array ``out``."""
         if isinstance(self.array, np.ndarray):
             _gather(self.array, self.start, self.size, out)
             return
@@ -84,7 +84,7 @@ class ElementRuns:
             done += count
 
     def scatter(self, values: np.ndarray) -> None:
-        """Copy the contiguous array ``values`` to the array elements that this object selects, by ascending index."""
+        """Copy the contiguous array ``values`` to the selected elements of the array, by ascending index."""
         if isinstance(self.array, np.ndarray):
             _scatter(self.array, self.start, self.size, values)
             return
@@ -228,9 +228,10 @@ class _Stream:
 def exchange(
     comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
 ) -> int:
-    """Send the elements ``outgoing[r]`` to each rank r; receive the elements ``incoming[r]`` from r. Collective.
+    """Exchange array elements between all ranks. Return the number of bytes received. Collective over ``comm``.
 
-    Sender and receiver must list the same elements in the same order. Returns the number of bytes received.
+    ``outgoing[r]``: elements to send to rank r. ``incoming[r]``: where to store the elements from rank r. Sender and
+    receiver must list the same elements in the same order.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART
@@ -245,9 +246,10 @@ def exchange(
 
 
 def copy(source: Any, target: Any, at: np.ndarray, to: np.ndarray, size: np.ndarray) -> None:
-    """Copy runs of elements from ``source`` to ``target``. Local.
+    """Copy ranges of elements from ``source`` to ``target``. Local.
 
-    Run i has ``size[i]`` elements, from index ``at[i]`` of ``source`` to index ``to[i]`` of ``target``.
+    ``at[i]``: first index of range i in ``source``. ``to[i]``: first index in ``target``. ``size[i]``: number of
+    elements.
     """
     count = int(size.sum())
     memory = not isinstance(source, FileSlice) and not isinstance(target, FileSlice)

@@ -23,7 +23,7 @@ SHARE_BYTES: Final = 256 << 10  # smaller requests are not divided among holders
 
 @dataclass(frozen=True)
 class PieceOffer:
-    """Description of a tensor slice that ``rank`` can send. ``number``: index of the slice on that rank."""
+    """Description of a tensor part that ``rank`` can send. ``number``: index of the part on that rank."""
 
     rank: int
     number: int
@@ -45,7 +45,7 @@ class CopyRuns:
     size: np.ndarray  # number of elements
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return a bool array. Item i is True if element ``start[i]`` of the target array is to be copied."""
+        """Return an array of bool: item i is True if these ranges copy to element ``start[i]`` of the target array."""
         if not self.to.size:
             return np.zeros(start.size, bool)
         # Index of the last range that begins at ``start`` or before, or -1.
@@ -53,7 +53,7 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return a subset that copies only the elements ``start[i]:start[i] + size[i]`` of the target, for all i."""
+        """Return a subset of these ranges: copies to ``size[i]`` target elements from index ``start[i]``, for all i."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
         # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
@@ -70,10 +70,10 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Choose the tensor slices to copy into ``piece``. Return pairs (slice, ranges of elements). Local.
+    """Choose the tensor parts from which to fill ``piece``. Return pairs (tensor part, ranges to copy). Local.
 
-    ``offers``: this tensor's slices on all ranks. ``loads``: bytes requested from each rank; updated. Raises `GapError`
-    for missing elements.
+    ``offers``: parts of this tensor on all ranks. ``rank``: this rank. ``loads``: bytes requested from each rank,
+    updated by this call. Raises `GapError` for missing elements.
     """
     # Slices on this rank, ``rank``, are preferred.
     mine = runs(piece.global_shape, piece.box, piece.flat)
@@ -160,10 +160,10 @@ class _Transfer:
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
-    """Fill the arrays of ``pieces`` with data from all ranks. Return the bytes received. Collective over ``comm``.
+    """Fill the arrays of ``pieces`` with tensor data from all ranks. Return the number of bytes received. Collective.
 
-    ``held``: tensor parts of this rank. Raises StorageError on all ranks, before any change, if elements are missing or
-    a shape or dtype differs.
+    ``held``: tensor parts that this rank has. ``optional``: kinds of state that may be missing. Raises StorageError on
+    all ranks, before any change, if elements are missing or a shape or dtype differs.
     """
     # ``optional``: kinds of state, such as "optimizer.m", that stay unchanged if no rank has them.
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)

@@ -26,10 +26,10 @@ from hpcdist.errors import HpcdistError, StorageError
 
 
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
-    """Fill the array of ``piece`` with data that ``reader`` reads from a checkpoint.
+    """Fill the array of ``piece`` (part of a tensor) with data from the checkpoint in ``directory``.
 
-    ``entries``: all stored parts of the tensor. Raises StorageError if shape or dtype differ or elements are missing,
-    and `DamagedError` for damage.
+    ``entries``: all stored parts of this tensor. Raises StorageError if shape or dtype differ or elements are missing,
+    and `DamagedError` for damaged data.
     """
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
@@ -147,9 +147,9 @@ Result = TypeVar("Result")
 
 
 def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: Collection[Path] = ()) -> Path | None:
-    """Return the newest usable checkpoint in ``run_dir``, or None. Collective; local if ``comm`` is None.
+    """Return the path of the newest usable checkpoint in ``run_dir``, or None. Collective; local if ``comm`` is None.
 
-    ``but``: paths to leave out. Raises StorageError if a later version of hpcdist wrote a checkpoint.
+    ``but``: paths to skip. Raises StorageError if a later version of hpcdist wrote a checkpoint.
     """
     # Usable: the manifest is valid and the files have the right sizes.
     comm = comm or solo()
@@ -167,9 +167,10 @@ def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: 
 def from_newest_intact(
     run_dir: str | Path, comm: Communicator, first: Path | None, take: Callable[[Path | None], Result]
 ) -> Result:
-    """Return ``take(path)`` for the newest intact checkpoint, or ``take(None)``. Collective over ``comm``.
+    """Restore the newest checkpoint that is not damaged: return ``take(path)``. Collective over ``comm``.
 
-    ``take(path)`` restores a checkpoint, and raises `DamagedError` on all ranks or none. ``first``: first path to try.
+    ``first``: path to try first. ``take``: function that restores a checkpoint (None: no checkpoint), and raises
+    `DamagedError` on all ranks or none.
     """
     path, damaged = first, set[Path]()
     while True:
@@ -200,9 +201,10 @@ def _unusable_reason(path: Path, comm: Communicator) -> str:
 def restore_together(
     comm: Communicator, directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Call `restore` on all ranks of ``comm``, but read the manifest only on rank 0. Collective.
+    """Fill ``pieces`` from the checkpoint in ``directory`` on all ranks, like `restore`. Collective over ``comm``.
 
-    If any rank fails, raises StorageError on all ranks. Its subclass `DamagedError` means that files are damaged.
+    ``optional``: kinds of state that may be missing. If any rank fails, raises StorageError on all ranks, or its
+    subclass `DamagedError` for damaged files.
     """
     directory = Path(directory)
     stored = on_first_rank(comm, lambda: _PackedEntries.of(manifest.load(directory)))
@@ -221,7 +223,7 @@ def restore_together(
 
 
 def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
-    """Call ``read`` on rank 0. Return its result, or raise its HpcdistError, on all ranks. Collective."""
+    """Call the function ``read`` on rank 0. Return its result, or raise its HpcdistError, on all ranks. Collective."""
     verdict: Result | HpcdistError | None = None
     if comm.rank == 0:
         try:
@@ -235,10 +237,10 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
 
 
 def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
-    """Fill the arrays of ``pieces`` from a checkpoint directory. Return the scalars by name. Local.
+    """Fill the arrays of ``pieces`` from the checkpoint in ``directory``. Return its non-tensor state, a dict. Local.
 
-    ``optional``: kinds of state that may be absent ("optimizer.m"). Raises StorageError for damage, or a missing or
-    different tensor.
+    ``optional``: kinds of state that may be missing, such as "optimizer.m". Raises StorageError for damage, or a
+    missing or different tensor.
     """
     # After a StorageError, the arrays are undefined.
     directory = Path(directory)

@@ -37,7 +37,7 @@ from hpcdist.hdf5.overlay import pwrite_all
 
 
 class SnapshotMemory:
-    """Host memory for a snapshot of the tensor data that this rank writes. Pinned if the data is on a GPU."""
+    """Host memory for a copy of the tensor data that this rank saves. Pinned memory if the data is on a GPU."""
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger
@@ -49,9 +49,10 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor data of a group of ranks to memory. Return functions that yield the bytes of each part.
+        """Copy the tensor data of this rank's writer group to memory.
 
-        The group's writer rank calls `fill`, while the other ranks call `GroupGather.bring`.
+        Returns, for each tensor part, a function that yields its bytes. ``delivery``: gathers the data from the group's
+        other ranks, which must call `GroupGather.bring`.
         """
         # After this call, the caller may change its tensors.
         sizes = [slot.nbytes for slot in delivery.slots]
@@ -103,16 +104,17 @@ def _copy_blocks(blocks: Iterator[np.ndarray], buffer: np.ndarray) -> None:
 
 
 class SnapshotFile:
-    """Temporary file in ``directory`` that holds a snapshot of the data to write, instead of `SnapshotMemory`."""
+    """Temporary file in ``directory`` for a copy of the tensor data that this rank saves."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._fd = -1
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy all tensor pieces of ``delivery`` to this file. Return, for each piece, a function that reads it.
+        """Copy the tensor data of this rank's writer group to this file.
 
-        Raises StorageError if the file cannot be written. See also `SnapshotMemory.fill`.
+        Returns, for each tensor part, a function that reads it. ``delivery``: as in `SnapshotMemory.fill`. Raises
+        StorageError if the file cannot be written.
         """
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
@@ -164,7 +166,7 @@ class SavePhase(Enum):
 
 
 class WriterThread(threading.Thread):
-    """Thread that calls ``work`` and stores its `ShardOutcome`. An exception becomes an error in the outcome."""
+    """Thread that calls ``work``, which writes a shard file, and stores its result or error text."""
 
     def __init__(self, work: Callable[[], ShardOutcome]) -> None:
         super().__init__(name="hpcdist checkpoint", daemon=True)
@@ -180,7 +182,7 @@ class WriterThread(threading.Thread):
 
 
 class BackgroundCheckpoints:
-    """Background saver of one checkpoint at a time. Methods are collective over ``comm`` unless marked local."""
+    """Saver of checkpoints in a background thread, one at a time. Methods are collective unless marked local."""
 
     def __init__(
         self,
@@ -203,16 +205,17 @@ class BackgroundCheckpoints:
         return self._phase is not SavePhase.IDLE
 
     def numbers(self) -> np.ndarray:
-        """Return an array of two flags of this rank, 0 or 1: writing or committing now, and failed. Local."""
+        """Return an array of two flags of this rank, 0 or 1: (is writing or committing now, has failed). Local."""
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
         outcome = self._own if self._task is None else self._task.outcome
         return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Start the checkpoint ``plan``, after the previous checkpoint is complete. Collective.
+        """Start to save the checkpoint ``plan``, after the previous checkpoint is complete. Collective.
 
-        The caller may then change ``pieces``. Raises StorageError on all ranks if a write failed.
+        ``pieces``: tensor parts of this rank, which may change after this call. ``writers``: as in `group_of`. Raises
+        StorageError on all ranks if a write failed.
         """
         self.finish()
         group = group_of(self._comm, writers)
@@ -231,7 +234,7 @@ class BackgroundCheckpoints:
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` has work to do: all ranks have finished a phase of the checkpoint, or a rank failed.
+        """Return True if all ranks have finished a phase of the save, or a rank failed: `settle` then has work. Local.
 
         ``sums``: results of the method `numbers`, summed over all ranks.
         """
@@ -239,21 +242,22 @@ class BackgroundCheckpoints:
         return self.is_busy and bool(failed or not working)
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Start the commit if all ranks have written. Return the checkpoint's path if committed, else None.
+        """Start the commit if all ranks have written their data. Does not wait.
 
-        Does not wait. ``sums``: sums of `numbers` over all ranks. Raises StorageError on all ranks if a rank failed.
+        Returns the checkpoint's path if it is committed, else None. ``sums``: results of `numbers`, summed over all
+        ranks. Raises StorageError on all ranks if a rank failed.
         """
         return self._go_on() if self.goes_on(sums) else None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint in progress. Return its path, or None if there was none. Raises StorageError."""
+        """Wait for the save in progress. Return the checkpoint's path, or None without a save. Raises StorageError."""
         path = None
         while self.is_busy:
             path = self._go_on()
         return path
 
     def abandon(self) -> None:
-        """Give up the checkpoint in progress after a rank died: join the writer thread, ignore its errors. Local."""
+        """Give up the save in progress after a rank died. Waits for the writer thread, ignores its errors. Local."""
         self._joined()
         self._phase = SavePhase.IDLE
 

@@ -34,9 +34,10 @@ MAX_UNUSED_RATIO: Final = 8
 
 @dataclass
 class IncrementalWriter:
-    """Writer of changed tensor data. For unchanged data, it hard-links shards of the last checkpoint.
+    """Writer of checkpoints that writes only changed tensor data, and hard-links older shard files for the rest.
 
-    ``directory``: path of the last checkpoint. ``entries``: descriptions of this rank's tensor data in it.
+    ``directory``: last checkpoint. ``entries``: dict from each tensor part to its stored data there. ``shards``: its
+    files.
     """
 
     directory: Path | None = None
@@ -53,10 +54,11 @@ class IncrementalWriter:
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
+        """Write changed tensor data to the shard file ``name``, and hard-link older files for unchanged data. Local.
 
-        ``directories``: temporary and final directory. ``sources[i]()``: yields the data of ``slots[i]``. Raises
-        StorageError.
+        ``directories``: (temporary, final) path of the checkpoint. ``slots[i]``: description of tensor part i.
+        ``sources[i]``: function that yields its data. ``about``: attributes of the file. ``opens``: function that
+        creates it. Raises StorageError.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -112,7 +114,7 @@ class IncrementalWriter:
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Record that the data of the last `write` is committed, so that the next `write` can link it. Local."""
+        """Record that the last `write` is committed, so that the next `write` can link to its files. Local."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -120,7 +122,11 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Group of ranks whose first rank writes the data of all into one shard. ``comm`` is None for a single rank."""
+    """Group of ranks whose tensor data the group's first rank writes into one shard file.
+
+    ``comm``: communicator of the group, or None for a single rank. ``index``: number of the group. ``count``: number of
+    groups.
+    """
 
     comm: Communicator | None
     index: int
@@ -155,10 +161,10 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of tensor data on the writer rank of a `WriterGroup`. Construction is collective over the group.
+    """Gather of tensor data on the writer rank of ``group``. Constructing it is collective over the group.
 
-    Other ranks send by `bring`. The writer calls each function of `sources` once, in order, then `end`, even after an
-    error.
+    ``pieces``: tensor parts of this rank. Other ranks call `bring`. The writer calls each function of `sources` once,
+    in order, then `end`, even after an error.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -177,11 +183,11 @@ class GroupGather:
 
     @property
     def slots(self) -> list[Slot]:
-        """Descriptions of the tensor pieces in the shard of this writer group, ordered by rank."""
+        """Descriptions of the tensor parts in this group's shard file, ordered by rank."""
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:
-        """Return, for each tensor piece in `slots`, a function that yields the bytes of the piece in blocks."""
+        """Return, for each tensor part in `slots`, a function that yields its bytes in blocks."""
         local_sources: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
         theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
         return local_sources + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
@@ -200,7 +206,7 @@ class GroupGather:
         return self._incoming
 
     def bring(self) -> str:
-        """Send this rank's tensor pieces to the writer rank of its group. Return an error message, or ""."""
+        """Send this rank's tensor parts to the writer rank of its group. Return an error text, or ""."""
         assert self._group.comm is not None
         rank = self._group.comm.rank
         sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
@@ -214,7 +220,7 @@ class GroupGather:
 
 @dataclass(frozen=True)
 class ShardOutcome:
-    """Outcome of a save on one rank: an error message or "", and the written shards if the rank is a writer."""
+    """Result of writing a shard on one rank: an error text or "", and the written files if this rank is a writer."""
 
     error: str = ""
     written: WrittenShards | None = None
@@ -222,7 +228,7 @@ class ShardOutcome:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Plan of one checkpoint: its step, its directory, and the contents of its manifest."""
+    """Checkpoint to save: its directory, its step, and the contents of its manifest."""
 
     directory: Path
     step: int
@@ -234,12 +240,12 @@ class SavePlan:
 
     @property
     def temporary(self) -> Path:
-        """Directory of the checkpoint while it is unfinished."""
+        """Path of the checkpoint directory while the checkpoint is unfinished."""
         return self.directory / f"step-{self.step}.tmp"
 
     @property
     def final(self) -> Path:
-        """Directory of the checkpoint when it is complete."""
+        """Path of the checkpoint directory after the commit."""
         return self.directory / f"step-{self.step}"
 
 
@@ -256,8 +262,8 @@ def save(
 ) -> Path:
     """Save the checkpoint of ``step`` and return its path ``directory/step-N``. Collective over ``comm``.
 
-    ``pieces``: this rank's parts; all ranks' parts cover every tensor. Raises StorageError on all ranks if a rank
-    cannot write.
+    ``pieces``: tensor parts of this rank. ``scalars``: non-tensor state. ``keep``: number of checkpoints to keep, or a
+    rule. Raises StorageError on all ranks if a rank cannot write.
     """
     # Only rank 0 uses ``scalars``, the retention rule ``keep`` and ``about``. After an error, existing checkpoints are
     # unchanged.
@@ -273,8 +279,8 @@ def save_planned(
 ) -> Path:
     """Save the checkpoint ``plan`` and return its path. Collective over ``comm``.
 
-    ``pieces``: this rank's tensor data. ``writers``: as in `group_of`. ``incremental``: writer of changed data only;
-    requires ``writers`` "rank".
+    ``pieces``: tensor parts of this rank. ``writers``: as in `group_of`. ``incremental``: writer of changed data only,
+    or None to write all; requires ``writers`` "rank".
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
@@ -293,10 +299,7 @@ def save_planned(
 
 
 def prepare(plan: SavePlan, group: WriterGroup, comm: Communicator) -> None:
-    """Create the temporary directory of the checkpoint. Collective over ``comm``. Raises StorageError on all ranks.
-
-    ``group`` is this rank's writer group, the ranks of ``comm`` that write one shard.
-    """
+    """Create the temporary directory of the checkpoint ``plan``. Raises StorageError on all ranks. Collective."""
     error = lost(plan.directory.parent) if comm.rank == 0 else ""
     if comm.rank == 0 and not error:
         try:
@@ -313,9 +316,10 @@ def write(
     sources: Sequence[BlockSource],
     incremental: IncrementalWriter | None = None,
 ) -> ShardOutcome:
-    """Write one shard with the tensor data of the ranks in ``group``. Return its outcome or error. Local.
+    """Write one shard file with the tensor data of the ranks in ``group``. Return the result, or an error text. Local.
 
-    ``slots[i]`` describes a tensor slice. ``sources[i]()`` yields its bytes. ``incremental`` writes only changed data.
+    ``slots[i]``: description of tensor part i. ``sources[i]``: function that yields its bytes. ``incremental``: writer
+    of changed data only, or None.
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
@@ -330,7 +334,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return every rank's `ShardOutcome`. Outcomes on ranks other than 0 lack the shards. Collective."""
+    """Return a list of all ranks' results; ranks other than 0 get only the error texts. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:
@@ -345,17 +349,18 @@ def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
 
 
 def agree(comm: Communicator, error: str) -> None:
-    """Raise StorageError on every rank if rank 0 has an ``error``. Collective."""
+    """Raise StorageError on every rank if ``error`` is not "" on rank 0. Collective."""
     error = comm.broadcast_object(error)
     if error:
         raise StorageError(f"the checkpoint was not saved: {error}")
 
 
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
-    """Commit the checkpoint if all ``outcomes`` (one per rank) have no error. Return an error message, or "". Local.
+    """Commit the checkpoint ``plan`` if no rank has an error. Return an error text, or "" on success. Local.
 
-    After an error, removes the unfinished checkpoint, unless another job has taken over its directory.
+    ``outcomes``: result of each rank. After an error, the temporary directory is removed.
     """
+    # If another job has taken over the directory, the unfinished checkpoint is not removed.
     taken = lost(plan.directory.parent)
     if taken:
         return taken

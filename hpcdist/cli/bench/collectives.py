@@ -94,10 +94,7 @@ def command(sizes: tuple[str, ...], buffers: str, seed: int | None, **options: A
 def _valid_names(
     operations: Sequence[str], algorithms: Sequence[str], dtypes: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the operations, algorithms and dtypes without duplicates. Raises UsageError for an unknown name.
-
-    "all" means every operation, and "alltoallv" means its three operations.
-    """
+    # "all" means every operation, and "alltoallv" means its three operations.
     from hpcdist.arrays.dtypes import dtype_of
     from hpcdist.bench.collectives import contenders
     from hpcdist.bench.collectives.results import OPERATIONS, UNEVEN
@@ -112,7 +109,6 @@ def _valid_names(
 
 
 def _measure(session: "Session", request: "CollectivesRequest", outputs: Outputs) -> int:
-    """Measure, print and write the results of ``request``. Return the exit code. Collective over the world."""
     from hpcdist.bench.collectives import report as reports
     from hpcdist.bench.collectives import results, run
 
@@ -143,7 +139,6 @@ def _measure(session: "Session", request: "CollectivesRequest", outputs: Outputs
 
 
 def _provenance(session: "Session", request: "CollectivesRequest", anonymous: bool) -> dict[str, Any]:
-    """Return the provenance to write to the results file. Collective over the world."""
     from hpcdist.bench.collectives.contenders import last_level_cache_bytes
 
     comm = session.comm

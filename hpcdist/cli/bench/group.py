@@ -106,7 +106,7 @@ MOVED: Final = {  # command of an earlier version -> its successor
 
 
 class BenchGroup(click.Group):
-    """Click group whose error for a moved command names the successor."""
+    """Click group. If a command has been moved, the error message names the new command."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -181,7 +181,6 @@ def sweep(
 
 
 def _show(items: "list[SeriesItem]", line: "Command") -> None:
-    """Print ``items``, then one command per number of ranks. ``line`` makes the command of a trial."""
     for number, item in enumerate(items, 1):
         settings = " ".join(f"{key}={json.dumps(value)}" for key, value in item.trial.settings.items())
         click.echo(f"[{number}/{len(items)}] {item_line(item)}: {settings}")
@@ -191,7 +190,6 @@ def _show(items: "list[SeriesItem]", line: "Command") -> None:
 
 
 def _effective_keys(run_dir: Path) -> dict[str, str]:
-    """Return the recipe of the run in ``run_dir``, key -> value as text, without model keys that its model ignores."""
     from hpcdist.models.config import applies
     from hpcdist.reporting.rules import written
     from hpcdist.training.recipe import recipe as recipes

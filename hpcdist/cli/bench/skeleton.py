@@ -20,14 +20,14 @@ if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
 
 
 def count_option(*names: str, help: str, default: int | None = None, least: int = 1) -> Any:  # noqa: A002
-    """Return a click option for an integer of at least ``least`` (default: 1)."""
+    """Return a click option with an integer value. Keyword-only ``least``: smallest valid value (default: 1)."""
     return click.option(*names, type=click.IntRange(min=least), default=default, help=help)
 
 
 def output_options(file: str, plot: str) -> Any:
-    """Return a decorator that adds --output, --json, --plot and --anonymous to a command.
+    """Return a decorator that adds the options --output, --json, --plot and --anonymous to a command.
 
-    ``file`` is the help text of --output, ``plot`` the start of the help text of --plot.
+    ``file``: help text of --output. ``plot``: start of the help text of --plot.
     """
     return stacked(
         click.option("-o", "--output", type=FILE, help=file),
@@ -52,7 +52,7 @@ run_args_option = click.option(
 
 @dataclass(frozen=True)
 class Outputs:
-    """Values of the `output_options` of a command. A path is None if its option is missing."""
+    """Values of the options --output, --json, --plot and --anonymous. A path is None if its option is missing."""
 
     file: Path | None
     as_json: bool
@@ -61,11 +61,11 @@ class Outputs:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "Outputs":
-        """Remove the values of `output_options` from ``options``, the option values of a command, and return them."""
+        """Remove the values of --output, --json, --plot and --anonymous from the dict ``options``, and return them."""
         return cls(*(options.pop(name) for name in ("output", "as_json", "plot", "anonymous")))
 
     def check(self) -> None:
-        """Raise StorageError, UsageError or MissingCapabilityError if the results or the plot cannot be written."""
+        """Raise an HpcdistError if the output file or the plot cannot be written."""
         if self.file is not None:
             from hpcdist.hdf5 import files
 
@@ -73,7 +73,11 @@ class Outputs:
         check_plot(self.plot)
 
     def show(self, values: Callable[[], Any], text: Callable[[], str], plot: Callable[[Path], object]) -> None:
-        """Print the result of ``values`` as JSON, or of ``text``; call ``plot`` with the --plot file. Local."""
+        """Print the results as JSON or as text, and draw the plot if --plot is set. Local.
+
+        ``values``: function that returns JSON values. ``text``: function that returns text. ``plot``: function that
+        draws the plot to a path.
+        """
         click.echo(json.dumps(values()) if self.as_json else text())
         if self.plot is not None:
             plot(self.plot)
@@ -85,9 +89,9 @@ def print_progress(line: str) -> None:
 
 
 def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: str = "") -> tuple[str, ...]:
-    """Return the elements of ``choices`` that are in ``names``, the values of ``option``, in the order of ``choices``.
+    """Check the values ``names`` of a command line option. Return them as a tuple, in the order of ``choices``.
 
-    Raises UsageError if a name is not in ``choices``. The error message contains ``context``, such as " for --op all".
+    ``option``: its name, for errors. ``context``: text to add to the error. Raises UsageError for an invalid value.
     """
     valid = list(choices)
     for name in names:
@@ -98,10 +102,10 @@ def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: s
 
 
 def world(ranks: int | None, default: int) -> tuple[int, bool]:
-    """Return the number of ranks, and True if a launcher started this process as one of several ranks.
+    """Return (number of ranks, True if a launcher such as mpirun started this process as one of several ranks).
 
-    ``ranks``: value of --ranks, or None; ``default``: its default. Raises UsageError if ``ranks`` is not the number of
-    started ranks.
+    ``ranks``: value of --ranks, or None. ``default``: number of ranks by default. Raises UsageError if ``ranks`` is not
+    the number of started ranks.
     """
     from hpcdist.comm.launch import environment
 
@@ -113,7 +117,7 @@ def world(ranks: int | None, default: int) -> tuple[int, bool]:
 
 
 def rank_arguments(call: click.Context) -> list[str]:
-    """Return the arguments of the command ``call`` for the processes of its ranks: all options except --ranks."""
+    """Return the command line options of the click context ``call`` except --ranks, to start its ranks."""
     line: list[str] = []
     for option in call.command.params:
         value = call.params[option.name or ""]
@@ -128,7 +132,7 @@ def rank_arguments(call: click.Context) -> list[str]:
 
 
 def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
-    """Run the command ``call`` on ``ranks`` ranks with the ``options`` of `hpcdist run`, and return the exit code."""
+    """Run the command of the click context ``call`` on ``ranks`` ranks with ``*options``. Return the exit code."""
     from hpcdist.cli import run
 
     line = ["-n", str(ranks), *options, "--grace", "5", "bench", str(call.command.name), *rank_arguments(call)]
@@ -137,9 +141,9 @@ def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
 
 
 def begin(check: Callable[[], object]) -> "Session":
-    """Start MPI, call ``check`` on rank 0, and return the session. Collective over the world.
+    """Start MPI, call ``check`` on rank 0, and return the MPI session. Collective over the world.
 
-    If ``check`` raises HpcdistError on rank 0, every rank raises this error.
+    If ``check`` raises an HpcdistError on rank 0, all ranks raise it.
     """
     from hpcdist.bench import output_file
     from hpcdist.comm import start
@@ -150,9 +154,9 @@ def begin(check: Callable[[], object]) -> "Session":
 
 
 def origin(session: "Session", anonymous: bool, **more: Any) -> dict[str, Any]:
-    """Return the provenance of the results with the entries ``more`` on rank 0, and {} on other ranks. Collective.
+    """Return a dict that describes the origin of the results on rank 0, and {} on other ranks. Collective.
 
-    ``anonymous``: leave the host names out.
+    ``anonymous``: True to leave out the host names. ``**more``: further entries.
     """
     from hpcdist.telemetry.provenance import provenance
 

@@ -84,7 +84,6 @@ def command(
 
 
 def _measure(request: "StepRequest", outputs: Outputs) -> int:
-    """Measure, print and write the results of ``request``, and leave MPI with the exit code. Collective."""
     from hpcdist.bench.step import report, results, run
     from hpcdist.bench.step.request import SAME
 

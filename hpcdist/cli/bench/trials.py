@@ -53,9 +53,9 @@ def check_alone() -> None:
 
 @dataclass(frozen=True)
 class SweepRecipes:
-    """Recipes of the trials of ``sweep``. The settings of a trial override the base recipe, as `--set` does.
+    """Converter of the settings of each trial of ``sweep`` to a complete recipe (training configuration).
 
-    ``environment``: variables that may override recipe keys; None means the environment of this process.
+    ``environment``: environment variables that may override values; None means the environment of this process.
     """
 
     sweep: "Sweep"
@@ -85,7 +85,7 @@ class SweepRecipes:
 
 
 def _remove_leftovers(output: Path) -> None:
-    """Remove the run directories of killed sweeps next to ``output``. The caller must hold the lock of ``output``."""
+    # The caller holds the lock of ``output``. Only directories of killed sweeps are removed.
     prefix = str(output.absolute()) + _TRIAL_INFIX
     for folder in glob.glob(glob.escape(prefix) + "*"):
         has_suffix = re.fullmatch(r"[a-z0-9_]{8}", folder.removeprefix(prefix))
@@ -94,9 +94,9 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def run_options(ranks_per_node: int | None, text: str) -> list[str]:
-    """Return the words of ``text``, the value of --run-args, and the --ranks-per-node option unless it is None.
+    """Return a list of options for `hpcdist run`: the options in ``text``, and --ranks-per-node unless it is None.
 
-    ``text`` has options of `hpcdist run`, quoted as for a shell. Raises UsageError if they are invalid for a trial.
+    ``text``: value of --run-args, quoted as for a shell. Raises UsageError if an option is invalid.
     """
     from hpcdist.cli.run import command as run_command
 
@@ -129,11 +129,11 @@ def run_series(
     attributes: Mapping[str, str] | None = None,
     wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the trials that ``plan`` returns and append their results to ``output``, until a signal stops the series.
+    """Run the trials of a sweep and append the results to the file ``output``, until a signal stops the sweep.
 
-    ``output`` is locked meanwhile, also for the call of ``plan``. With ``anonymous``, the results have no host names.
-    ``line`` makes the command of a trial. A new file gets ``attributes`` in addition to the provenance. ``wrap``
-    replaces the function that measures a trial, for example to prepare and check the machine.
+    ``plan``: function that returns the runs, called with ``output`` locked. ``anonymous``: True to leave out host
+    names. ``line``: function that returns the command line of a trial. ``attributes``: attributes of a new file.
+    ``wrap``: function that replaces the measuring function.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance
@@ -164,20 +164,20 @@ def run_series(
 
 
 def tally_line(tally: "SweepTally", where: str = "") -> str:
-    """Return a line with the numbers of ok, failed and left trials, followed by ``where`` and a hint."""
+    """Return a line with the numbers of ok, failed and missing runs. ``where``: text to append to the numbers."""
     hint = "; --retry-failed runs failed trials again" if tally.failed else ""
     return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{where}{hint}"
 
 
 def item_line(item: "SeriesItem") -> str:
-    """Return a line that describes ``item``: id, name, ranks, repeat and recorded status."""
+    """Return a line that describes the planned run ``item``: id, name, ranks, run number and recorded status."""
     state = f"recorded: {item.status}" if item.status else "to run"
     ranks = counted(item.trial.ranks, "rank")
     return f"{item.trial.id} {item.trial.name} on {ranks}, repeat {item.repeat + 1} ({state})"
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a trial, without the variables that would change its recipe or end it early."""
+    # Without variables that would change the recipe of the trial or end it early.
     from hpcdist.comm.launch.environment import python_path_variables
     from hpcdist.training.recipe.settings import PREFIX
     from hpcdist.training.run.stop_requests import JOB_END

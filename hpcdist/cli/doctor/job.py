@@ -28,7 +28,11 @@ DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
 def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = None) -> int:
-    """Check the nodes of the job. Rank 0 prints the checks; all ranks return the same exit code. Collective."""
+    """Check the nodes of this job. Rank 0 prints the result. Return the exit code, equal on all ranks. Collective.
+
+    ``out``: run directory to check. ``device``: "cpu", "gpu", or "" if unknown. ``as_json``: print JSON. ``recipe``:
+    recipe file whose packages are checked, or None.
+    """
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)
     try:

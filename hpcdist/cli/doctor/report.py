@@ -14,12 +14,12 @@ COLOURS: Final = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """Return the exit code: 1 if any check failed, else 0."""
+    """Return exit code 1 if any of the results ``checks`` is a failure, else 0."""
     return FAILURE if any(check.status == FAIL for check in checks) else 0
 
 
 def show(checks: Sequence[Check], as_json: bool, **more: Any) -> None:
-    """Print ``checks``, as JSON if ``as_json``. Other keyword arguments are added to the JSON object."""
+    """Print the results ``checks``. ``as_json``: print JSON, with the keyword arguments ``**more`` added."""
     if as_json:
         click.echo(json.dumps({"ok": exit_code(checks) == 0, **more, "checks": [asdict(check) for check in checks]}))
         return

@@ -69,10 +69,11 @@ def watch(
     pm_counters: Path,
     arguments: tuple[str, ...],
 ) -> None:
-    """Print the power of every source once a second, and the joules of each source at the end.
+    """Print the power of every energy counter once a second, and its energy in joules at the end.
 
     If COMMAND is given, measure until COMMAND ends, print to stderr, and return its exit code. Counters measure whole
-    devices: the energy of other processes on this machine is included.
+    devices: the energy of other processes on this machine is included. --powercap and --pm-counters: folders with
+    counters.
     """
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.energy.monitor.monitor import EnergyWatch  # late: --help must not load numpy

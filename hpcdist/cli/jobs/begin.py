@@ -50,10 +50,11 @@ def newest_checkpoint(run_dir: Path) -> NewestCheckpoint:
 def begin(
     run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_file: Path | None, program: str | None
 ) -> None:
-    """Record the start of a job in the ledger of RUN_DIR. Print `go`, or `done` if the run has all its steps.
+    """Record the start of a job in the job records of RUN_DIR. Print `go`, or `done` if the run has all its steps.
 
-    Exits with code 78 if the last N starts made no new checkpoint, where N is --most-fruitless. The count restarts at 0
-    if the recipe is changed, or if a --program (run instead of a recipe) ends successfully.
+    --restart: number of earlier requeues. Exits with code 78 if the last N starts made no new checkpoint, where N is
+    --most-fruitless. The count restarts at 0 if the recipe changes, or if a --program (run instead of a recipe)
+    succeeds.
     """
     from hpcdist.training.recipe import recipe as recipes
 
@@ -146,10 +147,10 @@ def _forget_stop(run_dir: Path, job: str) -> None:
 @click.option("--code", type=int, required=True, help="Exit code of the training.")
 @click.option("--preempted", is_flag=True, help="The scheduler has announced that it preempts this job.")
 def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> None:
-    """Record in the ledger of RUN_DIR that one start of a job has ended. Print `again`, `stop` or `cancelled`.
+    """Record the end of one start of a job in the job records of RUN_DIR. Print `again`, `stop` or `cancelled`.
 
-    `again` means that the job should be requeued. After exit code 75 (training stopped before its last step), it is
-    printed unless two consecutive starts made no new checkpoint.
+    `again` means that the job should be requeued. --code is the exit code of the training. After code 75 (training
+    stopped before its last step), `again` is printed unless two consecutive starts made no new checkpoint.
 
     After a failure, `again` is printed if a node no longer answers, or if the previous start of the job lost a node or
     was killed. It is also printed if the job was preempted before its training ended.

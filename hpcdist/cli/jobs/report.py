@@ -109,9 +109,10 @@ def save_times(run_dir: Path, entries: Sequence[ledger.LedgerEntry]) -> list[dat
 
 
 def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], saved: Sequence[datetime]) -> float:
-    """Return the seconds of work lost in failed ``trainings``, from the last checkpoint to the last heartbeat.
+    """Return the seconds from last checkpoint to last heartbeat, summed over the failed ``trainings``.
 
-    ``within``: time intervals in which counted executions began. ``saved``: checkpoint times.
+    ``trainings``: executions of the training program. Only executions that began in a time interval of ``within``
+    count. ``saved``: times of checkpoints.
     """
     # Removed checkpoints make the result an upper bound.
     seconds = 0.0
@@ -124,7 +125,7 @@ def lost_s(trainings: Sequence["StartEntry"], within: Sequence[StartWindow], sav
 
 
 def is_running(entries: Sequence[ledger.LedgerEntry]) -> bool:
-    """Return True if the run's job ledger has no `ended` entry for its newest start."""
+    """Return True if the newest start in ``entries``, the run's job records, has no `ended` record."""
     last = next((entry for entry in reversed(entries) if entry.event in (ledger.BEGAN, ledger.ENDED)), None)
     return last is not None and last.event == ledger.BEGAN
 

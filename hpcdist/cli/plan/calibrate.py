@@ -119,11 +119,10 @@ def written(
 ) -> None:
     """Write the measurements to ``points``, and a cluster description fitted to them to ``output``. Local.
 
-    ``base``: cluster with the values that are not measured. Raises UsageError or ConfigurationError if the fit fails,
-    and StorageError.
+    ``base``: cluster with the values that are not measured. ``name``: name of the new cluster. ``origin``: facts to
+    store with the measurements. Raises UsageError or ConfigurationError if the fit fails, and StorageError.
     """
-    # ``points`` None: write the measurements only if the fit fails, next to ``output``. ``origin``: facts to store with
-    # them.
+    # ``points`` None: write the measurements only if the fit fails, next to ``output``.
     import tomllib
 
     from hpcdist.bench.calibrate import run

@@ -129,7 +129,7 @@ def _report_text(plans: list[_ComparedPlan]) -> str:
 @click.option("--devices", type=COUNT)
 @click.option("--batch", type=COUNT)
 def _options(**options: Any) -> None:
-    """Click command that only declares and parses the options inside of --layout. It never runs."""
+    """Declare the options inside of --layout for click. The function is never called."""
 
 
 def _parse_layout(text: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ TOKENS: Final = Parsed("tokens", partial(parse_size, of="tokens"))  # 4096, 32K
 
 
 class PlanOption(NamedTuple):
-    """Option of `hpcdist plan`. ``axis``: the `SearchSpec` field that the option sets, or "" if it sets no field."""
+    """Option of `hpcdist plan`. ``axis``: the search setting (`SearchSpec` field) that the option sets, or ""."""
 
     flags: str
     kind: Kind

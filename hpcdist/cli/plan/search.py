@@ -201,7 +201,7 @@ def replan_command(
 ) -> str:
     """Return the `hpcdist plan` command line for ``layout``, which a search found.
 
-    ``base``: layout of the recipe. ``path`` (recipe), ``overrides`` (--set), ``options``: arguments of the search.
+    ``base``: layout of the recipe. Arguments of the search: ``path`` (recipe file), ``overrides`` (--set), ``options``.
     """
     from hpcdist.cli.plan.group import command
 

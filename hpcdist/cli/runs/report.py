@@ -30,7 +30,7 @@ METRICS_FILE: Final = "metrics.h5"  # in a run directory
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
-    """Write the HTML page of the run in ``run_dir`` to ``file``. For the keyword-only arguments see `page_context`."""
+    """Write the HTML page of a run to ``file``. For the keyword-only ``sample`` and ``prompt`` see `page_context`."""
     from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
 
@@ -39,9 +39,9 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 
 
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
-    """Return the data for a run's HTML page. Unreadable data is replaced by the reason.
+    """Return the data for a run's HTML page. An error message replaces unreadable data.
 
-    Keyword-only ``sample``: True to generate text with the model, after the text ``prompt``.
+    Keyword-only ``sample``: True to generate text with the model, after the keyword-only text ``prompt``.
     """
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
@@ -226,7 +226,6 @@ def _check_options(place: Path, html: Path | None, no_sample: bool, prompt: str)
 
 
 def _read_run(run_dir: Path) -> "RunData":
-    """Read a run with the recipe and costs that its figures need."""
     from hpcdist.telemetry import report as reports  # late: --help must not load h5py
     from hpcdist.telemetry.page.run_data import ExternalData
 
@@ -283,7 +282,6 @@ def _write_table_page(
 
 
 def _export(places: "Sequence[Path]", target: str, output: Path | None) -> None:
-    """Write runs or a sweep to ``output`` in the format ``target``, an item of `TARGETS`."""
     from hpcdist.telemetry import export, side_by_side
 
     if len(places) == 1 and places[0].is_file():

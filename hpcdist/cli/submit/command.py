@@ -22,11 +22,10 @@ PROGRAM: Final = "hpcdist.program"  # key in click's context.meta of the words a
 
 
 def estimate_lines(planned: "PlannedJob", cluster: str | None) -> list[str]:
-    """Return the planner's estimate for a job as lines of text, or the reason for its absence. Local.
+    """Return the planner's estimate for the job ``planned`` as lines of text, or the reason for its absence. Local.
 
-    Returns [] if no cluster is named. Never raises.
+    ``cluster``: cluster name; None: the site's cluster. Returns [] if no cluster is known. Never raises.
     """
-    # The cluster is ``cluster`` or the site profile's cluster.
     if planned.recipe is None:
         return [f"no estimate: --cluster {cluster} only works for the training of one recipe"] if cluster else []
     named = cluster or planned.site.cluster

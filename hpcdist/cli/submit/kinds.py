@@ -56,7 +56,7 @@ kind_options = stacked(
 def planned_job(
     recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], program: tuple[str, ...] = ()
 ) -> "PlannedJob":
-    """Return the job that the options of `submit` describe. Raises ConfigurationError and UsageError."""
+    """Return the batch job for the arguments of `hpcdist submit`. Raises ConfigurationError and UsageError."""
     from hpcdist.training.use_cases import batch_job as plan
 
     if program:

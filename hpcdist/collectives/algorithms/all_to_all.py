@@ -40,10 +40,10 @@ def all_to_all(
     receive_ranges: Sequence[Range],
     algorithm: str = "pairwise",
 ) -> None:
-    """Send ``send[send_ranges[q]]`` to each rank q; receive into ``receive[receive_ranges[q]]``. Collective.
+    """Send ``send[send_ranges[q]]`` to each rank q; receive from q into ``receive[receive_ranges[q]]``. Collective.
 
-    Buffers are 1-D, contiguous, of equal dtype, without overlap. Raises UsageError for invalid algorithms or ranges,
-    and BufferHandoverError for invalid buffers.
+    Buffers are 1-D, contiguous, of equal dtype, without overlap. ``algorithm``: "pairwise", "bruck" or "native". Raises
+    UsageError for invalid algorithms or ranges, and BufferHandoverError for invalid buffers.
     """
     # For "bruck", all ranges on all ranks must have one size.
     function = ALL_TO_ALL.get(algorithm)
@@ -161,7 +161,7 @@ def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> 
 
 
 def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place. Afterwards, only ``buffer[shares[rank]]`` is valid on each rank. Collective."""
+    """Reduce ``buffer`` in place. Each rank gets only its range of elements ``buffer[shares[rank]]``. Collective."""
     check_buffer(buffer)
     ufunc(buffer, op)  # rejects an unknown op before anything is sent
     check_ranges(comm, buffer, shares)

@@ -39,7 +39,7 @@ def circulant_allreduce(
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", *, segment_bytes: int = SEGMENT_BYTES
 ) -> None:
-    """Reduce ``buffer`` by the circulant algorithm so that ``buffer[ranges[rank]]`` is the result. Collective."""
+    """Reduce ``buffer`` in place by the circulant algorithm. Rank r gets only ``buffer[ranges[r]]``. Collective."""
     combine = combiner(buffer, op)
     check_ranges(comm, buffer, ranges)
     check_segment(segment_bytes)

@@ -56,7 +56,7 @@ class TreePosition:
 
 @lru_cache(maxsize=32)
 def trees(size: int) -> tuple[tuple[TreePosition, TreePosition], ...]:
-    """Return two `TreePosition` for each of ``size`` ranks: in the first tree and in the second tree. Local."""
+    """Return (position in the first tree, position in the second tree) for each of ``size`` ranks. Local."""
     first = [_place(rank, size) for rank in range(size)]
     # An even size: mirroring swaps even and odd ranks. An odd size: shift all ranks by one.
     roles = [size - 1 - rank if size % 2 == 0 else (rank - 1) % size for rank in range(size)]
@@ -113,7 +113,7 @@ class _Lane:
     def turns(self) -> list[tuple[int, bool, int, int]]:
         """Return this rank's steps in this tree: (time, True if downward, tree index, segment index).
 
-        The rank executes its steps in the order of their times.
+        The time only gives the order: this rank executes its steps in ascending order of time.
         """
         # Upward: add the children's sums, send the result to the parent. Downward: pass the total to the children.
         count, depth = len(self.segments), self.place.depth

@@ -34,19 +34,19 @@ from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
-    """Split ``shards`` logical shards among ``size`` ranks. Return each rank's range. Local."""
+    """Split ``shards`` input buffers (logical shards) among ``size`` ranks. Return each rank's range. Local."""
     return split(shards, size, itemsize=1, align_bytes=1)
 
 
 def halves(node: Range) -> tuple[Range, Range]:
-    """Return the two children of a tree node. A node is a range of logical shards; ``node`` has at least two."""
+    """Return the two child ranges of the summation tree node ``node``, a range of at least two input buffers."""
     assert node.size > 1
     middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # split at the largest power of two below the size
     return Range(node.start, middle), Range(middle, node.stop)
 
 
 def nodes_within(shards: int, part: Range) -> list[Range]:
-    """Return the fewest nodes of the tree over ``shards`` logical shards that cover exactly the range ``part``."""
+    """Return the fewest nodes of the tree over ``shards`` input buffers that together make up the range ``part``."""
 
     def walk(node: Range) -> list[Range]:
         common = node.intersect(part)
@@ -59,7 +59,7 @@ def nodes_within(shards: int, part: Range) -> list[Range]:
 
 
 def tree_sum(values: Sequence[float]) -> float:
-    """Return the sum of ``values``, one number per logical shard, in the summation order of the tree. Local."""
+    """Return the sum of ``values``, one number per input buffer, in the summation order of `FixedTree`. Local."""
 
     def total(node: Range) -> float:
         if node.size == 1:
@@ -78,14 +78,13 @@ class _Partial:
 
 
 class FixedTree:
-    """Reduction over ``comm`` in a summation order that does not depend on the number of ranks.
+    """Reduction of ``shards`` input buffers over ``comm``. The order of summation is equal for all numbers of ranks.
 
-    Call `add` for each of this rank's buffers (`shards_of`) in ascending order, then `reduce` or `reduce_scatter`.
-    Raises UsageError for an unknown ``op``.
+    Call `add` for each of this rank's input buffers (see `shards_of`) in ascending order, then `reduce` or
+    `reduce_scatter`. Raises UsageError for an unknown ``op``.
     """
 
-    # ``shards``: total number of buffers, at least the number of ranks, all of the same size and dtype. 16-bit floats
-    # are summed and sent in float32, and rounded once.
+    # At least as many buffers as ranks, of one size and dtype. 16-bit floats are summed and sent in float32.
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
         if shards < comm.size:
             raise UsageError(f"{shards} logical shards for {comm.size} ranks: use at least {comm.size} shards")
@@ -100,9 +99,9 @@ class FixedTree:
         self._free: list[Array] = []
 
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
-        """Add ``addend``, the buffer of shard ``shard``. The caller may change the buffer afterwards. Local.
+        """Add the array ``addend``, input buffer number ``shard``. The caller may change it afterwards. Local.
 
-        If the keyword-only ``copy`` is False, the buffer must not change until `reduce`, which may overwrite it.
+        If the keyword-only ``copy`` is False, the array must not change until `reduce`, which may overwrite it.
         """
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")

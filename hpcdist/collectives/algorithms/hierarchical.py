@@ -42,8 +42,7 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place over a grid of ranks: first in each row, then between the rows. Collective.
 
-    ``intra``: communicator of this rank's row, usually a node. ``inter``: communicator of the ranks with equal local
-    rank.
+    ``intra``: ranks of this row, usually a node. ``inter``: ranks with this rank's position in each row.
     """
     # Rows have equally many ranks. `collectives.release(intra)` frees the shared memory of a row.
     combiner(buffer, op)

@@ -77,7 +77,7 @@ def _between(
 
 
 def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
-    """Return an array of all message sizes in elements: [rank, 0 to send or 1 to receive, peer]. Collective."""
+    """Return the message sizes in elements: an array indexed [rank, 0 (send) or 1 (receive), peer]. Collective."""
     local_sizes = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
     return gather_counts(comm, np.array(local_sizes, np.int64))
 

@@ -26,7 +26,7 @@ from hpcdist.comm.communicator import Communicator
 
 @dataclass(frozen=True, slots=True)
 class Hypercube:
-    """Hypercube whose vertices are 2^k ranks of a communicator. Only these ranks execute the algorithm."""
+    """Hypercube of 2^k ranks of a communicator, for algorithms that need a power of two of ranks."""
 
     size: int  # 2^k
     rank: int | None  # this rank's vertex number; None: not a vertex
@@ -53,7 +53,7 @@ class Hypercube:
 
 
 def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
-    """Reduce the buffers of all ranks onto a subset of 2^k ranks. Return a description of the subset on every rank.
+    """Reduce the buffers of all ranks to 2^k ranks. Return the `Hypercube` of these ranks on every rank.
 
     Collective over ``comm``. ``combine(left, right, out)`` reduces two arrays.
     """
@@ -69,7 +69,7 @@ def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
 
 
 def unfold(comm: Communicator, cube: Hypercube, buffer: Array) -> None:
-    """Send the result from ranks inside the hypercube to the ranks outside. Collective over ``comm``."""
+    """Send the result in ``buffer`` from the ranks in ``cube``, returned by `fold`, to the other ranks. Collective."""
     if cube.is_paired(comm):
         if cube.rank is None:
             comm.recv(buffer, comm.rank + 1)

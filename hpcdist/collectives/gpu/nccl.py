@@ -123,7 +123,7 @@ def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
 
 @contextmanager
 def enqueuing(allowed: bool = True) -> Iterator[None]:
-    """Context manager: NCCL calls of this thread return once enqueued. If ``allowed`` is False, they wait. Local."""
+    """Context manager in which NCCL calls of this thread return once enqueued. ``allowed`` False: they wait. Local."""
     before = _here.enqueued
     _here.enqueued = 0 if allowed else None
     try:

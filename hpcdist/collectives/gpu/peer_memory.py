@@ -44,7 +44,7 @@ class _Opened: ...
 
 
 class IpcMapping:
-    """GPU memory of another rank. The attribute ``array`` has its bytes, until `close` or its deletion."""
+    """Mapped GPU memory of another rank. The attribute ``array`` has its bytes, and is valid until `close`."""
 
     def __init__(self, pointer: int, nbytes: int, opened: bool) -> None:
         cuda, owner = device.cupy().cuda, _Opened()
@@ -175,7 +175,7 @@ def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") 
 
 
 def refusal(comm: Communicator) -> str:
-    """Return the reason why the ranks of ``comm`` cannot share device memory, or "". Collective at the first call."""
+    """Return the reason why the ranks of ``comm`` cannot share GPU memory, or "". Collective at the first call."""
     if comm.nodes().count > 1:
         return f"the {comm.size} ranks of {comm.name} are on {comm.nodes().count} nodes"
     return _exchange_of(comm, UNIT_BYTES).refusal

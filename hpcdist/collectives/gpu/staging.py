@@ -34,7 +34,7 @@ BLOCKS: Final = 3  # one block is being filled, one reduced, one emptied
 
 
 def staged_allreduce(function: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place by calling ``function`` on a copy in pinned memory. Collective over ``comm``."""
+    """Reduce a GPU ``buffer`` in place by ``function``, an allreduce of host memory. Collective over ``comm``."""
     produced = device.record()
     segments = [part.slice for part in cut(Range(0, buffer.size), max(1, SEGMENT_BYTES // buffer.itemsize))]
     size = min(buffer.size, max(1, SEGMENT_BYTES // buffer.itemsize))
@@ -84,7 +84,7 @@ _ON_HOST: Final = ("hierarchical",)
 
 
 def route(algorithm: str, function: AllreduceFunction) -> AllreduceFunction:
-    """Return the version of ``algorithm`` for GPU buffers. ``function`` is its version for host buffers. Local."""
+    """Return the allreduce ``algorithm`` for GPU buffers. ``function``: the same algorithm for host buffers. Local."""
     if algorithm == NCCL:
         return nccl.nccl_allreduce
     if algorithm == "node_shared":
@@ -110,7 +110,7 @@ def _pointers(function: AllreduceFunction, asks: str, comm: Communicator, buffer
 
 
 def takes_pointers(comm: Communicator, operation: str) -> bool:
-    """Return True if MPI accepts device pointers for ``operation`` on ``comm``. Local."""
+    """Return True if MPI accepts pointers to GPU memory for ``operation``, such as "allreduce", on ``comm``. Local."""
     return isinstance(comm, Communicator) and operation in comm.handover.pointers
 
 

@@ -28,10 +28,10 @@ ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """Reduction of ``buffer`` over the ranks of one node by messages. Collective over the node.
+    """Reduction of ``buffer`` over the ranks of a node by messages. Collective over ``intra``, the node's communicator.
 
-    ``order``: segments of the buffer in the order of summation. ``owners``: number of ranks that divide the summation
-    of each segment.
+    ``order``: segments of the buffer, in the order in which they are summed. ``owners``: number of ranks that share the
+    summation of each segment.
     """
 
     def __init__(self, intra: Communicator, owners: int, buffer: Array, op: str, order: Sequence[Range]) -> None:
@@ -47,7 +47,7 @@ class NodeFlow:
         self._totals: deque[list[Request]] = deque()
 
     def within(self, segment: Range, rank: int) -> Range:
-        """Return the range of ``segment`` that ``rank`` sums, counted from the segment's start. May be empty. Local."""
+        """Return the part of ``segment`` that ``rank`` sums, as offsets in ``segment``; may be empty. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
             parts = split(segment.size, self._owners, self.buffer.itemsize)
@@ -56,12 +56,12 @@ class NodeFlow:
         return parts[rank]
 
     def part(self, segment: Range, rank: int) -> Array:
-        """Return a view of the elements of `buffer` that ``rank`` owns in the range ``segment``. Local."""
+        """Return a view of the elements of `buffer` in ``segment`` that ``rank`` sums. Local."""
         part: Array = self.buffer[self.within(segment, rank).shift(segment.start).slice]
         return part
 
     def own(self, segment: Range) -> Array:
-        """Return a view of the elements of `buffer` that this rank owns in the range ``segment``. Local."""
+        """Return a view of the elements of `buffer` in ``segment`` that this rank sums. Local."""
         return self.part(segment, self._intra.rank)
 
     def _begin_next(self) -> None:
@@ -135,9 +135,9 @@ MOST_OWNERS: Final = 8  # the memory of a node grows quadratically: 160 MiB for 
 
 @jit
 def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
-    """Return True if counter ``word`` of every rank reaches ``number`` within ``spins`` polls.
+    """Return True if counter number ``word`` of every rank reaches ``number`` within ``spins`` polls.
 
-    ``lines`` holds the address of each rank's counters.
+    ``lines``: address of each rank's counters.
     """
     for rank in range(lines.size):
         # Acquire: data written before the release store in `raise_to` is visible once the number is.
@@ -151,17 +151,17 @@ def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
 
 @jit
 def raise_to(line: int, word: int, number: int) -> None:
-    """Set counter ``word`` of the counters at address ``line`` to ``number``.
+    """Set this rank's counter number ``word`` to ``number``. ``line``: address of this rank's counters.
 
-    A rank that reads the counter also sees all earlier writes of this rank.
+    A rank that reads the new value also sees all earlier writes of this rank.
     """
     store_release(line + 8 * word, number)
 
 
 class Counters:
-    """Shared memory of ``comm``: for each rank, its counters, then ``nbytes`` bytes of data. Collective.
+    """Shared memory of ``comm``: for each rank, progress counters, then ``nbytes`` bytes of data. Collective.
 
-    A rank changes only its own counters, but reads all. The attribute ``is_shared`` is False without shared memory.
+    Each rank writes only its own counters, and reads all counters. ``is_shared``: False if sharing failed.
     """
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
@@ -173,11 +173,11 @@ class Counters:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
     def publish(self, word: int, number: int) -> None:
-        """Raise this rank's counter ``word`` to ``number``. Ranks that read it also see all earlier writes. Local."""
+        """Raise this rank's counter number ``word`` to ``number``. Its readers see all earlier writes. Local."""
         raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
-        """Wait until the counter ``word`` of every rank has reached ``number``. Local."""
+        """Wait until counter number ``word`` of every rank has reached ``number``. Local."""
         since, turns = time.monotonic(), 0
         while not is_reached(self.lines, word, number, SPINS):
             turns += 1
@@ -221,11 +221,10 @@ def flow_of(
 ) -> NodeFlow:
     """Return an object that reduces ``buffer`` over the ranks of a node, segment by segment. Collective over ``intra``.
 
-    ``order``: segments in the order of summation. ``owners``: number of ranks that sum. Raises CommunicationError after
-    an aborted reduction over ``intra``.
+    ``order``: segments in the order of summation. ``owners``: number of ranks that sum, each at most ``part_bytes``
+    bytes of a segment. Raises CommunicationError after an aborted reduction over ``intra``.
     """
-    # The first ``owners`` ranks divide each segment; a rank's range has at most ``part_bytes`` bytes. The object is a
-    # `NodeFlow` if the ranks cannot share memory.
+    # The first ``owners`` ranks divide each segment. Without shared memory, return a plain `NodeFlow`.
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
     memory = _memory.get(intra)

@@ -130,9 +130,9 @@ def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None
 
 @jit
 def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
-    """Reduce the data of all ranks by ``op`` into ``block``.
+    """Reduce the data of all ranks by ``op`` into the array ``block``.
 
-    The data of rank r begins at address ``inputs[r] + at``. It has as many elements as ``block``.
+    ``inputs``: address of each rank's data. ``at``: offset in bytes at which the elements for ``block`` begin.
     """
     # Two or three operands per pass halve the traffic of the block; the order of the ranks is kept.
     ranks, count = inputs.size, block.size
@@ -166,7 +166,7 @@ def scaled(block: Any, scale: Any) -> None:
 def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
     """Sum 2 to 4 buffers elementwise, multiply by ``scale``, and write the result to all buffers.
 
-    ``buffers``: addresses. ``size``: elements of each buffer, with the dtype of ``like``.
+    ``buffers``: addresses. ``size``: number of elements in each buffer. ``like``: array of the elements' dtype.
     """
     a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
     if buffers.size == 2:
@@ -211,11 +211,10 @@ def reduce_at(
 ) -> None:
     """Reduce the data at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    ``inputs_at``, ``outputs_at``: addresses of arrays with ``ranks`` input and ``copies`` output addresses.
-    ``pointer``: typed pointer to scratch memory.
+    ``inputs_at``, ``outputs_at``: addresses of arrays with ``ranks`` input and ``copies`` output addresses. ``nbytes``:
+    bytes of one input. ``pointer``: typed pointer to scratch memory.
     """
-    # ``outputs_at`` may equal ``inputs_at``. ``op``: SUM, MAX or MIN. The scratch has BLOCK elements, and sets the
-    # dtype of all data.
+    # ``outputs_at`` may equal ``inputs_at``. The scratch has BLOCK elements, and sets the dtype of all data.
     total = array_behind(pointer, BLOCK)
     size = nbytes // total.itemsize
     words = np.empty(0, np.int64)
@@ -246,7 +245,8 @@ def reduce_halves_at(
 ) -> None:  # fmt: skip
     """Reduce 16-bit floats at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    Like `reduce_at`, but summed in float32. ``pointer``: address of 2 * BLOCK float32 scratch values.
+    Like `reduce_at`, but sums in float32. ``pointer``: address of float32 scratch memory. ``is_bfloat16`` False:
+    float16.
     """
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)

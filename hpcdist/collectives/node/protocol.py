@@ -80,7 +80,7 @@ DIFFERENT: Final = 2
 def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
     """Wait until the counter at ``address`` reaches ``value``. Return False if this takes too many polls.
 
-    There are ``spins`` polls, then ``yields`` polls that yield the core.
+    There are ``spins`` busy polls, then ``yields`` polls that let other processes use the core.
     """
     # First spin (fastest), then yield the core to other ranks, then return to Python, which detects dead ranks.
     left = spins
@@ -98,9 +98,9 @@ def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
 
 @jit
 def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
-    """Wait until counter ``word`` of every rank reaches ``value``. Return False if a rank takes too long.
+    """Wait until counter number ``word`` of every rank reaches ``value``. Return False if a rank takes too long.
 
-    ``flags`` holds the address of each rank's progress counters. For ``spins`` and ``yields`` see `has_reached`.
+    ``flags``: address of each rank's progress counters. For ``spins`` and ``yields`` see `has_reached`.
     """
     for rank in range(flags.size):  # noqa: SIM110 - numba compiles no generators
         if not has_reached(flags[rank] + 8 * word, value, spins, yields):
@@ -112,7 +112,7 @@ def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> b
 def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
     """Reduce ``nbytes`` bytes at all ``inputs`` addresses, and write the result to each ``outputs`` address.
 
-    ``plan`` holds the constants of the call, such as the reduction code. The result is multiplied by ``scale``.
+    ``plan``: constants of the call, such as the reduction code. ``scale``: factor of the result.
     """
     first, second = inputs.ctypes.data, outputs.ctypes.data
     call(plan[CODE], (first, inputs.size, second, outputs.size, nbytes, plan[OP], scale, plan[BLOCKS]))
@@ -120,13 +120,12 @@ def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -
 
 @jit
 def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy this rank's data of one step for the other ranks from its buffer to its shared staging area.
+    """Copy this rank's data for step ``piece`` from its buffer to its shared staging area, for the other ranks.
 
-    ``bounds``: start and end byte of each rank's range of the buffer. Each step copies the next ``row`` bytes of every
-    range.
+    ``row``: bytes per rank and step. ``data``, ``area``: addresses of buffer and staging area. ``bounds``: start and
+    end byte of each rank's range of the buffer. ``mode``: bits REDUCE and GATHER.
     """
-    # ``piece``: number of the step. ``data``, ``area``: addresses of buffer and staging area. Rank q's data goes to
-    # offset q * ``row``. Nothing is copied unless ``mode`` has the bit REDUCE.
+    # Rank q's data goes to offset q * ``row``, if ``mode`` has the bit REDUCE.
     # This rank's row is not staged: this rank reads its operand from the buffer and writes the result to that row.
     if mode & REDUCE:
         for other in range(bounds.shape[1]):
@@ -140,12 +139,13 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 def reduce_piece(
     piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
 ) -> None:
-    """Reduce or copy the bytes of one step of a collective, in this rank's range of the buffer.
+    """Reduce or copy the bytes of step ``piece`` of a collective, in this rank's range of the buffer.
 
-    ``areas``: address of each rank's shared staging area. ``target``: address of the result array.
+    ``areas``: address of each rank's shared staging area. ``data``, ``target``: addresses of buffer and result.
+    ``scratch``: array for addresses. For the other arguments see `start_call`.
     """
     # reduce-scatter: reduce all ranks' data to ``target``. allreduce: also to this rank's staging area. all-gather:
-    # copy from ``target`` to this rank's staging area. ``scratch``: ranks + 2 addresses.
+    # copy from ``target`` to this rank's staging area. ``scratch`` has ranks + 2 words.
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
     nbytes = min(row, bounds[1, rank] - first)
@@ -178,8 +178,8 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
     """Continue a collective through shared staging areas. Return DONE, or WAITING if another rank is late.
 
-    ``staging``: addresses of the two halves of each rank's staging area. ``flags``: address of each rank's progress
-    counters.
+    ``flags``: address of each rank's progress counters. ``staging``: addresses of the two halves of each rank's staging
+    area. ``data``: address of the buffer. For the other arguments see `start_call`.
     """
     mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
     if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
@@ -212,7 +212,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 @jit
 def record_call(line: int, parity: int, record: Any) -> None:
-    """Copy the description of this rank's collective call to shared memory, for the other ranks.
+    """Copy ``record``, the description of this rank's collective call, to shared memory for the other ranks.
 
     ``line``: address of this rank's counters. ``parity``: call number modulo 2.
     """
@@ -252,12 +252,11 @@ def all_in_regions(flags: Any, parity: int, record: Any) -> bool:
 
 @jit
 def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
-    """Write the number of the shared memory region of a buffer, and the buffer's offset, to ``record``.
+    """Write the number of the buffer's shared memory region, and the buffer's offset in it, to ``record``.
 
-    The number is -1 for private memory.
+    ``address``, ``nbytes``: the buffer. ``regions``: address table of the regions. The number is -1 for private memory.
     """
-    # ``regions[i]``: start and end address of region i on this rank, then the local address of each rank's memory in
-    # region i.
+    # Row i of ``regions`` ends with the local address of each rank's memory in region i.
     record[REGION], record[OFFSET] = -1, 0
     for row in range(regions.shape[0]):
         if regions[row, 0] <= address and address + nbytes <= regions[row, 1]:
@@ -268,7 +267,8 @@ def find_region(regions: Any, address: int, nbytes: int, record: Any) -> None:
 def reduce_in_regions(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
     """Execute an allreduce, reduce-scatter or all-gather for this rank, on buffers in shared memory.
 
-    ``buffers``: address of each rank's buffer. ``bounds``: start and end byte of each rank's range.
+    ``buffers``: address of each rank's buffer. ``target``: address of a reduce-scatter's result. ``scratch``: array for
+    one address. For the other arguments see `start_call`.
     """
     # allreduce: reduce this rank's range into all buffers. reduce-scatter: reduce it to ``target``. all-gather: copy
     # each other rank's range from its buffer to this rank's buffer.
@@ -294,9 +294,9 @@ def barrier(
     """Wait a limited time until all ranks have started this collective, then compare their calls.
 
     Returns DIFFERENT for different calls, DONE after a small allreduce, else WAITING: call `advance` to continue.
+    ``flags``, ``slots``: addresses of each rank's counters and small-buffer memory. ``data``, ``nbytes``: this rank's
+    buffer. For the other arguments see `start_call`.
     """
-    # ``flags``: address of each rank's progress counters. ``slots`` (2, ranks): addresses of each rank's two slots for
-    # small buffers. ``data``, ``nbytes``: this rank's buffer.
     rank, number = plan[RANK], state[CALL]
     parity, record = number % 2, state[OWN_RECORD:SCRATCH]
     if not all_reached(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
@@ -342,12 +342,12 @@ def start_call(
 ) -> int:
     """Start a collective through shared memory, and return its status, as `advance` does.
 
-    ``state``: int64 array with this rank's progress. ``plan``: constants such as mode and rank. ``scale``: factor of
-    the result. ``buffer``: this rank's data, as bytes.
+    ``state``: int64 array with this rank's progress. ``places``: addresses of each rank's counters and shared memory.
+    ``regions``: shared memory that can hold buffers. ``bounds``: start and end byte of each rank's range. ``plan``:
+    constants such as mode and rank. ``scale``: factor of the result. ``buffer``: this rank's data. ``target``: address
+    of the result, or 0 for ``buffer``.
     """
-    # ``places`` (5, ranks): for each rank, addresses of its counters, of its two slots for small buffers, and of the
-    # two halves of its staging area. ``bounds`` (2, ranks): first byte and end of each rank's range. ``target``:
-    # address of the shared result array, or 0.
+    # ``places`` (5, ranks): counters, two slots for small buffers, two halves of the staging area
     state[CALL] += 1
     state[STAGE], state[PIECE] = MEET, 0
     state[TARGET] = target if target != 0 else buffer.ctypes.data

@@ -28,10 +28,10 @@ def part_bytes(nbytes: int) -> int:
 
 
 class PublishedMemory:
-    """Arrays in a node's shared memory: each rank writes its arrays and reads all. Construction is collective.
+    """Arrays in a node's shared memory: each rank writes its arrays and reads all arrays. Construction is collective.
 
-    ``is_shared``: False if the ranks cannot share memory. ``head``: an array of ``numbers`` int64 values per rank.
-    `grow` allocates the other arrays.
+    ``is_shared``: False if the ranks cannot share memory. ``head``: for each rank, an array of ``numbers`` int64
+    values. `grow` allocates the other arrays.
     """
 
     def __init__(self, comm: Communicator, numbers: int) -> None:

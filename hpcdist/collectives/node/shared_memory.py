@@ -117,10 +117,10 @@ class NodeMemory:
     ) -> bool:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). ``target``: address of the result,
-        0 for ``buffer``.
+        ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). ``ranges``: element range of each
+        rank; None: an even split. ``target``: address of the result, 0 for ``buffer``.
         """
-        # The flag ELSEWHERE in ``mode``: all ranks share one result array. ``ranges`` None: an even split.
+        # The flag ELSEWHERE in ``mode``: all ranks share one result array.
         if self._given_up is not None:
             raise CommunicationError(
                 "an earlier collective in this shared memory was aborted, so the ranks may be at different calls; end "
@@ -231,7 +231,7 @@ def allreduce_into(
 ) -> None:
     """Reduce ``buffer`` into ``result``, an array from `allocate_common`. Collective over ``comm``, on one node.
 
-    Call only after all ranks have read the previous ``result``. Keyword-only ``scale``: factor of the result.
+    Call only after all ranks have read the previous result. Keyword-only ``scale``: factor of the result.
     """
     # For p ranks and n bytes, this moves (p+1) n bytes, and `node_shared_allreduce` moves 2 p n bytes.
     check_buffer(buffer)
@@ -259,10 +259,10 @@ def allreduce_into(
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", result: np.ndarray | None = None
 ) -> None:
-    """Reduce ``buffer``. Each rank gets range ``ranges[rank]`` of the result. Collective over ``comm``, on one node.
+    """Reduce ``buffer``. Rank r gets the range ``ranges[r]`` of the result. Collective over ``comm``, on one node.
 
-    ``ranges``: disjoint, equal on every rank. ``result``: array for the range; None writes the range to ``buffer``,
-    whose rest is then undefined.
+    ``ranges``: disjoint element ranges, equal on every rank. ``result``: array for this rank's range. None: the range
+    is written to ``buffer``, and the rest of ``buffer`` becomes undefined.
     """
     check_buffer(buffer)
     check_op(op)
@@ -290,7 +290,7 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
 
 
 def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return zeroed memory that the other ranks of the node can read, until `release`. Collective over ``comm``.
+    """Return ``size`` zeroed elements that the node's other ranks can read, until `release`. Collective over ``comm``.
 
     Every rank must pass the same ``size``. The memory is private if it cannot be shared.
     """

@@ -145,12 +145,12 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then call `wait_for_more`. Local."""
+        """Make progress, then wait until one MPI request of this engine or of ``*others`` is complete. Local."""
         self.progress()
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until one MPI request is complete: a request of this engine or an argument of this call. Local."""
+        """Wait until one MPI request is complete: of this engine or of ``*others`` (further arguments). Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]

@@ -53,7 +53,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a list with one generator, which runs MPI_Iallreduce. For the arguments see `ring_lanes`."""
+    """Return a list of one generator, which runs MPI_Iallreduce. For the arguments see `ring_lanes`."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -65,9 +65,9 @@ def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> 
     """Return generators that run a ring allreduce, one generator per segment of the buffer. Collective.
 
     A generator yields MPI requests; resume it after their completion. Each rank must finish all generators.
+    ``scratch(n)`` returns a buffer of n elements. ``tags()`` returns an unused message tag, equal on all ranks.
     """
-    # The caller may interleave the generators. ``scratch(n)``: buffer of n elements. ``tags()``: unused message tag,
-    # equal on all ranks.
+    # The caller may interleave the generators.
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
 
     def lane(chunks: Sequence[Range], arrival: Array, tag: int) -> Lane:
@@ -146,17 +146,17 @@ class Handle(Protocol):
     """Handle of an operation in flight. If the operation fails, every `wait` and `test` raises its error."""
 
     def wait(self) -> None:
-        """Wait until the buffer holds the result. Local."""
+        """Wait until the operation is complete, so that its buffer holds the result. Local."""
 
     def test(self) -> bool:
-        """Return True if the buffer holds the result. Local."""
+        """Return True if the operation is complete, so that its buffer holds the result. Local."""
 
 
 class ProgressEngine(ABC):
     """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``.
 
-    ``own``: duplicate of ``comm``, over which shared buffers must be allocated. ``algorithms``: algorithms of each
-    operation. A ``with`` block closes the engine.
+    ``own``: duplicate of ``comm``; allocate shared buffers over it. ``algorithms``: dict from an operation to the names
+    of its algorithms. A ``with`` block closes the engine.
     """
 
     # If the ``with`` block raises an exception, closing does not wait for other ranks.
@@ -182,7 +182,8 @@ class ProgressEngine(ABC):
     ) -> Handle:
         """Start to reduce ``buffer`` in place; this rank's result is ``buffer[shares[rank]]``. Collective.
 
-        ``hpcdist.collectives.SHARDED[algorithm]`` computes ``shares``. Raises the errors of its ``reduce_scatter``.
+        ``shares``: element range of each rank, computed by ``hpcdist.collectives.SHARDED[algorithm]``. Raises the
+        errors of its ``reduce_scatter``.
         """
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
@@ -232,7 +233,7 @@ class ProgressEngine(ABC):
 
     @abstractmethod
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        """Tell all other ranks, in checked mode, that this rank raises ``error`` instead of making ``call``."""
+        """Report to the ranks that compare ``call`` that this rank raises ``error`` instead of making the call."""
 
     @abstractmethod
     def progress(self) -> None:
@@ -269,7 +270,7 @@ class ProgressEngine(ABC):
 
 
 def call_of(task: Task) -> checks.CollectiveCall:
-    """Return the description of ``task`` that ranks compare in checked mode. Local."""
+    """Return the description of ``task`` by which ranks check that they start equal operations. Local."""
     shares = checks.ranges_fingerprint(task.shares) if task.shares else ""
     return checks.describe_call(f"i{task.operation}", task.algorithm, task.buffer, task.op, shares)
 

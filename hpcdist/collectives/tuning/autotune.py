@@ -160,8 +160,8 @@ def select(
 ) -> Tuning:
     """Return the fastest algorithms for reductions over ``comm``, equal on all ranks. Collective over ``everyone``.
 
-    ``everyone``: all ranks that tune now, each in a ``comm`` of equal size. ``library``: MPI library version.
-    Keyword-only ``cached``: allow a stored result.
+    ``everyone``: all ranks that tune now, in groups ``comm`` of equal size. ``request``: the buffers. ``library``: MPI
+    library version. Keyword-only ``cached``: allow a stored result.
     """
     # ``renewed``: force a new measurement. ``announce``: function to call before a measurement.
     start_s = clock()
@@ -202,7 +202,7 @@ def _agreed(everyone: Communicator, topology: Topology) -> Topology:
 
 
 def usable(text: str, kind: str, nodes: int) -> bool:
-    """Return True if ``text``, an algorithm or a table, supports the operation ``kind`` on ``nodes`` nodes. Local."""
+    """Return True if the algorithm or table ``text`` supports the operation ``kind`` on ``nodes`` nodes. Local."""
     if kind == SHARDED_KIND:
         return text in collectives.SHARDED_ON_GPUS or (text in collectives.SHARDED and runs_on(nodes, text))
     try:
@@ -278,7 +278,8 @@ def sizes(max_bytes: int) -> list[int]:
 def choose(measured: Mapping[str, float], before: str | None) -> str:
     """Return the fastest algorithm in ``measured`` (seconds by name). Local.
 
-    Among algorithms of about equal speed, prefer the MPI library's algorithm, or else the algorithm ``before``, if any.
+    Among algorithms of about equal speed, prefer the MPI library's algorithm, or else ``before``, the choice for the
+    next smaller size (or None).
     """
     best = min(measured, key=measured.__getitem__)
     for steady in (before, NATIVE):

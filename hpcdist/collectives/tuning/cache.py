@@ -86,8 +86,8 @@ def key(
 ) -> dict[str, Any]:
     """Return the cache key of a tuning result for the operation ``kind``. Collective over ``everyone``.
 
-    ``library``: MPI version string. ``buffer``: memory of the buffers, such as "host". ``max_bytes``: largest buffer
-    size.
+    ``ranks_per_node``: rank count of each node. ``library``: MPI version string. ``buffer``: memory of the buffers,
+    such as "host". ``max_bytes``: largest buffer size.
     """
     hosts = sorted(set(everyone.allgather_object(_host())))
     settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")

@@ -50,7 +50,7 @@ class Topology:
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the link class of messages between all ranks r and r XOR ``distance``."""
+        """Return the link class for messages between ranks r and r XOR ``distance``: inside or between nodes."""
         # NODE if all these messages stay within nodes, else CROWDED: all ranks of a node send at once.
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
@@ -193,7 +193,7 @@ def measure_machine(
 ) -> MachineCosts:
     """Measure the costs of messages and additions: the maxima over all ranks. Collective over ``everyone``.
 
-    ``comm``: subset of ``everyone`` to measure. ``topology``: link classes. ``like``: array on the device to measure.
+    ``comm``: subset of ``everyone`` to measure. ``topology``: ranks of each node. ``like``: array on the tested device.
     """
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"
@@ -208,7 +208,7 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the maximum over all ranks of the seconds passed as arguments. Collective over ``everyone``."""
+    """Return the maximum of ``*seconds`` (further arguments) over all ranks. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])

@@ -48,9 +48,9 @@ def _numbering(numbers: Sequence[int | None], who: str) -> str:
 def check_gpus(table: RankTable, device_kind: str, held: bool) -> Check:
     """Check that each rank has a separate GPU, and that all GPUs of its node are visible to the rank.
 
-    ``held``: True if the scheduler allocated GPUs to the job.
+    ``table``: facts of all ranks. ``device_kind``: "cpu", "gpu", or "" without a recipe. ``held``: True if the
+    scheduler allocated GPUs to the job.
     """
-    # Without a recipe, `device_kind` is "".
     name = "GPUs"
     if device_kind == "cpu" or not any(row.facts.gpu.count for row in table.rows):
         reason = table.by_node([rows[0].facts.gpu.reason for rows in table.nodes])

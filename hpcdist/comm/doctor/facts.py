@@ -150,7 +150,7 @@ def node_facts(
 ) -> NodeFacts:
     """Return this node's hardware, software versions, environment variables and ``volumes``.
 
-    ``library``: version text of the MPI library. ``volumes``: directories that the job needs. ``numa``: sysfs folder.
+    ``library``: MPI version text. ``volumes``: directories that the job needs. ``numa``: sysfs folder of NUMA domains.
     """
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}

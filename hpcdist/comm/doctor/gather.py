@@ -34,7 +34,7 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class Gathered:
-    """Facts of all ranks, on rank 0. ``failure`` is rank 0's error when it wrote to the run directory, or ""."""
+    """Facts of all ranks, on rank 0. ``failure``: rank 0's error when it wrote a file to the run directory, or ""."""
 
     table: RankTable
     offsets: tuple[ClockOffset, ...]
@@ -55,7 +55,7 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """Start the next stage of the examination, shown in errors as ``what``. ``limit_s`` None: the default limit."""
+        """Start the next stage of the check, called ``what`` in errors. ``limit_s`` None: the default time limit."""
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
         text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the network to it, does not answer"
@@ -64,7 +64,7 @@ class StageDeadline:
         self._timer.start()
 
     def stop(self) -> None:
-        """Cancel the timer of the current check, if there is one."""
+        """Cancel the timer of the current stage, if there is one."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -81,7 +81,9 @@ def gather(
 ) -> Gathered | None:
     """Test messages, clocks and shared files between all ranks. Return the results on rank 0, else None. Collective.
 
-    ``describe()`` returns facts of this node. ``stage(text)`` is called before each test.
+    ``facts``: of this rank. ``describe()``: facts of this node. ``directory``: run directory, where rank 0 writes a
+    file. ``prefix``: of the file name. ``look_s``: seconds to wait for the file. ``stage(text)`` is called before each
+    test.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()

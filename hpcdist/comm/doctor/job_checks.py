@@ -69,7 +69,7 @@ class RankTable:
 
 @dataclass(frozen=True)
 class Lint:
-    """A check of a node: ``look(rows)`` returns the fault in the node's list of `RankRow`, or ""."""
+    """A check of a node: ``look(rows)`` returns the fault that it finds in the node's `RankRow` list, or ""."""
 
     look: Callable[[list[RankRow]], str]
     status: str
@@ -86,7 +86,7 @@ def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | N
 
 
 def check_size(table: RankTable, asked: SchedulerRequest) -> Check:
-    """Check that ``table`` (facts of all ranks) has at least the ranks and nodes in the request ``asked``."""
+    """Check that ``table`` (facts of all ranks) has at least the ranks and nodes that the job requested (``asked``)."""
     ranks, nodes = len(table.rows), len(table.nodes)
     counts = sorted({len(rows) for rows in table.nodes})
     each = f"{counts[0]} to {counts[-1]} on a node" if len(counts) > 1 else f"{counts[0]} on each"

@@ -116,7 +116,7 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
 
 
 def check_launcher_match(loaded: MpiLibrary, started: mpirun.Launcher) -> Check:
-    """Check that launcher ``started`` and library ``loaded`` are of one MPI. If not, each rank is a separate world."""
+    """Check that launcher ``started`` and library ``loaded`` belong to the same MPI. If not, each rank runs alone."""
     pairing = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
     compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # they share a binary interface and a process manager
     if "unknown" in (loaded.vendor, started.vendor):

@@ -36,7 +36,7 @@ MEMORY_CURE: Final = (
 
 
 def at_exit(function: Callable[..., object], *arguments: object) -> None:
-    """Call ``function`` at the normal end of this process, but not in forked children. Local."""
+    """Call ``function(*arguments)`` at the normal end of this process, but not in forked children. Local."""
     atexit.register(_call_in, os.getpid(), function, *arguments)
 
 

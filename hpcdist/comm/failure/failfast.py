@@ -73,7 +73,7 @@ _installed: _Installed | None = None  # one per process, as sys.excepthook is
 def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
     """From now on, end the job by ``abort(code)`` at any uncaught exception. Local.
 
-    ``code`` is the exit code of the exception. ``title(text)`` sets MPI's abort message, if passed.
+    ``code``: exit code of the exception. ``rank``: this rank, for reports. ``title(text)`` sets MPI's abort message.
     """
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
@@ -136,10 +136,11 @@ os.register_at_fork(after_in_child=_restore)
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
     """Set the function by which failing ranks compare their errors or exit codes. Local.
 
-    ``all_agree(text, seconds)`` is collective: it returns True if all ranks pass the same text within ``seconds``.
+    ``all_agree(text, seconds)`` is collective: it returns True if all ranks pass the same text within ``seconds``. If
+    they agree, each rank calls ``withdraw()`` to leave MPI.
     """
     assert _installed is not None, "install comes first"
-    # If all ranks agree, only rank 0 prints the error, and each rank leaves MPI by `withdraw()` and exits.
+    # If all ranks agree, only rank 0 prints the error.
     _installed.all_agree, _installed.withdraw = all_agree, withdraw
 
 
@@ -274,7 +275,7 @@ def _leave_by(limit: float, code: int) -> None:
 
 
 def agreed_exit(code: int) -> NoReturn:
-    """Exit with ``code`` without aborting MPI. Every rank must call this. With ULFM, MPI is not finalised."""
+    """Exit with ``code`` without aborting MPI. Every rank must call this. Skips MPI_Finalize after `set_survivable`."""
     exit_file.write_exit_code(code)
     if _installed is not None and _installed.is_survivable is not None:
         os._exit(code)
@@ -284,7 +285,7 @@ def agreed_exit(code: int) -> NoReturn:
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
     """Report ``error`` and end the job with the exit code of ``error``. Local.
 
-    ``thread``: name of the failed thread; None: main thread. ``headline``: first line of the report.
+    ``thread``: name of the failed thread, or None for the main thread. ``headline``: first line of the report.
     """
     assert _installed is not None, "install comes first"
     state = _installed
@@ -333,7 +334,7 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
     """Report a failure of rank ``rank`` on stderr: the line ``headline``, then ``text``. Local.
 
-    Return the path of a copy of the report, or "" if there is no copy.
+    Returns the path of a copy of the report, or "" if there is no copy.
     """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
@@ -402,7 +403,7 @@ def _unread() -> int:
 
 
 def write_for_launcher(rank: int, text: str) -> bool:
-    """Write the failure ``text`` of ``rank`` for `hpcdist run`. Return False without `hpcdist run`. Raises OSError."""
+    """Write the report ``text`` of failed ``rank`` for `hpcdist run`. Return False if not started by `hpcdist run`."""
     folder = os.environ.get(FAILURE_DIR)
     if not folder:
         return False

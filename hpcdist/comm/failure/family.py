@@ -88,8 +88,8 @@ class CommunicatorFamily(ABC):
     def revoke(self) -> None:
         """Make all operations on this communicator and its derived communicators fail on every rank. Local.
 
-        A rank that has met a rank failure (see `rank_failures.is_rank_failure`) calls this to release the ranks that
-        wait for a rank that has left. Afterwards only `failed`, `agree`, `shrink` and `abandon` work.
+        After a rank failure (see `rank_failures.is_rank_failure`), a rank calls this so that other ranks stop waiting
+        for this rank. Afterwards only `failed`, `agree`, `shrink` and `abandon` work.
         """
         self._check_survivable("revoke")
         self._revoked.update(self._take_descendants())
@@ -98,7 +98,7 @@ class CommunicatorFamily(ABC):
         self._revoke()
 
     def agree(self, flag: bool) -> bool:
-        """Return True if all survivors passed True. All survivors get the same answer, even if ranks die meanwhile.
+        """Return True if ``flag`` is True on all surviving ranks. All survivors get the same answer, even if ranks die.
 
         Collective over the survivors; it works on a revoked communicator.
         """
@@ -106,16 +106,19 @@ class CommunicatorFamily(ABC):
         return self._recorded("agree", self._agree, flag)
 
     def shrink(self, label: str = "world") -> Self:
-        """Return a communicator of the survivors in the order of their ranks, named ``label``.
+        """Return a communicator, named ``label``, of the surviving ranks in their old order.
 
-        Collective over the survivors; it works on a revoked communicator. A rank that died meanwhile may still be a
-        member; the next operation reports it.
+        Collective over the survivors; it works on a revoked communicator. A rank that dies during the call may still be
+        a member; the next operation reports it.
         """
         self._check_survivable("shrink")
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator, named ``label``, of these ranks and ``count`` new Python processes. Collective."""
+        """Return a communicator of these ranks and ``count`` new Python processes. Collective.
+
+        ``arguments``, ``environment``: of the new processes. ``label``: name of the communicator.
+        """
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
 

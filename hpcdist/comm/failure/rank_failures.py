@@ -116,7 +116,7 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
 def barrier_with_deadline(comm: Communicator, operation: str, patience_s: float) -> None:
     """Wait until every rank of ``comm`` has called this. Raise DeadlineError after ``patience_s`` seconds. Collective.
 
-    After this error, the job must end.
+    ``operation``: description for the error message. After this error, the job must end.
     """
     # All ranks send to rank 0, which is slow but shows the missing ranks.
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)

@@ -72,7 +72,7 @@ class Watchdog:
         self._factor = 1.0
 
     def limit(self, comm: str, deadline_s: float) -> None:
-        """Set the deadline of operations on ``comm`` and derived communicators to ``deadline_s`` seconds. Local."""
+        """Set the deadline of the communicator named ``comm``, and of its derived communicators, in seconds. Local."""
         self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old dictionary
         self._interval_s = min(self._interval_s, deadline_s / 10)
 

@@ -22,7 +22,7 @@ _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 @dataclass(frozen=True)
 class NodeCores:
-    """Cores of this node that this process may use."""
+    """Cores of this node that this process may use, with their hardware threads and sockets."""
 
     cores: tuple[tuple[int, ...], ...]  # usable hardware threads of each core
     packages: tuple[int, ...]  # number of these cores in each socket
@@ -42,7 +42,7 @@ class NodeCores:
 
 @dataclass(frozen=True)
 class CoreBinding:
-    """Binding of ranks to cores."""
+    """Binding of a node's ranks to cores: ranks per node and cores per rank, or the reason why ranks are not bound."""
 
     ranks_per_node: int | None
     cores: int | None  # per rank; None: ranks are not bound
@@ -68,7 +68,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables that let the srun which mpirun starts use all CPUs of the job; {} if not needed."""
+    """Return environment variables that let mpirun's internal srun use all CPUs of the job, or {} if not needed."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -83,7 +83,7 @@ def bind_ranks(
 ) -> CoreBinding:
     """Return the binding of a node's ``per_node`` ranks to ``requested`` cores each; None divides the cores equally.
 
-    Keyword-only ``apart``: True if no rank may get cores of two sockets.
+    ``node``: usable cores. Keyword-only ``apart``: True if no rank may get cores of two sockets.
     """
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")
@@ -187,7 +187,7 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return the logical processors of each core with at least two, from sysfs directory ``system``; () if unknown."""
+    """Return the hardware threads of each core that has at least two, from sysfs folder ``system``; () if unknown."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 

@@ -206,7 +206,7 @@ def announce_run(run_dir: Path) -> None:
 
 
 def announce_completion(how_to_go_on: str) -> bool:
-    """Report the end of training and resume instructions to `hpcdist run`. Return True on success. Call on rank 0."""
+    """Report the end of training to `hpcdist run`. ``how_to_go_on``: instructions to resume. Return True on success."""
     return _write_note(STOPPED_FILE, how_to_go_on) and _write_note(RUN_FILE, "")
 
 

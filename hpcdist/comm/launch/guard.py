@@ -29,12 +29,11 @@ PASSING_S: Final = 0.1  # a signal to both processes reaches the supervisor dire
 class Guard:
     """Forked process that ends the job's processes if the supervisor, its parent process, is killed.
 
-    The supervisor must be single-threaded, and must block the signals ``passed`` before it creates this object.
+    ``launch_dir``: folder named in the environment of the job's processes. ``passed``: signals that this process
+    forwards to the supervisor. The supervisor must be single-threaded and block these signals.
     """
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:
-        # The guard forwards the signals `passed` to the supervisor. Processes of the job have `launch_dir` in their
-        # environment.
         supervisor = os.getpid()
         held, self._holding = os.pipe()
         self.pid = os.fork()

@@ -158,7 +158,7 @@ class Starter:
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
         """Return the command line that starts ``program`` on all ranks, with the environment variables ``settings``.
 
-        The user's ``options`` take precedence over our options.
+        ``options``: the user's launcher options, which take precedence.
         """
         kind, layout = self.kind, self.layout
         # In a heterogeneous job each component has its number of ranks: -n would apply to each component.
@@ -176,7 +176,7 @@ class Starter:
         return [word.format_map(fields) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return environment variables for the launcher and its user ``options``. ``folder`` is for session files."""
+        """Return environment variables for the launcher and its user ``options``. ``folder``: for session files."""
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
@@ -193,7 +193,7 @@ class Starter:
         return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
 
     def unbound(self, options: Sequence[str]) -> str:
-        """Return the reason why ranks are not bound to cores, or "" if they are bound or the launcher decides."""
+        """Return the reason why ranks are not bound to cores, or "" if bound or unknown. ``options``: the user's."""
         return ""
 
     def check(self) -> None:

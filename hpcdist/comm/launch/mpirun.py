@@ -73,12 +73,13 @@ class Launcher:
 
 
 def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True in a job of a resource manager, which decides on which nodes and cores the ranks run."""
+    """Return True if ``environment`` is of a resource manager's job, such as a Slurm job."""
     return any(name in environment for name in _RESOURCE_MANAGERS)
 
 
 def second_mpi(modules: Iterable[str]) -> str:
-    """Return a warning if hpcdist will not use the MPI of one of the loaded environment ``modules``, else ""."""
+    """Return a warning if hpcdist uses another MPI than the loaded environment modules provide, else ""."""
+    # `modules` has their names.
     wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
     loaded = [name for name in modules if _MPI_MODULE.match(name)]
     if not wheels or not loaded:
@@ -145,7 +146,7 @@ def command(
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return the command line that runs ``program`` on ``ranks`` ranks.
+    """Return the command line by which ``launcher``, an mpirun, runs ``program`` on ``ranks`` ranks.
 
     Open MPI exports the environment variables named in ``settings`` to all hosts. ``extra``: options that override
     default options. ``environment``: variables of this process.
@@ -173,7 +174,8 @@ def _last_option(options: Sequence[str]) -> list[str]:
 
 
 def ulfm_options(launcher: Launcher) -> list[str]:
-    """Return the options by which ranks survive rank failures (ULFM). Raises MissingCapabilityError without ULFM."""
+    """Return mpirun options that let a job continue after rank failures, by Open MPI's ULFM."""
+    # Raises MissingCapabilityError without ULFM.
     reason = _why_no_ulfm(launcher)
     if reason:
         raise MissingCapabilityError(
@@ -211,7 +213,8 @@ def session(
 ) -> dict[str, str]:
     """Return environment variables that give this mpirun separate session and shared-memory directories.
 
-    ``folder``: session directory. Returns {} without Open MPI 5.
+    ``folder``: session directory. ``options``: the user's mpirun options. Returns {} unless mpirun is of Open MPI 5 or
+    later.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
@@ -236,7 +239,7 @@ def transports(
 ) -> dict[str, str]:
     """Return environment variables that select MPI's transports, unless the user or the site has set them.
 
-    ``options``: the user's mpirun options. Keyword-only ``surviving``: True if the job survives rank failures.
+    ``options``: the user's mpirun options. Keyword-only ``surviving``: True if the job continues after rank failures.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
@@ -269,7 +272,7 @@ def daemons(
 ) -> dict[str, str]:
     """Return environment variables that let mpirun's daemons ignore the SIGTERM of a Slurm preemption.
 
-    Returns {} without Open MPI 5 or Slurm.
+    ``options``: the user's mpirun options. Returns {} without Open MPI 5 or Slurm.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
@@ -315,7 +318,7 @@ def answer_to_signals(launcher: Launcher) -> str:
 def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
     """Return mpirun options for the number of ranks per node and the binding of ranks to cores.
 
-    None for ``ranks``: any number. None for ``bound.cores``: no binding.
+    ``ranks``: ranks per node, or None for any number. ``bound``: cores per rank; None: no binding.
     """
     if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:
@@ -341,7 +344,8 @@ def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> lis
 
 
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
-    """Return the environment variables of the ranks: `common_settings`, and for Open MPI permission to run as root."""
+    """Return the environment variables of the ranks. ``threads``: number of threads per rank."""
+    # For Open MPI, they include the permission to run as root.
     added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -349,9 +353,7 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 
 
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables for any launcher. They set ``threads`` threads per rank, unless already set.
-
-    If SLURM_EXPORT_ENV is set, it becomes ALL: srun then passes all variables to the ranks.
-    """
+    """Return the environment variables of the ranks for any launcher. ``threads``: number of threads per rank."""
+    # Variables that are already set keep their values. If SLURM_EXPORT_ENV is set, srun must pass all variables.
     added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
     return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added  # undoes --export=NONE

@@ -24,7 +24,7 @@ class NodePool(Protocol):
     """Interface that finds failed nodes of a job, and waits for replacement nodes."""
 
     def died(self) -> Sequence[str]:
-        """Check all nodes. Return the names of nodes that have failed since the last call of this method."""
+        """Check all nodes. Return the names of the nodes that have failed since the last call of this method."""
 
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
@@ -47,13 +47,13 @@ def repeat(
     give_up: Callable[[str], None],
     nodes: NodePool,
 ) -> int:
-    """Start a job, and restart it up to ``most`` times after failures. Return the last exit code.
+    """Run a job, and restart it up to ``most`` times after failures. Return the last exit code.
 
-    ``start(n)`` runs the n-th start, from 1. ``saved()`` returns {checkpoint name: latest version}.
+    ``start(n)``: runs the job for the n-th time. ``saved()``: returns {checkpoint: version}. ``pause(seconds)``: waits.
+    ``say(text)``, ``give_up(text)``: print a message about a restart or about the end. ``nodes``: finds failed nodes.
     """
-    # No restart after two starts in a row without a new checkpoint. The exit code is 75 if `nodes`, which tracks failed
-    # nodes, reports too few nodes. `pause` returns the stop signal that ended the wait, or None. `give_up` is called
-    # instead of `say` if a failed job is not restarted.
+    # No restart after two starts in a row without a new checkpoint. The exit code is 75 if too few nodes are left.
+    # `pause` returns the stop signal that ended the wait, or None.
     fruitless = pauses = 0
     there = saved()
     for number in itertools.count(1):

@@ -58,7 +58,7 @@ _descriptors: dict[str, _Descriptor] = {}
 
 
 def protect() -> None:
-    """Let writes to stderr never fail: drop the data instead. Open descriptors 0 to 2 if they are closed. Local."""
+    """Drop data if writing to stderr fails, instead of raising an error. Open descriptors 0 to 2 if closed. Local."""
     closed = _open_closed()
     for name, number in _NUMBERS.items():
         stream = getattr(sys, name)
@@ -70,14 +70,14 @@ def protect() -> None:
 
 
 def tolerate() -> None:
-    """Let writes to stdout and stderr never fail: drop the data instead. Local."""
+    """Drop data if writing to stdout or stderr fails, instead of raising an error. Local."""
     protect()
     for descriptor in _descriptors.values():
         descriptor.lossy = True
 
 
 def failure() -> OSError | None:
-    """Return the last error of writing to standard output, or None. Local."""
+    """Return the last error of writing to standard output, or None if all writes succeeded. Local."""
     return _descriptors["stdout"].failure if "stdout" in _descriptors else None
 
 
@@ -134,7 +134,7 @@ class Relay:
 
     @property
     def ended(self) -> bool:
-        """Whether all output has been forwarded and all processes have closed the pipes."""
+        """True if all output has been forwarded and all processes have closed the pipes."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def release(self, expected: int | None) -> None:

@@ -64,7 +64,7 @@ def _watched() -> set[signal.Signals]:
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """Outcome of one start of a job: its exit code, and the first stop signal, or None."""
+    """Result of one run of a job: its exit code, and the first stop signal (such as SIGTERM) or None."""
 
     code: int
     stop_signal: signal.Signals | None
@@ -72,7 +72,8 @@ class LaunchOutcome:
 
 
 def pause(seconds: float) -> signal.Signals | None:
-    """Wait ``seconds`` or until a stop signal. Return this signal or None. Call it in a `signals_held` block."""
+    """Wait ``seconds`` or until a stop signal. Return the signal, or None after the whole time."""
+    # Call it in a `signals_held` block.
     until = time.monotonic() + seconds
     while True:
         received = signal.sigtimedwait(_watched(), max(0.0, until - time.monotonic()))
@@ -84,7 +85,8 @@ def pause(seconds: float) -> signal.Signals | None:
 
 @contextmanager
 def signals_held() -> Iterator[set[signal.Signals]]:
-    """Context manager: block signals for `Supervision`, and adopt orphaned processes. Yields the previous mask."""
+    """Context manager: block the signals that `Supervision` handles. Yield the previous signal mask."""
+    # Orphaned processes of the job become children of this process.
     libc = ctypes.CDLL(None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -155,7 +157,7 @@ class Supervision:
         self._relay.begin()
 
     def run(self) -> LaunchOutcome:
-        """Wait until the launcher has ended, handle signals meanwhile, and return the outcome."""
+        """Wait until the launcher has ended, handle signals during the wait, and return the outcome."""
         while self._process.returncode is None:
             tick = SOON_S if self._pending else TICK_S
             wait_s = min(tick, max(0.0, self._deadline - time.monotonic()))

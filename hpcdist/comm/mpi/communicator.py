@@ -80,7 +80,7 @@ class _MpiMessage:
 
 
 class MpiCommunicator(Communicator):
-    """Communicator that uses an MPI communicator. No other code may use this MPI communicator."""
+    """Communicator that wraps an MPI communicator. No other code may use the wrapped communicator."""
 
     def __init__(self, mpi: Any, comm: Any, name: str, handover: Handover, declared_node: int | None = None) -> None:
         super().__init__(name, comm.Get_rank(), comm.Get_size(), handover, declared_node)

@@ -157,7 +157,7 @@ def detect(
 ) -> DevicePointerSupport | None:
     """Return the operations that accept device pointers, or None if another rank of this node tests them. Local.
 
-    Call this before MPI starts.
+    ``launch``: the launcher's announcement (rank, size), or None without a launcher. Call this before MPI starts.
     """
     answer = requested_answer(environment)
     if answer == "yes":
@@ -190,7 +190,7 @@ def probe_cached(
 ) -> DevicePointerSupport:
     """Return the device-pointer support of this MPI library and GPU, from the cache if possible. Local.
 
-    Calls `probe` if nothing is cached, or if ``renewed`` is True. ``run`` starts child processes; tests replace it.
+    ``renewed``: True to ignore the cache. ``run``: function that runs a child process; only tests pass it.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S
@@ -210,9 +210,10 @@ def probe_cached(
 def probe(
     environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None, ends_at: float | None = None
 ) -> DevicePointerSupport:
-    """Test which MPI operations accept device pointers, in child processes. Local; takes seconds.
+    """Test in child processes which MPI operations accept device pointers. Local; takes seconds.
 
-    ``on``: "gpu", or "cpu" to test host buffers. ``ends_at``: time limit on the monotonic clock.
+    ``on``: "gpu", or "cpu" to test host buffers. ``run``: as for `probe_cached`. ``ends_at``: time limit, as
+    `time.monotonic`.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
@@ -285,7 +286,7 @@ def _two_rank_launch(environment: Mapping[str, str]) -> tuple[list[str], dict[st
 
 
 def stripped(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` without the variables of this job's launcher. Keeps settings of the MPI library."""
+    """Return ``environment`` without the variables of this job's launcher, but with the settings of the MPI library."""
     return {
         name: value
         for name, value in environment.items()

@@ -18,7 +18,7 @@ PAIR_TAG: Final = 32765  # messages of a large all-to-all: MPI promises tags up 
 
 
 def pieces(size: int, largest: int | None = None) -> list[Range]:
-    """Split ``size`` elements into ranges of at most ``largest`` elements, by default `LARGEST_COUNT`. Local."""
+    """Split ``size`` elements into ranges of at most ``largest`` elements (default `LARGEST_COUNT`). Local."""
     largest = largest or LARGEST_COUNT
     return [Range(start, min(start + largest, size)) for start in range(0, size, largest)]
 
@@ -29,7 +29,7 @@ def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
 
 
 def as_one_element(mpi: Any, message: Array) -> list[Any]:
-    """Return mpi4py's buffer specification that describes ``message`` as one element of a derived datatype. Local."""
+    """Return an mpi4py buffer specification of ``message`` as one element of a derived datatype. Local."""
     return [message, 1, _datatype(mpi, message.dtype.char, message.size, LARGEST_COUNT)]
 
 
@@ -41,9 +41,9 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return a new scratch buffer for copies of ``ranges`` of ``buffer``, and the range of each copy. Local.
+    """Return a new scratch buffer for copies of ``ranges`` of ``buffer``, and each copy's range in it. Local.
 
-    A range of more than ``largest`` elements gets an empty range.
+    Ranges of more than ``largest`` elements have no copy: their returned range is empty.
     """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

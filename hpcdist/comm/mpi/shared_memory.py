@@ -37,10 +37,8 @@ class Members:
         self._was_seen = False  # the last check has seen a rank failure
 
     def progress(self) -> None:
-        """Let MPI make progress without receiving messages. Local.
-
-        Otherwise a rank that only polls shared memory would never complete a send for which another rank waits.
-        """
+        """Let MPI make progress without receiving messages. Local."""
+        # A rank that only polls shared memory would never complete a send for which another rank waits.
         try:
             self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
         except self._mpi.Exception as error:
@@ -53,7 +51,7 @@ class Members:
         return ulfm.is_revoked(self._mpi, self._comm)
 
     def check_alive(self, since: float) -> None:
-        """Let MPI make progress. Raise RankDiedError at the second call in a row that detects a dead process. Local."""
+        """Raise RankDiedError if this call and the previous call detect a dead process. ``since``: not used. Local."""
         self.progress()
         dead = self._dead()
         # After the first detection, the caller may still read data that the dead process wrote.
@@ -136,9 +134,10 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
 
 
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
-    """Return a `MemoryBlock` with ``sizes[rank]`` private bytes for ``rank``, this rank. Local.
+    """Return a `MemoryBlock` that is private to this rank, whose number is ``rank``. Local.
 
-    The block's array for each other rank is empty. ``members``: processes of all ranks, to detect dead ranks.
+    ``sizes``: bytes per rank; only ``sizes[rank]`` are allocated. ``members``: all ranks' processes, to detect
+    failures.
     """
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)

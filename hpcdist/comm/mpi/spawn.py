@@ -24,10 +24,7 @@ _INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined.
-
-    A new rank sends only ``host``, and takes the other values from an old rank.
-    """
+    """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined."""
 
     host: str
     name: str = ""
@@ -37,9 +34,9 @@ class SpawnMember:
 
 
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
-    """Start ``count`` Python processes with ``arguments``. Return a communicator of old and new processes.
+    """Start ``count`` Python processes with command-line ``arguments``. Return a communicator of old and new processes.
 
-    The new processes get the highest ranks, and must call `join_parent`. Collective over all processes.
+    The new processes get the highest ranks and call `join_parent`. ``label``: name of the communicator. Collective.
     """
     assert isinstance(comm, Communicator)
     if count < 1:
@@ -58,7 +55,7 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
 def join_parent(mpi: Any) -> Communicator | None:
     """Return this spawned process's communicator with the old ranks, or None if this process was not spawned.
 
-    ``mpi`` is the module mpi4py.MPI. Collective over old and new ranks; old ranks call `spawn`.
+    ``mpi``: module mpi4py.MPI. Collective over new ranks and old ranks, which call `spawn`.
     """
     bare = ulfm.join_parent(mpi)
     if bare is None:

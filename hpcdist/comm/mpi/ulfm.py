@@ -21,7 +21,7 @@ _SYMBOL: Final = "ompi_ftmpi_enabled"
 
 @functools.cache  # called in every gather
 def is_enabled(mpi: Any) -> bool:
-    """Return True if ranks survive the failure of another rank. ``mpi`` is mpi4py.MPI, initialised. Local."""
+    """Return True if MPI continues after a rank failure. ``mpi``: the initialised module mpi4py.MPI. Local."""
     if not mpi.Get_library_version().startswith("Open MPI") or os.environ.get(VARIABLE, "0") in ("", "0", "false"):
         return False
     try:
@@ -32,7 +32,7 @@ def is_enabled(mpi: Any) -> bool:
 
 
 def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
-    """Return the ranks of ``comm`` that are known to have failed, ascending. Local."""
+    """Return the ranks of ``comm`` that are known to have failed, ascending. ``mpi``: module mpi4py.MPI. Local."""
     # Get_failed returns a group, whose ranks differ from the ranks of the communicator.
     dead, members = comm.Get_failed(), comm.Get_group()
     ranks = mpi.Group.Translate_ranks(dead, range(dead.Get_size()), members)
@@ -47,7 +47,7 @@ def is_revoked(mpi: Any, comm: Any) -> bool:
 
 
 def agree(mpi: Any, comm: Any, flag: bool) -> bool:
-    """Return True if all surviving ranks passed ``flag`` True. Collective over the survivors."""
+    """Return True if every surviving rank passed ``flag`` = True. Collective over the survivors."""
     while True:
         # MPI_Comm_agree returns ERR_PROC_FAILED on all ranks while any rank has not acknowledged a failure that another
         # rank knows of. So each rank acknowledges the failures that it knows, and all repeat.
@@ -87,7 +87,7 @@ def shrink(mpi: Any, comm: Any) -> Any:
 def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
     """Spawn ``count`` Python processes, and return a communicator of ``comm``'s ranks and these processes.
 
-    Collective over ``comm``. The processes get the command-line ``arguments``, and call `join_parent`.
+    ``arguments``, ``environment``: their command line and variables. They call `join_parent`. Collective over ``comm``.
     """
     # Pass variables by the command `env`, because daemons on other hosts have another environment, and a value of
     # MPI_Info holds a few hundred characters at most.

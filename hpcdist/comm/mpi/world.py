@@ -32,7 +32,7 @@ RECORDS_KEPT_S: Final = 14 * 86400.0  # longer than a job: older records are fro
 
 
 class World:
-    """All ranks of a job, as returned by `init`. Methods are collective; properties are local."""
+    """All ranks of a job, as returned by `init`. Methods are collective. Properties are local."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -113,7 +113,8 @@ class World:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Convert an integer, such as a numpy integer, to int. Otherwise raises a UsageError that names ``name``. Local."""
+    """Convert ``value``, such as a numpy integer, to int. Raises UsageError for other types. Local."""
+    # `name` names the value in the error message.
     try:
         return operator.index(value)
     except TypeError:
@@ -185,7 +186,7 @@ def _remove_old_records(parent: Path) -> None:
 
 
 def end_records(call: Callable[[], Value]) -> Value:
-    """Run ``call()`` as the program's last recorded operation, and return its result. Collective."""
+    """Call the function ``call`` as the program's last recorded operation, and return its result. Collective."""
     if not _worlds:
         return call()
     session = _worlds[0].session

@@ -44,7 +44,7 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class HostTable:
-    """Hosts of a job."""
+    """Hosts of a job: names, boot ids, and the host index of each rank."""
 
     of_rank: tuple[int, ...]  # host index of each rank
     names: tuple[str, ...]  # by host index
@@ -55,7 +55,7 @@ class HostTable:
 class HostClocks:
     """Offsets of the hosts' clocks to rank 0's clock, in ns. Construction is collective over ``comm``.
 
-    ``clock()`` returns ns. With more than ``flat`` hosts, most hosts are measured through an intermediate host.
+    ``clock()`` returns ns. With more than ``flat`` hosts, most hosts are compared with rank 0 through another host.
     """
 
     def __init__(
@@ -91,13 +91,12 @@ class HostClocks:
 def measure_offsets(
     comm: Communicator, clock: Callable[[], int], rounds: int = ROUNDS, flat: int = FLAT
 ) -> tuple[ClockReading, ...]:
-    """Measure the offset of each rank's ``clock`` to rank 0's clock, in ns. Collective over ``comm``.
+    """Measure the offset of each rank's ``clock`` to rank 0's clock. Collective over ``comm``.
 
-    Return one `ClockReading` per rank on rank 0, and () on other ranks.
+    Return one `ClockReading` per rank on rank 0, and () on other ranks. ``rounds``: message round trips per rank.
+    ``flat``: largest number of ranks that rank 0 measures directly.
     """
-    # The fastest of `rounds` round trips counts. With more than `flat` ranks, most ranks are measured through a head,
-    # and both error bounds add up.
-    # Groups of `size` = ceil(sqrt(n)) consecutive ranks, each led by its first rank, the head.
+    # The fastest of `rounds` round trips counts. If a rank is measured through a head, both error bounds add up.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1
     head = comm.rank - comm.rank % size
     heads = range(0, comm.size, size)

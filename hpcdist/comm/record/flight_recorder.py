@@ -80,7 +80,7 @@ def size_bytes(capacity: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorCall:
-    """A call on communicator ``comm``. ``peer`` is the other rank, or -1. ``site`` is the calling line of code."""
+    """A call on communicator ``comm``. ``peer``: the other rank, or -1. ``site``: line of user code with the call."""
 
     comm: str
     op: str
@@ -117,7 +117,7 @@ class RecordedEvent(CommunicatorCall):
 
 @dataclass(frozen=True)
 class RankNote:
-    """A text on a rank's state, such as its end, with the time of writing in wall-clock nanoseconds."""
+    """A text on a rank's state, such as its end, and the time of writing in wall-clock nanoseconds."""
 
     time_ns: int
     text: str
@@ -125,7 +125,7 @@ class RankNote:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Content of one rank's flight recorder file. Events are sorted by start."""
+    """Content of one rank's flight recorder file. Events are sorted by start time."""
 
     path: Path
     rank: int
@@ -250,7 +250,7 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(pid: int, began: int) -> bool:
-    """Return True if process ``pid``, which started at tick ``began`` since boot, has surely ended. Local."""
+    """Return True if process ``pid`` has surely ended. ``began``: its start time, from `start_ticks`. Local."""
     try:
         return _process(pid)[1] != began
     except OSError:
@@ -267,7 +267,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove the files of an earlier job in ``folder`` whose rank number is at least ``ranks``. Local."""
+    """Remove an earlier job's files of ranks >= ``ranks``, this job's number of ranks, from ``folder``. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
@@ -285,10 +285,9 @@ def _sources(folder: str) -> frozenset[str]:
 
 
 class Recorder(EventSink):
-    """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``. Thread-safe.
+    """Event sink that keeps this rank's last ``capacity`` operations in the file ``path``. Thread-safe."""
 
-    Raises StorageError if the file cannot be created.
-    """
+    # Raises StorageError if the file cannot be created.
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = 8192) -> None:
         assert capacity >= 2
@@ -320,7 +319,10 @@ class Recorder(EventSink):
         self.beat(0)
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Record the start of operation ``op``. Return its token, an index. ``peer`` is the other rank, or -1."""
+        """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
+
+        ``peer``: the other rank, or -1. ``sent_bytes``: bytes that this rank sends.
+        """
         label = self._labels.get((comm, op, dtype))
         if label is None:
             label = self._new_label(comm, op, dtype)
@@ -414,7 +416,7 @@ class Recorder(EventSink):
         self._words[NEXT_BEAT] = next_ns
 
     def running(self) -> list[tuple[int, int]]:
-        """Return (start in monotonic ns, token of the operation) for each operation in flight, the earliest first."""
+        """Return (start in monotonic ns, token) for each operation in flight, the earliest first."""
         return sorted((start, token) for token, start in list(self._open.items()))
 
     def describe(self, token: int) -> str:

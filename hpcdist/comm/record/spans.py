@@ -47,7 +47,7 @@ def size_bytes(capacity: int) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """A named time interval of a rank. ``step``, ``microbatch`` and ``unit`` are indices, or -1 for none."""
+    """A named time interval of a rank, within a training step. Unknown indices are -1."""
 
     phase: str
     name: str
@@ -60,7 +60,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RankSpans:
-    """Content of one rank's spans file."""
+    """Content of one rank's spans file: the time intervals, sorted by end, and data of the rank."""
 
     path: Path
     rank: int
@@ -138,9 +138,9 @@ class SpanSink:
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Record a span named ``name`` from ``begin_ns`` to ``end_ns``, both from `now_ns`.
+        """Record the interval ``name`` from ``begin_ns`` to ``end_ns``, both from `now_ns`.
 
-        ``phase``: one of `PHASES`. ``unit``: index of the embedding, layer or head, or -1.
+        ``phase``: one of `PHASES`. ``unit``: number of the model's embedding, layer or head, or -1.
         """
 
 
@@ -148,10 +148,7 @@ NULL_SPANS: Final = SpanSink()
 
 
 class Spans(SpanSink):
-    """Span sink that writes this rank's last ``capacity`` spans to the file ``path``, and keeps them for `drain`.
-
-    Raises StorageError if the file cannot be created.
-    """
+    """Span sink that writes this rank's last ``capacity`` spans to the file ``path``, and keeps them for `drain`."""
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = CAPACITY) -> None:
         assert capacity >= 1

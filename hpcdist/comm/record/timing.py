@@ -16,7 +16,7 @@ from hpcdist.reporting.units import format_bytes
 
 
 class MessageTraffic(EventSink):
-    """Event sink that counts calls of each operation, and sent bytes in total. Passes every event on to ``inner``."""
+    """Event sink that counts calls of each operation, and sent bytes in total. Passes each event to ``inner``."""
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
         self.inner = inner
@@ -40,7 +40,7 @@ class MessageTraffic(EventSink):
 
 @contextmanager
 def count_traffic(comm: Communicator) -> Iterator[MessageTraffic]:
-    """Yield a counter of the messages that ``comm`` and derived communicators send in the `with` block. Local."""
+    """Context manager: count the messages sent through ``comm`` and its subgroups. Yield the counter. Local."""
     before = comm.events
     traffic = MessageTraffic(before)
     comm.events = traffic
@@ -69,14 +69,14 @@ class OperationTotal(NamedTuple):
 
 
 class BytesMoved(NamedTuple):
-    """Bytes that left a rank, by transport."""
+    """Bytes that a rank sent: in ``messages``, by ``shared`` memory, or in MPI's collectives (``unknown``)."""
 
     messages: float = 0.0  # in messages of this package
     shared: float = 0.0  # read by other ranks of the node in shared memory
     unknown: float = 0.0  # buffers passed to MPI's collectives, which do not report their traffic
 
     def described(self) -> str:
-        """Return text that lists each transport with its bytes, without transports that moved nothing."""
+        """Return text that lists each transport with its bytes. Transports with 0 bytes are left out."""
         ways = ("in messages", "through shared memory", "by the MPI library")
         parts = [f"{format_bytes(round(nbytes))} {way}" for nbytes, way in zip(self, ways, strict=True) if nbytes]
         return ", ".join(parts) or "nothing"

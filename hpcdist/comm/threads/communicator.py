@@ -240,9 +240,8 @@ def run_threads(
 ) -> list[Result]:
     """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results in rank order.
 
-    If a rank raises an exception, waiting ranks are released, and the first exception is raised here.
-    ``ranks_per_node`` simulates nodes. ``deadline_s``: timeout of an operation. Keyword-only ``fault_tolerant``: True
-    if other ranks continue after a rank raises `RankDeath`.
+    ``ranks_per_node``: ranks per simulated node. ``deadline_s``: timeout of an operation. Keyword-only
+    ``fault_tolerant``: True if other ranks continue after `RankDeath`. Raises the first exception of a rank.
     """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size

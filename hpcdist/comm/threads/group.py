@@ -73,7 +73,7 @@ class ThreadGroup:
         self.children: dict[str, ThreadGroup] = {}
 
     def child(self, key: str, ranks: Sequence[int]) -> "ThreadGroup":
-        """Return the child group named ``key``, of the ``ranks`` of this group. The first caller creates the child."""
+        """Return the child group ``key``, of the ``ranks`` of this group. The first caller creates the child."""
         with self.changed:
             group = self.children.get(key)
             if group is None:
@@ -133,7 +133,7 @@ class RankDeath(BaseException):
 
 
 def register_rank(group: ThreadGroup, member: int) -> None:
-    """Register this thread as world rank ``member``, so that a `RankDeath` marks it as dead in ``group``. Local."""
+    """Register this thread as world rank ``member``, so that a `RankDeath` here marks the rank as dead. Local."""
     _rank_life.end = lambda: group.mark_dead(member)
 
 
@@ -145,9 +145,9 @@ class FailureDetector:
         self._agreements = 0
 
     def check(self, peer: int | None, what: str) -> None:
-        """Raise an error if operation ``what`` cannot complete because of a failed rank. Local.
+        """Raise an error if a rank that an operation needs has failed. Local.
 
-        The operation needs rank ``peer``, or all ranks if ``peer`` is ANY or None.
+        ``peer``: rank that the operation needs; None or ANY: all ranks. ``what``: the operation, for the message.
         """
         if self._group.failed:
             raise CommunicationError(
@@ -156,10 +156,7 @@ class FailureDetector:
         self.check_deaths(peer, what)
 
     def check_deaths(self, peer: int | None, what: str) -> None:
-        """Raise RankDiedError if the communicator was revoked, or if a rank that operation ``what`` needs is dead.
-
-        ``peer``: the rank that ``what`` needs; ANY or None means all ranks.
-        """
+        """Raise RankDiedError if the communicator was revoked or a required rank is dead. Arguments as for `check`."""
         group = self._group
         if not group.dead and not group.revoked:
             return
@@ -223,7 +220,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive in flight into the buffer ``message``. ``arrived(posted)`` waits for the message and returns it."""
+    """A receive in flight into the buffer ``message``. ``arrived``: function that waits for the message."""
 
     def __init__(
         self,
@@ -268,11 +265,9 @@ class ThreadBlock:
         self.views, self._detector, self._deadline_s = views, detector, deadline_s
 
     def progress(self) -> None:
-        """Raise an error if another rank has failed or died."""
         self._detector.check(None, "shared memory")
 
     def check_alive(self, since: float) -> None:
-        """Raise an error if another rank has failed or died, or if the wait that began at ``since`` takes too long."""
         self.progress()
         if time.monotonic() - since > self._deadline_s:
             raise DeadlineError(
@@ -285,7 +280,8 @@ class ThreadBlock:
 
 
 def deliver(envelope: ThreadMessage, message: Array) -> None:
-    """Copy the payload of ``envelope`` to the buffer ``message``. Raises CommunicationError if the sizes differ."""
+    """Copy the payload of the received ``envelope`` into ``message``, the user's buffer of the same size."""
+    # Raises CommunicationError if the sizes differ.
     if envelope.payload.nbytes != message.nbytes:
         raise CommunicationError(
             f"a message of {envelope.payload.nbytes} bytes from rank {envelope.source} (tag {envelope.tag}) arrived "
@@ -298,9 +294,9 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class ReductionRequest:
-    """An iallreduce in flight. ``parts`` collects the buffers of ``size`` ranks. The result is written to ``message``.
+    """An iallreduce of ``size`` ranks in flight. The result is written to the array ``message``.
 
-    ``until(condition)`` waits until ``condition()`` is True, and raises an error at the deadline.
+    ``parts``: list that receives each rank's array. ``until(condition)``: waits until ``condition()`` is True.
     """
 
     def __init__(

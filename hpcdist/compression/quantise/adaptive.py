@@ -48,7 +48,7 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
     """Return (bin edges, bin centres, initial levels) for histograms of magnitudes. ``xp``: numpy or cupy.
 
-    Edges: BINS + 1 float64 numbers from 0 to 1. Levels: indices of bins.
+    Edges: BINS + 1 float64 numbers from 0 to 1. Levels: bin indices of evenly spaced quantisation levels.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
@@ -80,7 +80,7 @@ def bins_arrays(magnitudes: Array) -> Array:
 
 
 def spacing(rows: int, block: int) -> int:
-    """Return the sampling stride n: with every n-th block, at most SAMPLE values (but at least a block) are sampled.
+    """Return the sampling stride n: every n-th block is sampled, so that about SAMPLE values are used.
 
     ``rows``: number of blocks. ``block``: number of values per block.
     """
@@ -187,7 +187,6 @@ class Adaptive(DenseCompressor):
             )
 
     def payload_bytes(self, n: int) -> int:
-        """Return the payload size of ``n`` values in bytes: header, block scales and 4-bit codes."""
         return HEAD_BYTES + 4 * -(-n // self.block) + packed_bytes(n, BITS) if n else 0
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:

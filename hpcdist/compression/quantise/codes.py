@@ -32,10 +32,8 @@ def packed_bytes(n: int, bits: int) -> int:
 
 @jit
 def pack(codes: Any, count: Any, bits: Any, packed: Any) -> None:
-    """Pack the first ``count`` codes of the uint8 array ``codes`` into the bytes ``packed``, ``bits`` bits per code.
-
-    For compiled kernels.
-    """
+    """Pack the first ``count`` elements of uint8 ``codes`` into the bytes ``packed``, ``bits`` bits per code."""
+    # For compiled kernels.
     # Indices start at 0, and each width has its own loop: possibly negative indices and variable shifts would prevent
     # vectorisation.
     stride = packed.size
@@ -104,7 +102,7 @@ _STEP: Final = np.float32(2.0**-24)
 
 @jit
 def unit(word: Any) -> Any:
-    """Return a float32 in [0, 1) from the upper 24 bits of a random uint32 ``word``. Callable from compiled kernels."""
+    """Return a float32 in [0, 1) made from the upper 24 bits of a random uint32 ``word``. For compiled kernels."""
     return np.float32(np.float32(np.int32(np.uint32(word >> _SHIFT))) * _STEP)
 
 
@@ -143,10 +141,8 @@ def largest(values: Any) -> Any:
 
 @jit
 def folded(sums: Any) -> Any:
-    """Return the sum of the float64 array ``sums``, which is overwritten. The size must be a power of two.
-
-    Callable from compiled kernels.
-    """
+    """Return the sum of the float64 array ``sums``, which is overwritten. The size must be a power of two."""
+    # For compiled kernels.
     half = sums.size // 2
     while half:
         high = sums[half : 2 * half]
@@ -171,10 +167,8 @@ def norm(values: Any, squares: Any) -> Any:
 
 @jit
 def lift_of(scale: Any) -> Any:
-    """Return the power of two f for which 1 / (f * ``scale``) does not overflow in float32, or 0 if ``scale`` is 0.
-
-    Callable from compiled kernels.
-    """
+    """Return the power of two f for which 1 / (f * ``scale``) does not overflow in float32, or 0 if ``scale`` is 0."""
+    # For compiled kernels.
     if scale == _ZERO:
         return _ZERO
     return _UP if scale < _SMALL else _ONE
@@ -192,7 +186,7 @@ def inverse_of(scale: Any, levels: Any) -> Any:
 def scales_arrays(rows: Array, kind: int, width: int) -> Array:
     """Return the float32 scale of each row of ``rows``, of shape (blocks, values), on the host or a GPU.
 
-    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm).
+    ``kind``: MAXIMUM (largest magnitude) or NORM (2-norm). ``width``: a power of two, at least the row length.
     """
     xp = namespace(rows)
     if kind == MAXIMUM:
@@ -214,7 +208,8 @@ def folded_arrays(sums: Array) -> Array:
 
 
 def lifts_arrays(scales: Array, levels: int) -> tuple[Array, Array]:
-    """Return two float32 factors for each scale, whose product maps the block's values to [-levels, levels]."""
+    """Return two float32 factors per scale. Multiplying values by both maps [-scale, scale] to [-levels, levels]."""
+    # Callers multiply by one factor after the other, because the product could overflow.
     xp = namespace(scales)
     lift = xp.where(scales == _ZERO, _ZERO, xp.where(scales < _SMALL, _UP, _ONE)).astype(np.float32)
     reached = xp.where(scales == _ZERO, _ONE, scales * lift)

@@ -54,7 +54,7 @@ def places(sizes_bytes: list[int]) -> list[Range]:
 class OneBitAdam:
     """State of 1-bit Adam for ``n`` elements on rank ``rank`` of ``ranks`` ranks. All methods are local.
 
-    A warm-up step calls `warm`; `freeze` ends the warm-up. Keyword-only ``compressor``: by default `SignSgd`.
+    ``moments``: decay rates. A warm-up step calls `warm`; `freeze` ends the warm-up.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class OneBitAdam:
         self.server_error: Array = backend.zeros(self.own.size, real, on)
 
     def warm(self, gradient: Array) -> None:
-        """Update both moments with the reduced ``gradient`` of shape (n,), then overwrite it with the Adam step."""
+        """Update both Adam moments with the reduced ``gradient``, then overwrite ``gradient`` with the Adam step."""
         self._check(gradient, frozen=False)
         self.count += 1
         beta1, beta2 = self.moments.beta1, self.moments.beta2
@@ -93,7 +93,8 @@ class OneBitAdam:
         run(gradient, self.m, self.v, *map(np.float32, scalars))
 
     def freeze(self) -> None:
-        """End the warm-up: fix the bias-corrected variance, with a lower limit. Needs at least one warm-up step."""
+        """End the warm-up: from now on, the variance does not change. Needs at least one warm-up step."""
+        # The variance is bias-corrected, with a lower limit.
         if self.is_frozen or not self.count:
             raise UsageError(
                 f"1-bit Adam: freeze() was called {'a second time' if self.is_frozen else 'without a variance'}, after "
@@ -107,10 +108,8 @@ class OneBitAdam:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Undo `freeze` in a job of one rank: the variance can change again, and warm-up steps follow.
-
-        The compression errors are added to the momentum and set to 0.
-        """
+        """Undo `freeze` in a job of one rank: the variance can change again, and warm-up steps follow."""
+        # The compression errors are added to the momentum and set to 0.
         assert self.is_frozen and self.ranks == 1, "with several ranks, the errors must be sent, not added to m"
         self.v *= np.float32(1 - self.moments.beta2**self.count)
         self.m += self.worker_error
@@ -129,25 +128,17 @@ class OneBitAdam:
         run(gradient, self.m, self.v, self.worker_error, beta1, np.float32(1 - self.moments.beta1))
 
     def encode_worker(self, owner: int, payload: Array, key: RandomKey) -> None:
-        """Compress the local momentum in the chunk that rank ``owner`` owns, and write the result to ``payload``.
-
-        ``key``: random stream of the compressor.
-        """
+        """Compress this rank's momentum in rank ``owner``'s chunk into ``payload``. ``key``: random stream."""
         # The compression error stays in `worker_error`, and is added to the momentum of the next step.
         self._encode(self.worker_error[self.chunks[owner].slice], payload, key)
 
     def add_worker(self, payload: Array) -> None:
-        """Add the decoded ``payload``, divided by the number of ranks, to the mean momentum in this rank's chunk.
-
-        ``payload`` is the result of a rank's `encode_worker` for this chunk.
-        """
+        """Add ``payload``, a rank's `encode_worker` result, divided by the number of ranks, to the mean momentum."""
         self.compressor.add(payload, self.server_error, 1 / self.ranks)
 
     def encode_server(self, payload: Array, key: RandomKey) -> None:
-        """Compress the mean momentum of the chunk that this rank owns, and write the result to ``payload``.
-
-        The compression error is kept for the next step. ``key`` is the compressor's random stream.
-        """
+        """Compress the mean momentum of the chunk that this rank owns into ``payload``. ``key``: random stream."""
+        # The compression error is kept for the next step.
         run = _mask_ufuncs if is_device(self.v) else _mask
         run(self.server_error, self.v[self.own.slice])
         self._encode(self.server_error, payload, key)

@@ -46,7 +46,6 @@ class SignSgd(DenseCompressor):
             raise ConfigurationError(f"unknown scale {self.scale!r} of signSGD; choose {MEAN} or {NORM}")
 
     def payload_bytes(self, n: int) -> int:
-        """Return the payload size of ``n`` values: 4 + ceil(n / 8) bytes, or 0."""
         return 4 + packed_bytes(n, 1) if n else 0
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:

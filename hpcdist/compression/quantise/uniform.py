@@ -47,12 +47,12 @@ _KEYLESS: Final = (0, 0, 0, 0, 0)
 
 
 def levels_of(bits: int) -> int:
-    """Return s = 2^(bits - 1) - 1. Quantised values are -s to s, and their codes are 1 to 2 s + 1."""
+    """Return the largest quantised value s = 2^(bits - 1) - 1. Values are -s to s, their codes 1 to 2 s + 1."""
     return (1 << (bits - 1)) - 1
 
 
 class BlockCompressor(DenseCompressor):
-    """Base class of quantisers to codes of ``bits`` bits, with one scale per ``width`` values.
+    """Base class of quantisers to codes of ``bits`` bits. Each group of ``width`` values shares a scale.
 
     ``scaling`` selects the scale: the largest magnitude or the 2-norm of these values.
     """
@@ -66,7 +66,6 @@ class BlockCompressor(DenseCompressor):
         raise NotImplementedError
 
     def payload_bytes(self, n: int) -> int:
-        """Return the payload size of n values in bytes: float32 scales, and packed codes."""
         return 4 * -(-n // self.width) + packed_bytes(n, self.bits)
 
     def _parts(self, payload: Array, n: int) -> tuple[Array, Array]:

@@ -20,10 +20,8 @@ MOST_ELEMENTS: Final = (1 << 31) - 1  # the largest count that int32 indices rea
 
 @functools.lru_cache(maxsize=1 << 12)
 def count_of(n: int, density: float) -> int:
-    """Return the number of elements to send of ``n`` elements: max(1, ceil(density n)), or 0 if ``n`` is 0.
-
-    Raises UsageError if ``n`` is too large for int32 indices.
-    """
+    """Return the number of elements to send of ``n`` elements: max(1, ceil(density n)), or 0 if ``n`` is 0."""
+    # Raises UsageError if `n` is too large for int32 indices.
     if n > MOST_ELEMENTS:
         raise UsageError(
             f"a tensor of {n} elements has more than {MOST_ELEMENTS} elements, too many for int32; encode pieces"

@@ -25,13 +25,17 @@ WARMUP_STAGES: Final = 4
 
 
 def density_at(stage: int, final: float) -> float:
-    """Return the fraction of elements to send in warm-up stage ``stage``: 1/4, 1/16, ..., but at least ``final``."""
+    """Return the fraction of elements to send in warm-up stage number ``stage``: 1/4, 1/16, ..., at least ``final``."""
     coo.check_density(final)
     return max(final, 0.25 ** (stage + 1)) if stage < WARMUP_STAGES else final
 
 
 def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
-    """Return the factor, at most 1, that clips a gradient norm to ``limit`` / sqrt(``ranks``). 0 means no limit."""
+    """Return the factor, at most 1, that reduces a gradient norm to ``limit`` / sqrt(``ranks``).
+
+    ``norm_squared``: square of the norm. ``limit`` 0 means no limit.
+    """
+    # `norm_squared` is the square of the norm. `limit` 0 means no limit.
     if ranks < 1 or limit < 0 or not 0 <= norm_squared < float("inf"):
         raise UsageError(
             f"clipping got a squared norm of {norm_squared}, a limit of {limit} and {ranks} ranks; pass a finite "
@@ -43,9 +47,9 @@ def clip_factor(norm_squared: float, limit: float, ranks: int) -> float:
 
 
 class DeepGradientCompression:
-    """State of deep gradient compression for one tensor of ``n`` elements: velocity and unsent values.
+    """State of deep gradient compression for a tensor of ``n`` elements: velocity and unsent values.
 
-    Keyword-only ``held``: existing float32 arrays to use for the two states, instead of new arrays.
+    Keyword-only ``held``: existing arrays to use for both states, instead of new arrays.
     """
 
     def __init__(
@@ -66,10 +70,7 @@ class DeepGradientCompression:
         self.velocity, self.unsent = held or [backend.zeros(n, np.dtype(np.float32), on) for _ in range(2)]
 
     def accumulate(self, gradient: Array, scale: float = 1.0) -> None:
-        """Add ``scale`` times the float32 ``gradient``, of shape (n,), to the velocity and the unsent values.
-
-        ``gradient`` does not change.
-        """
+        """Add ``scale`` times the float32 ``gradient``, of shape (n,), to the velocity and the unsent values."""
         if gradient.dtype != np.float32 or gradient.shape != self.velocity.shape:
             raise UsageError(
                 f"got a {gradient.dtype} gradient of shape {gradient.shape}; pass a float32 gradient of shape "
@@ -81,10 +82,7 @@ class DeepGradientCompression:
         run(self.velocity, self.unsent, gradient, real(self.momentum), real(scale), self.nesterov)
 
     def encode(self, payload: Array) -> None:
-        """Write the k largest unsent values to ``payload``, and set these unsent values to 0.
-
-        ``payload`` has 8 bytes per value.
-        """
+        """Write the k largest unsent values to ``payload`` (8 bytes per value), and set these unsent values to 0."""
         topk.select(self.unsent, payload)
         coo.clear(payload, self.unsent)
         # momentum factor masking

@@ -46,7 +46,6 @@ class RandomK(Compressor):
         coo.check_density(self.density)
 
     def payload_bytes(self, n: int) -> int:
-        """Return the payload size in bytes: 16 + 4 k for k sent of ``n`` values, or 0 if ``n`` is 0."""
         return HEADER_BYTES + 4 * coo.count_of(n, self.density) if n else 0
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:

@@ -39,7 +39,6 @@ class TopK(Compressor):
         coo.check_density(self.density)
 
     def payload_bytes(self, n: int) -> int:
-        """Return the payload size in bytes: 8 k for k sent of ``n`` values."""
         return coo.ENTRY_BYTES * coo.count_of(n, self.density)
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
@@ -52,7 +51,6 @@ class TopK(Compressor):
         coo.add(payload, out, factor)
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Fill ``payload`` with NaN values, so that every rank that decodes it gets NaN."""
         coo.indices(payload)[...] = namespace(payload).arange(payload.size // coo.ENTRY_BYTES, dtype=np.int32)
         coo.values(payload)[...] = np.float32(np.nan)
 

@@ -32,7 +32,7 @@ class Logits(nn.Module):
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of next-token prediction."""
+    """Return the mean cross entropy of ``logits`` and the next tokens ``targets``."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -32,9 +32,9 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return bounds of the update times of an energy counter: pairs of arrays (earliest, latest), in ns.
 
-    ``update_s``: expected period, or NaN. Each pair is one possible sequence of updates.
+    ``seen_ns[i]``: time of the first reading after update i. ``before_ns[i]``: time of the preceding reading.
+    ``update_s``: expected seconds between updates, or NaN. Each pair is one possible sequence of updates.
     """
-    # The reading at `seen_ns[i]` was the first after update i. The preceding reading was at `before_ns[i]`.
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
     if not (expected > 0 and span > 0):
@@ -98,7 +98,7 @@ TIMEOUT_NS: Final = 60_000_000_000  # limit of the wait for a rank or source tha
 
 @dataclass(frozen=True)
 class CounterSamples:
-    """New samples of one energy counter. `Attribution.add` ignores repeated samples."""
+    """New samples of one energy counter, with their times. `Attribution.add` ignores repeated samples."""
 
     name: str
     kind: str
@@ -272,7 +272,7 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return the energy of one counter in each phase, as {phase name: result}, from least squares ``sums``.
+    """Return {phase name: result} for one energy counter. ``sums``: least squares sums over its intervals.
 
     A result has "joules", "error_j" (standard error), "seconds" and "reason" (explanation of unreliable joules).
     """

@@ -32,7 +32,7 @@ MIN_LOSSES: Final = 5  # in this average
 
 @dataclass(frozen=True)
 class SourceHistory:
-    """Energy of one source in one start of a run."""
+    """Joules of one energy source over time, from a first start or restart of a run."""
 
     node: int  # index
     kind: str
@@ -51,9 +51,9 @@ class SourceHistory:
 
 @dataclass(frozen=True)
 class StartHistory:
-    """Energy histories of all energy sources during one launch (first start or restart) of a run.
+    """Energy histories of all energy sources from one first start or restart of a run.
 
-    The attribute ``courses`` has the history of each source. ``session`` is the index of the launch.
+    ``courses``: history of each source. ``session``: number of the start or restart, from 0.
     """
 
     session: int
@@ -220,10 +220,12 @@ def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissi
 def over_time(
     edges_s: np.ndarray, g_per_kwh: np.ndarray, begins_s: np.ndarray, ends_s: np.ndarray, joules: np.ndarray
 ) -> tuple[float, float, float]:
-    """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in some time intervals.
+    """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in time intervals.
 
-    The results are NaN if an interval is outside of ``edges_s``.
+    The energy is ``joules[i]`` from ``begins_s[i]`` to ``ends_s[i]``. The intensity is ``g_per_kwh[j]`` from
+    ``edges_s[j]`` to ``edges_s[j + 1]``. The results are NaN if an interval is outside of ``edges_s``.
     """
+    # The power is constant in an interval.
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
     # Interval i used `joules[i]` at constant power. The intensity is g_per_kwh[j] from edges_s[j] to edges_s[j + 1].
@@ -268,7 +270,7 @@ def to_target(
 ) -> EnergyToTarget:
     """Return the interpolated step, seconds and joules at which the smoothed loss first reached the loss ``target``.
 
-    Arrays have one element per step. ``seconds``, ``joules``: until the step's end.
+    ``steps``, ``losses``: one element per step. ``seconds``, ``joules``: totals until the end of each step.
     """
     is_finite = np.isfinite(losses)
     steps, losses, seconds, joules = (values[is_finite] for values in (steps, losses, seconds, joules))
@@ -329,11 +331,11 @@ def figures(
 
 
 def joules_per_part(joules: float, parts: float) -> float | None:
-    """Return ``joules`` / ``parts`` (steps, samples or tokens), or None if a number is unknown or ``parts`` is 0."""
+    """Return ``joules`` / ``parts`` (number of steps, samples or tokens), or None if it is unknown."""
     return json_number(joules / parts) if parts and parts > 0 else None
 
 
 def rates(training_j: float, steps: float, samples: float, tokens: float) -> dict[str, float | None]:
-    """Return ``training_j``, the joules of training, per step, sample and token: a dict, with None if unknown."""
+    """Return joules per step, sample and token: a dict, with None if unknown. ``training_j``: total joules."""
     names: Sequence[tuple[str, float]] = (("j_per_step", steps), ("j_per_sample", samples), ("j_per_token", tokens))
     return {name: joules_per_part(training_j, parts) for name, parts in names}

@@ -29,10 +29,8 @@ def solve(
 ) -> NnlsSolution:
     """Return the x >= 0 with the smallest |A x - y|, and the covariance of x. Local.
 
-    ``gram``: A^T A. ``right``: A^T y. ``square``: |y|^2. ``rows``: rank of A.
+    ``gram``: A^T A. ``right``: A^T y. ``square``: |y|^2. ``rows``: rank of A. ``penalty`` P: also minimise x^T P x.
     """
-    # The penalty P, positive semidefinite, adds x^T P x to |A x - y|^2.
-    # `rows` is the number of independent rows of A.
     whole = gram if penalty is None else gram + penalty
     # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
     scale = 1 / np.sqrt(np.maximum(np.diag(whole), np.finfo(np.float64).tiny))
@@ -132,10 +130,7 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 
 
 class SensorShift:
-    """Delays for the next ``steps`` training steps, so that a power sensor sees all parts of a step equally often.
-
-    The delays spread the starts of the steps evenly over the sensor's update period.
-    """
+    """Delays for the next ``steps`` training steps, so that a power sensor sees all parts of a step equally often."""
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:
         self.slots = 1 if sensor.seen_share >= 1 else math.ceil(2 * sensor.update_s / sensor.window_s)
@@ -143,11 +138,8 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to delay the next step. Local.
-
-        The delays distribute the start times of steps evenly over the sensor's period. Call once per step, with the
-        present monotonic time ``now_ns``.
-        """
+        """Return the seconds to delay the next step. Call once per step, with the monotonic time ``now_ns``. Local."""
+        # The delays distribute the start times of steps evenly over the sensor's period.
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)
         at = (slot + ahead) % self.slots

@@ -39,7 +39,7 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
 
 
 class RankPhases:
-    """Disjoint time spans of one rank in training phases. Spans outside ``since_ns`` to ``until_ns`` may be missing."""
+    """Disjoint time spans of one rank, each in a training phase. Only ``since_ns`` to ``until_ns`` is complete."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)
@@ -67,7 +67,7 @@ class RankPhases:
             self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
 
     def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the seconds in each phase before each of the times ``moments_ns``: array of shape (times, phases).
+        """Return the cumulative seconds in each phase at the times ``moments_ns``: array of shape (times, phases).
 
         The origin is arbitrary: only the difference of two rows has a meaning.
         """
@@ -133,13 +133,11 @@ def job_activities(
     reason: str | None,
     earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the energy of each activity of a job, such as communication.
+    """Return the energy of each activity of a job: dicts ``joules``, ``error_j``, ``seconds``, ``reason`` by activity.
 
-    Return the dicts ``joules``, ``error_j``, ``seconds`` and ``reason`` by activity. ``rows``: `Attribution.rows` of
-    all nodes.
+    ``rows``: `Attribution.rows` of all nodes. ``kinds``: kinds of energy sources to include. ``training_j``: joules
+    since the last start, or NaN for the given ``reason``. ``earlier``: `activities_state` before this start, or None.
     """
-    # `training_j` and `earlier` (result of `activities_state`) are from after and before the last start or resume.
-    # `training_j` is NaN for the reason `reason`.
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in activities.values())
     scale = training_j / whole if whole > 0 else math.nan

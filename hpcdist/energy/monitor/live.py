@@ -21,7 +21,7 @@ class MeanPower:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts (NaN: unknown) of ``sources`` sources. ``drained``: samples since the last call."""
+        """Return the mean watts of sources 0 to ``sources`` - 1, or NaN. ``drained``: samples since the last call."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(sources):
@@ -53,10 +53,7 @@ class LiveFigures:
                 self._bytes[row.node] = {name: float(last[column]) for name, column in DIRECTIONS.items()}
 
     def power(self) -> dict[str, float]:
-        """Return the job's watts by type of energy source, such as "gpu", summed over nodes.
-
-        The watts are NaN if a node cannot measure all energy of this type.
-        """
+        """Return {kind of energy source, such as "gpu": watts of all nodes}. NaN: not measured completely on a node."""
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)
         # Watts of whole nodes are a total only if all nodes have them.
         if not all(NODE in row.watts for row in self._rows):
@@ -69,7 +66,7 @@ class LiveFigures:
         }
 
     def utilisation(self) -> dict[str, float]:
-        """Return the utilisation (0 to 1) of each resource in `SHARES`, if known, averaged over time and nodes."""
+        """Return {resource: utilisation from 0 to 1} for the known resources in `SHARES`: mean over time and nodes."""
         shares = [row.drained.shares[:, : len(SHARES)] for row in self._rows if len(row.drained.looks)]
         if not shares:
             return {}

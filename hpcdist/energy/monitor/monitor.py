@@ -39,7 +39,7 @@ WINDOW: Final = "watched"
 
 @dataclass(frozen=True)
 class WatchInterval:
-    """Power in one interval of `EnergyWatch`: watts by source and by kind of source, the total, and utilisation."""
+    """Power in one interval of `EnergyWatch`: watts by source, by kind of source and in total; and the utilisation."""
 
     seconds: float
     watts: Mapping[str, float]
@@ -49,11 +49,10 @@ class WatchInterval:
 
 
 class EnergyWatch:
-    """Energy measurement of one machine until `finish`. Samples are appended to the file ``output``.
+    """Energy measurement of one machine until `finish`. Samples are appended to the file ``output``."""
 
-    Raises MissingCapabilityError if there is no energy source, and StorageError if ``output`` cannot be written at the
-    start.
-    """
+    # Raises MissingCapabilityError without an energy source, and StorageError if `output` cannot be written at the
+    # start.
 
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
         self.sources = open_node_sources(config, [_claim_visible()], computing=False)
@@ -75,7 +74,7 @@ class EnergyWatch:
         self._windows.enter(WINDOW, *_read_edge(self.sampler, self._windows))
 
     def missing(self) -> dict[str, str]:
-        """Return the kinds of energy that are not measured, each with the reason."""
+        """Return {kind of energy: reason why it is not measured}."""
         kinds = {counter.kind for counter in self.sources.counters}
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
@@ -183,9 +182,9 @@ def _no_synchronisation() -> None:
 
 
 class EnergyMonitor:
-    """Energy monitor between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
+    """Energy monitor of a job, from `start` to `stop`, or as a context manager. Collective construction over ``comm``.
 
-    The first rank of each node reads the node's sensors, and has the figures of all nodes in the attribute ``live``.
+    The first rank of each node reads the node's sensors. Its attribute ``live`` has the figures of all nodes.
     """
 
     def __init__(

@@ -53,8 +53,8 @@ def _to_stderr(message: str) -> None:
 class EnergySampler:
     """Background thread that reads the energy ``counters`` every ``interval_s`` seconds, from `start` to `stop`.
 
-    ``look()``, called every ``look_s`` seconds, returns the node's utilisation. ``tell(text)`` reports the failure of a
-    source.
+    ``look()``: called every ``look_s`` seconds, returns the node's utilisation. ``tell(text)``: reports a source's
+    failure.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class EnergySampler:
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return the indices of the counters that failed to measure energy since the last call of this method."""
+        """Return indices of the counters that failed to measure some energy since the last call of this method."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now

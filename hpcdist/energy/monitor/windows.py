@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class PhaseWindow:
-    """Time window of ``phase``. ``own_ns`` (duration) and ``mj`` (energy by source, or NaN) exclude nested windows."""
+    """Time window of ``phase``. Its duration ``own_ns`` and energies ``mj`` (by source) exclude nested windows."""
 
     phase: str
     begin_ns: int
@@ -49,7 +49,7 @@ class PhaseWindows:
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Add the time and energy since the last reading to the innermost open window. Arguments as in `enter`."""
+        """Add the time and energy since the last reading to the innermost open window. ``values``: see `enter`."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns
@@ -58,7 +58,7 @@ class PhaseWindows:
             self._attribute(source, value, inner)
 
     def forget(self, source: int) -> None:
-        """Mark the energy of ``source`` since the last read as unknown, because its counter missed some of it."""
+        """Mark the energy of source number ``source`` since the last read as unknown: its counter missed some."""
         self._last[source] = None
 
     def _attribute(self, source: int, value: int | None, inner: PhaseWindow | None) -> None:

@@ -126,10 +126,8 @@ class TemporaryLimits:
         self.in_force = tuple(knob.in_force() for knob, _ in self._wanted)
 
     def end(self) -> None:
-        """Restore the changed limits, and then remove the journal record.
-
-        Raises MissingCapabilityError if a limit cannot be restored, after restoring all other limits.
-        """
+        """Restore the changed limits, and then remove the journal record."""
+        # Raises MissingCapabilityError if a limit cannot be restored, after restoring all other limits.
         if os.getpid() != self._owner:
             return  # in a forked child: the limits belong to its parent
         failed: list[tuple[DeviceLimit, ChangedLimit]] = []
@@ -181,7 +179,7 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
 def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) -> None:
     """Raise MissingCapabilityError if this process may not change one of the device limits ``knobs``. Local.
 
-    ``folder`` is for journal records, which the check writes and removes.
+    ``folder``: directory in which the check writes and removes a journal record.
     """
     with limited([(knob, None) for knob in knobs], folder):
         pass
@@ -197,7 +195,8 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
 
 
 def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLimit]) -> None:
-    """Raise MissingCapabilityError if the journal ``records`` list a device limit that is also in ``changes``."""
+    """Raise MissingCapabilityError if the journal ``records`` have a limit of the planned ``changes``."""
+    # Another process has changed it, and has not restored it.
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]

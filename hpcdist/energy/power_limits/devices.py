@@ -39,23 +39,23 @@ class DeviceLimit(Protocol):
     per_unit: int  # driver units per ``unit``
 
     def allowed(self) -> LimitRange:
-        """Return the range that the device allows for this limit. Raises MissingCapabilityError if unsupported."""
+        """Return the range of values that the device accepts. Raises MissingCapabilityError if it has no such limit."""
 
     def now(self) -> int | None:
-        """Return the present limit in the driver's unit, or None. Raises MissingCapabilityError if reading it fails."""
+        """Return the current limit in the driver's unit, or None if unknown. Raises MissingCapabilityError."""
 
     def in_force(self) -> float | None:
         """Return the limit that the device enforces, in W or MHz, or None if this is not readable."""
 
     def put(self, value: int | None) -> None:
-        """Set the limit to ``value`` in driver units; None removes it. Raises MissingCapabilityError if this fails."""
+        """Set the limit to ``value`` in the driver's unit, or remove it (None). Raises MissingCapabilityError."""
 
     def cure(self, value: int | None) -> str:
         """Return the shell command by which a user can set this limit to ``value``."""
 
 
 def check_value(knob: DeviceLimit, value: float) -> None:
-    """Raise ConfigurationError if ``value``, in W or MHz, is outside of the range that the limit ``knob`` allows."""
+    """Raise ConfigurationError if ``value``, in W or MHz, is outside of the range of the device limit ``knob``."""
     allowed = knob.allowed()
     if allowed.values and value not in allowed.values:
         nearest = min(allowed.values, key=lambda choice: abs(choice - value))
@@ -138,7 +138,6 @@ class GpuPowerLimit(_GpuLimit):
         return LimitRange(least / self.per_unit, most / self.per_unit, default / self.per_unit)
 
     def now(self) -> int:
-        """Return the power limit in mW."""
         with self._explained():
             return int(self._nvml.nvmlDeviceGetPowerManagementLimit(self._handle))
 
@@ -158,10 +157,9 @@ class GpuPowerLimit(_GpuLimit):
 
 
 class GpuClockLimit(_GpuLimit):
-    """Limit that locks the clock of a GPU to one frequency (nvmlDeviceSetGpuLockedClocks).
+    """Limit that locks the clock of a GPU to one frequency (nvmlDeviceSetGpuLockedClocks)."""
 
-    The driver does not report an earlier lock, so clocks are unlocked at the end.
-    """
+    # The driver does not report an earlier lock, so clocks are unlocked at the end.
 
     kind, unit, per_unit, what = GPU_CLOCK, "MHz", 1, "clock"
 
@@ -204,9 +202,9 @@ GPU_LIMIT_KINDS: Final[Mapping[str, Callable[[str], DeviceLimit]]] = {
 
 
 def gpu_limits(driver: nvml.NvmlDriver, uuids: Sequence[str], kind: str) -> list[DeviceLimit]:
-    """Return the limits of the given ``kind`` (power or clock) of the GPUs ``uuids``. Raises MissingCapabilityError.
+    """Return the limits of the GPUs with these ``uuids``. ``kind``: type of limit, power or clock.
 
-    ``driver`` must stay open while the limits are used.
+    ``driver`` must stay open while the limits are used. Raises MissingCapabilityError.
     """
     partitioned = {gpu.uuid for gpu in driver.gpus() if gpu.partitioned}
     for uuid in uuids:
@@ -261,7 +259,6 @@ class CpuPowerLimit:
         return LimitRange(most=int(most) / self.per_unit if most.isdecimal() and int(most) else None)
 
     def now(self) -> int:
-        """Return the power limit in microwatts."""
         try:
             return int(self._limit.read_text())
         except FileNotFoundError:

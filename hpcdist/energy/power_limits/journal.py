@@ -29,7 +29,7 @@ RESTORE_COMMAND: Final = "python -m benchmarks power --restore"
 
 @dataclass(frozen=True)
 class ChangedLimit:
-    """Changed limit of one device, in the unit of its driver.
+    """Limit of a device that a process has changed, in the unit of the device's driver.
 
     ``before``: limit before the change, or None if unreadable. ``place``: RAPL directory, or "" for a GPU.
     """
@@ -104,7 +104,7 @@ def locked_journal(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = None) -> Path:
-    """Write a journal record of power limit ``changes``, and return its path. Raises StorageError.
+    """Write a journal record of the limit ``changes``, and return its path. Raises StorageError.
 
     The record is the file ``path``, or a new file in ``folder`` if ``path`` is None.
     """
@@ -130,7 +130,7 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
 
 
 def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
-    """Return the journal records in ``folder``, the oldest first, and a message for each unreadable file."""
+    """Return a list of the journal records in ``folder``, oldest first, and a list of messages on unreadable files."""
     readable, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -29,7 +29,7 @@ def read_text(path: str | Path) -> str:
 
 
 def unreadable_reason(path: str | Path, error: Exception) -> str:
-    """Return the reason why ``path`` could not be read. For missing permissions, it includes the command to run."""
+    """Return the reason why ``path`` could not be read. If permission is missing, it includes the command to run."""
     if isinstance(error, PermissionError):
         return f"{path} may be read by root only; ask the site to let users read it (chmod a+r {path})"
     return f"{path} cannot be read: {error}"
@@ -46,12 +46,12 @@ class SensorReadError(Exception):
 
 
 class CounterResetError(SensorReadError):
-    """A counter was reset: the difference between the readings before and after the reset is meaningless."""
+    """A counter was reset, so the difference to an earlier reading is meaningless."""
 
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Properties of an energy source that limit the meaning of its joules."""
+    """Properties of an energy source, such as the device model, that limit the meaning of its joules."""
 
     model: str = ""  # name of the device
     ranks: int = 0  # number of this job's ranks that use the device; 0: it belongs to the whole node
@@ -76,7 +76,7 @@ class EnergyCounter(Protocol):
         ...
 
     def read(self) -> int:
-        """Return the value of the counter, in counts. Raises SensorReadError. Local."""
+        """Return the value of the counter. ``per_mj`` counts are one mJ. Raises SensorReadError. Local."""
         ...
 
     def power_mw(self) -> int | None:
@@ -96,7 +96,7 @@ class NoPowerReading:
 
 @dataclass
 class UpdateInterval:
-    """Estimate of the time between two updates of a counter, from frequent readings. The estimate is an upper bound."""
+    """Estimate, from frequent readings, of the time between two updates of a counter. It is an upper bound."""
 
     _began_ns: int | None = None
     _value: int = 0
@@ -104,7 +104,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Update the estimate by the counter reading ``value`` at time ``now_ns``, until the estimate is final."""
+        """Update the estimate with the counter reading ``value`` at time ``now_ns``, unless the estimate is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -196,7 +196,7 @@ class CounterReader:
         self._raw, self._read_ns = raw, now_ns
 
     def explain(self) -> str:
-        """Return a description of this source's failures, or "" if it had no failure."""
+        """Return a text on the failed reads of this source, or "" if no read failed."""
         if self.lost:
             return f"{self.name}: {self.lost}"
         if self.gaps:
@@ -213,7 +213,7 @@ BRIDGED_INTERVALS: Final = 2.5  # one read may be missed
 
 
 class IntegratedPower:
-    """Energy counter of a GPU in pJ: the integral of ``power_mw`` readings. ``about``: properties of the GPU."""
+    """Energy counter of a GPU in pJ: the integral of ``power_mw()``, the power in mW. ``about``: its properties."""
 
     kind = "gpu"
     per_mj = 10**9

@@ -19,7 +19,7 @@ NO_GPU: Final = f"the job computes on the CPU, and {nvml.VISIBLE} names no GPU"
 
 @dataclass(frozen=True)
 class GpuClaim:
-    """UUIDs of the GPUs that one rank uses, or the ``reason`` why they are unknown. ``process``: the rank's process."""
+    """UUIDs of the GPUs that a rank uses, or the ``reason`` why they are unknown. ``process``: the rank's process."""
 
     gpus: tuple[str, ...] = ()
     reason: str = ""
@@ -50,7 +50,7 @@ def claim_gpus(
 ) -> GpuClaim:
     """Return the GPUs that this rank uses, or the reason why these GPUs are unknown. Local.
 
-    ``bus_id``: PCI address of the rank's GPU, or None for the CPU.
+    ``bus_id``: PCI address of the rank's GPU, or None for the CPU. ``process``: copied to the result.
     """
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
     if not needs_gpus or (bus_id is None and nvml.VISIBLE not in environment):
@@ -157,9 +157,9 @@ MODEL_NOTE: Final = (
 
 
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return one dict for each energy source of this machine, readable or not.
+    """Return one dict for each energy source of this machine, including unreadable sources.
 
-    Keys: ``kind``, ``name``, ``readable``, ``reason`` (None if readable), and for GPUs ``model``, ``held`` and others.
+    Keys: ``kind``, ``name``, ``readable``, ``reason`` (None if readable), and more for GPUs.
     """
     rows: list[dict[str, Any]] = []
     try:

@@ -33,7 +33,8 @@ def cuda_visible(
 ) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, in this order, or () if the variable is unset.
 
-    ``parent(instance)``: UUID of a MIG instance's GPU. Raises MissingCapabilityError for an ambiguous index.
+    ``gpus``: GPUs of the node. ``parent(instance)``: UUID of the GPU that contains a MIG instance. Raises
+    MissingCapabilityError for an ambiguous index.
     """
     # As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list. An index is
     # ambiguous if CUDA may number the GPUs in another order than NVML.
@@ -231,15 +232,16 @@ class NvmlDriver:
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:
-        """Return the properties of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError."""
+        """Return the properties of the GPU ``uuid``. ``ranks``: number of ranks that use it."""
+        # Raises MissingCapabilityError.
         gpu = self._look_up(uuid)[1]
         shared = f"shared by {ranks} ranks" if ranks > 1 else ""
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
 
     def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> EnergyCounter:
-        """Return the energy counter of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError.
+        """Return the energy counter of the GPU ``uuid``. ``ranks``: number of ranks that use it.
 
-        ``interval_s``: seconds between power readings of a GPU without energy counter.
+        ``interval_s``: seconds between power readings of a GPU without energy counter. Raises MissingCapabilityError.
         """
         # A GPU in MIG mode has one counter for all its instances. GPUs before Volta have no counter.
         handle, gpu = self._look_up(uuid)

@@ -26,7 +26,7 @@ PARTS: Final = (("cpu", "cpu_energy", "cpu_power"), ("dram", "memory_energy", "m
 
 
 class PmCounterFiles:
-    """Counter files of a Cray node, read as one snapshot. ``capped`` becomes True when the power cap changes."""
+    """Counter files of a Cray node, read at the same moment. ``capped`` becomes True when the power cap changes."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._directory, self._clock_ns = directory, clock_ns
@@ -39,7 +39,7 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add counter files to the snapshot. The positional arguments are file names."""
+        """Add the counter files with these names (``*files``) to the files that are read."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
@@ -96,7 +96,9 @@ class PmCounterFiles:
 
 
 class PmCounter:
-    """Counter of a Cray node, in uJ. Its wrap value is unknown, so a counter that decreases is no longer read."""
+    """Energy counter of a Cray node, in uJ. After a decrease, it is no longer read."""
+
+    # Its wrap value is unknown.
 
     per_mj = 1000
     span: int | None = None

@@ -34,7 +34,7 @@ def power_w(tdp_w: float, idle_fraction: float, utilisation: float) -> float:
 
 
 def busy_seconds(line: str, ticks: float) -> tuple[float, float]:
-    """Return the busy and total processor seconds in a ``line`` of /proc/stat, which counts ``ticks`` per second."""
+    """Return (busy, total) processor seconds in ``line`` of /proc/stat. ``ticks``: clock ticks per second."""
     values = [int(word) for word in line.split()[1 : 1 + _COUNTED]]
     idle = sum(values[column] for column in _IDLE if column < len(values))
     return (sum(values) - idle) / ticks, sum(values) / ticks
@@ -83,9 +83,9 @@ class TdpProcessors(NoPowerReading):
 def tdp_gpu(
     sensor: GpuSensor, about: SourceInfo, tdp_w: float, idle_fraction: float, interval_s: float
 ) -> IntegratedPower:
-    """Return an energy counter that models a GPU with the formula of `power_w`. ``sensor`` reads its utilisation.
+    """Return an energy counter that models a GPU: ``tdp_w`` watts if busy, ``idle_fraction`` of it if idle.
 
-    ``about`` has the properties of the GPU. The caller reads the counter every ``interval_s`` seconds.
+    ``sensor``: reads the GPU's utilisation. ``about``: its properties. ``interval_s``: seconds between two reads.
     """
     declared = SourceInfo(about.model, about.ranks, note=about.note, declared=True)
 
@@ -102,7 +102,7 @@ _SENT: Final = 8
 
 
 class NetworkCounters:
-    """Counters of the bytes over all network interfaces of this node since construction. Local."""
+    """Sent and received bytes over all network interfaces of this node since construction. Local."""
 
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
         self._dev, self._sys = proc / "net" / "dev", sys
@@ -113,10 +113,8 @@ class NetworkCounters:
         self.read()
 
     def read(self) -> tuple[int, int] | None:
-        """Return the bytes sent and received since construction, or None if no interface is readable. Local.
-
-        If a counter was reset, for example after a port went down, counting continues from its new value.
-        """
+        """Return the bytes sent and received since construction, or None if no interface is readable. Local."""
+        # If a counter was reset, for example after a port went down, counting continues from its new value.
         now = self._counters()
         if not now:
             return None
@@ -203,7 +201,10 @@ def _space() -> str:
 
 
 class NodeUtilisation:
-    """Utilisation of a node's resources by the ranks' ``processes`` and ``gpus``."""
+    """Utilisation of a node's processors, memory, GPUs and network by the ranks.
+
+    ``processes``: processes of the ranks. ``gpus``: sensors of their GPUs.
+    """
 
     def __init__(
         self, processes: Sequence[RankProcess], gpus: Sequence[GpuSensor] = (), proc: Path = PROC, sys: Path = SYS

@@ -39,7 +39,7 @@ FUSED_THREADS: Final = 128
 
 
 def has_fused_kernel(like: Array) -> bool:
-    """Return True if the fused GPU kernels support arrays with the device and dtype of ``like``."""
+    """Return True if the fused GPU kernels support the device and dtype of the array ``like``."""
     return is_device(like) and FUSED_KERNELS.takes(like.dtype)
 
 
@@ -56,9 +56,9 @@ def fused_forward(
 ) -> None:
     """Write the attention of all query heads to y, of shape (batch, context, heads * head size), on a GPU.
 
-    ``kv``: None if ``qkv`` has keys and values.
+    ``kv``: None if ``qkv`` has keys and values. ``sums``, of shape (batch * heads, context), receives log2 of the
+    softmax sums. ``window``: sliding window in tokens, or 0. ``dropped``: dropout mask, or None.
     """
-    # `sums`, float32 of shape (batch * heads, context), receives log2 of each query's softmax sum.
     grid = heads.batch * heads.queries, -(-heads.context // FUSED_ROWS)
     numbers = _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
     FUSED_KERNELS.launch(
@@ -80,7 +80,7 @@ def fused_backward(
 ) -> None:
     """Write the gradients of ``inputs``, the pair (qkv, kv), to the pair of arrays ``gradients``, on a GPU.
 
-    dy: contiguous output gradient. ``dots``: result of `dots_of`. Pass the other arguments as to `fused_forward`.
+    ``dy``: contiguous output gradient. ``dots``: result of `dots_of`. Other arguments: as for `fused_forward`.
     """
     (qkv, kv), (dq, dkv) = inputs, gradients
     types, numbers = _fused_types(heads, dy), _fused_numbers(heads, qkv, kv, causal, window, dropped, documents)
@@ -153,6 +153,7 @@ class LocalAttention:
         """Return the attention, of shape (batch, context, width). Raises UsageError for invalid shapes.
 
         ``qkv``: contiguous, of shape (batch, context, 3 width), or only queries if keyword-only ``kv`` is passed.
+        ``saved``: storage for the backward pass.
         """
         assert causal or not window, "a sliding window needs causal attention"
         # `kv`, of shape (batch, context, 2 kv width), has keys and values; consecutive query heads then share a key
@@ -184,7 +185,7 @@ class LocalAttention:
     ) -> Array | tuple[Array, Array]:
         """Return the gradient of qkv, or of (queries, kv) if `forward` got the keyword ``kv``.
 
-        dy: contiguous output gradient. Keyword-only ``dots``: result of `dots_of`; required if `forward` got ``y``.
+        ``dy``: contiguous output gradient. ``saved``: from `forward`. Keyword-only ``dots``: result of `dots_of`.
         """
         if dots is None:
             dots = dots_of(dy, saved["attention.y"], saved["attention.head_size"], saved)
@@ -207,14 +208,14 @@ class LocalAttention:
 def keep_for_backward(
     saved: Saved, *, qkv: Array, kv: Array | None, head_size: int, dropped: Mask | None, causal: bool, window: int
 ) -> None:
-    """Store the keyword arguments, the inputs of an attention layer, in ``saved`` for `begin_backward`."""
+    """Store the keyword arguments (inputs of an attention layer) in ``saved``, for `begin_backward`."""
     seen = causal, window
     for name, value in {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "seen": seen}.items():
         saved.keep(f"attention.{name}", value)
 
 
 def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
-    """Return the sum of dy * y over each head's columns, for each token: a scratch array (batch * heads, tokens)."""
+    """Return the sum of dy * y over each head's columns: a scratch array (batch * heads, tokens) from ``saved``."""
     (batch, tokens, width), dtype = y.shape, accumulation_dtype(y.dtype)
     dots = saved.scratch("attention.dots", (batch * width // head_size, tokens), dtype)
     kernels.row_dots(dy, y, width // head_size, dots)
@@ -224,9 +225,10 @@ def dots_of(dy: Array, y: Array, head_size: int, saved: Saved) -> Array:
 def begin_backward(
     saved: Saved, *, keep: bool
 ) -> tuple[Heads, tuple[Array, Array | None, Array], tuple[Array, Array | None], tuple[bool, int], Mask | None]:
-    """Return values from ``saved``, and arrays for gradients, to start an attention backward pass.
+    """Return the values stored by `keep_for_backward`, and arrays for gradients, to start a backward pass.
 
-    Keyword-only ``keep``: False if the gradients may be scratch memory.
+    ``saved``: activations stored by the forward pass. Keyword-only ``keep``: False if the gradients may be scratch
+    memory.
     """
     qkv, kv, sums = (saved[f"attention.{key}"] for key in ("qkv", "kv", "sums"))
     take = saved.empty if keep else saved.scratch
@@ -243,7 +245,8 @@ def mask_of_heads(
 ) -> Mask | None:
     """Return the attention's dropout mask for this rank's heads, or None without dropout.
 
-    ``queries``: number of local heads. ``part``: (first local head, heads of the layer); None: all heads are local.
+    ``dropout``: rate. ``queries``: number of local query heads. ``context``: number of tokens. ``part``: (first local
+    head, heads of the layer), or None if all heads are local.
     """
     first_head, of_heads = part or (0, queries)
     layout = {"first_row": first_head * context, "groups": queries, "pitch": context}
@@ -283,7 +286,8 @@ Block: TypeAlias = tuple[int, int, int]  # first row, end row, token position of
 class TiledForward:
     """Attention forward pass that computes the scores in tiles of queries and keys. Local.
 
-    ``sums``: output array for the softmax maximum and sum of each query.
+    ``saved``: allocates scratch arrays. ``y``: output array. ``sums``: output array for the softmax maximum and sum of
+    each query. ``most``: largest number of keys that another rank sends at once, or 0.
     """
 
     def __init__(
@@ -312,7 +316,8 @@ class TiledForward:
     ) -> None:
         """Add the attention of a block of queries over the visible ``keys`` to the output array.
 
-        ``chunk``: samples and heads. ``rows``: (first query, end, token position of the first query).
+        ``chunk``: samples and heads. ``rows``: (first query, end, token position of the first query). ``dropped``:
+        dropout mask, or None.
         """
         (first, last, position), multiply, queries = rows, matmul, self._heads.queries
         count, size = chunk.pairs, self._heads.size
@@ -344,6 +349,7 @@ class TiledForward:
 
     def finish(self, chunk: HeadChunk, rows: Block) -> None:
         """Divide the output of the query block ``rows`` by its softmax sums. Call this after the last `block`."""
+        # Arguments as for `block`.
         first, last, _ = rows
         kernels.divide_by_totals(
             self._y, self._heads.queries, chunk.pair, first, chunk.pairs, last - first, self._total
@@ -395,7 +401,8 @@ class TiledBackward:
     ) -> None:
         """Write the gradients of a block of keys and values to ``gradients``, and add to the query gradients.
 
-        ``rows``: (first key, end, token position of the first key).
+        ``chunk``: samples and heads. ``rows``: (first key, end, token position of the first key). ``dropped``: dropout
+        mask.
         """
         (start, end, column), multiply, count, window = rows, matmul, chunk.pairs, self._window
         k, v = (chunk.of(view, keys.skipped)[..., start:end, :] for view in (keys.k, keys.v))

@@ -21,14 +21,14 @@ Tile: TypeAlias = tuple[int, int, int, int, bool]
 
 
 def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array, shrink: Array) -> None:
-    """Overwrite a tile of attention scores s with ``exp(scale (s - top))``, where ``top`` is the running row maximum.
+    """Overwrite a tile of attention scores s with ``exp(scale (s - top))``. Call this for a row's tiles in order.
 
-    Call this for the tiles of a row from left to right.
+    ``s``: scores of shape (heads, queries, keys). ``tile``: first row and visible keys. ``top``, ``total``: running
+    maximum and sum of each row. ``shrink``: receives exp(scale (old top - new top)), by which the caller must multiply
+    earlier output rows.
     """
-    # s has the shape (pairs, rows, columns): sample and head, query, key. Hidden keys become 0. `top` and `total`, of
-    # shape (all pairs, all rows), are the running maximum and sum of exponentials. `shrink`, of shape (pairs, rows),
-    # receives exp(scale (old top - new top)), by which the caller must multiply earlier output rows. The first tile
-    # leaves `shrink` unchanged.
+    # Hidden keys become 0. The shapes are (all pairs, all rows) of `top` and `total`, and (pairs, rows) of `shrink`. A
+    # pair is a sample and a head. The first tile leaves `shrink` unchanged.
     if is_device(s):
         _softmax_advance_device(s, tile, scale, top, total, shrink)
     else:
@@ -38,10 +38,10 @@ def softmax_advance(s: Array, tile: Tile, scale: float, top: Array, total: Array
 def softmax_gradient(s: Array, d: Array, tile: Tile, scale: float, top: Array, total: Array, dots: Array) -> None:
     """Overwrite attention scores s with probabilities p, and d, the gradient of p, with the gradient of s.
 
-    ``dots``: sum of p d over all keys of each query.
+    ``top``, ``total``: from `softmax_advance`. ``dots``: sum of p d over all keys of each query.
     """
     # s and d have the shape (pairs, rows, columns): sample and head, query, key. The gradient of s is scale p (d -
-    # dots). `top` and `total` are from `softmax_advance`. All three have the shape (all pairs, all rows).
+    # dots).
     if is_device(s):
         _softmax_gradient_device(s, d, tile, scale, top, total, dots)
     else:
@@ -133,9 +133,11 @@ for _softmax_dtype in SAMPLE_DTYPES:
 
 
 def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink: Array) -> None:
-    """Compute y <- ``shrink`` * y + ``part`` in place, for a block of heads and tokens of the attention output y."""
-    # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first + i, and to
-    # sample b and head h with b * heads + h = pair + p.
+    """Compute y <- ``shrink`` * y + ``part`` in place, for a block of heads and tokens of the attention output y.
+
+    ``heads``: number of heads. ``pair``, ``first``: number of the block's first (sample, head) pair and token.
+    """
+    # y has the shape (batch, context, heads * head size). part[p, i] and shrink[p, i] belong to token first + i.
     if is_device(y):
         _add_rows_device(part, 1, y, heads, pair, 0, first, True, shrink)
     else:
@@ -143,9 +145,11 @@ def rescale_add(part: Array, y: Array, heads: int, pair: int, first: int, shrink
 
 
 def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, rows: int, total: Array) -> None:
-    """Divide the attention output y by the softmax sums ``total``, for a block of heads and tokens."""
-    # y has the shape (batch, context, heads * head size). The block is total[pair : pair + pairs, first : first +
-    # rows], for `total` of shape (batch * heads, context).
+    """Divide a block of the attention output y, of shape (batch, context, columns), by its softmax sums.
+
+    The sums are ``total[pair : pair + pairs, first : first + rows]``: (sample, head) pairs and tokens. ``heads``:
+    number of heads.
+    """
     if is_device(y):
         size = y.shape[2] // heads
         n = pairs * rows * size
@@ -156,7 +160,10 @@ def divide_by_totals(y: Array, heads: int, pair: int, first: int, pairs: int, ro
 
 
 def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
-    """Write the sum of dy * y over each head's columns to ``out``, of shape (batch * heads, tokens)."""
+    """Write the sum of dy * y over each head's columns to ``out``, of shape (batch * heads, tokens).
+
+    ``heads``: number of heads in the columns of y.
+    """
     if is_device(y):
         batch, context, width = y.shape
         rows = batch * context * heads
@@ -168,10 +175,12 @@ def row_dots(dy: Array, y: Array, heads: int, out: Array) -> None:
 def accumulate(
     part: Array, groups: int, target: Array, heads: int, pair: int, column: int, first: int, add: bool
 ) -> None:
-    """Sum ``part`` over each group of query heads. Write the sums to ``target``, or add them if ``add``."""
-    # `part` has the shape (pairs * groups, rows, head size): `groups` consecutive query heads share a key head.
-    # `target` has the shape (batch, context, columns). Its `heads` key heads begin at `column`. Sum number p, row i,
-    # goes to token first + i, and to sample b and key head h with b * heads + h = pair + p.
+    """Sum ``part`` over groups of ``groups`` query heads. Write the sums to ``target``, or add them (``add`` True).
+
+    ``heads``: number of key heads in ``target``, from ``column`` on. ``pair``, ``first``: number of the first (sample,
+    key head) pair and token to write.
+    """
+    # `part` has the shape (pairs * groups, rows, head size), `target` (batch, context, columns).
     if is_device(target):
         _add_rows_device(part, groups, target, heads, pair, column, first, add, None)
     else:

@@ -41,7 +41,7 @@ class Heads:
         return self.shared * self.group
 
     def view(self, x: Array, part: int, *, of_queries: bool) -> Array:
-        """Return a view of array number ``part`` in the columns of x: queries, keys or values.
+        """Return a view of one of the arrays in the columns of x. ``part``: 0, 1 or 2 for queries, keys or values.
 
         Axes: samples, key heads, query heads per key head, tokens, columns of a head.
         """
@@ -57,7 +57,7 @@ class Heads:
         return 1 / math.sqrt(self.size)
 
     def most_pairs(self, like: Array) -> int:
-        """Return the largest number of (sample, query head) pairs in a `HeadChunk` on the device of ``like``."""
+        """Return the largest number of (sample, query head) pairs in a `HeadChunk`. ``like``: array on the device."""
         return max((chunk.pairs for chunk in self.chunks(everything=is_device(like))), default=0)
 
     def chunks(
@@ -65,7 +65,7 @@ class Heads:
     ) -> Iterator["HeadChunk"]:
         """Yield `HeadChunk` objects that cover all samples and the key heads [first_head, last_head).
 
-        ``everything``: True to allow chunks of any size. Keyword-only ``apart``: True for one sample per chunk.
+        ``everything``: True if the chunks may have any size. Keyword-only ``apart``: True for one sample per chunk.
         """
         last_head = self.shared if last_head is None else last_head
         tile = min(QUERY_BLOCK, self.context) * min(LONG, self.context)  # scores of one pair
@@ -108,15 +108,15 @@ class HeadChunk:
 
     @property
     def pair(self) -> int:
-        """Number of the first (sample, query head) pair of this `HeadChunk`: sample * query heads + head."""
+        """Index of this chunk's first (sample, query head) pair: sample * query heads + head."""
         return (self.first_sample * self.heads.shared + self.first_head) * self.heads.group
 
     def of(self, view: Array, skipped: int = 0) -> Array:
-        """Return this chunk's samples and heads in ``view``. ``skipped``: index of the first head that ``view`` has."""
+        """Return the part of ``view`` for this chunk. ``skipped``: index of the first head that ``view`` has."""
         return view[self.first_sample : self.last_sample, self.first_head - skipped : self.last_head - skipped]
 
     def spans(self, documents: Documents | None, pieces: "Pieces") -> Sequence[Span]:
-        """Return this rank's range of rows [first, end) for each document of the chunk's only sample.
+        """Return this rank's row range [first, end) of each document in the chunk's only sample.
 
         ``pieces``: token positions of all rows. If ``documents`` is None, return a single range with all rows.
         """
@@ -162,7 +162,8 @@ Pieces: TypeAlias = tuple[tuple[int, int, int], ...]  # (first row, end row, tok
 
 
 def one_piece(rows: int) -> Pieces:
-    """Return the `Pieces` of an array with ``rows`` rows in which row i is the token at position i of the sample."""
+    """Return the `Pieces` (token positions) of an array whose row i is the token at position i of the sample."""
+    # `rows` is the number of rows.
     return ((0, rows, 0),)
 
 
@@ -171,7 +172,7 @@ def blocks(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield blocks of the rows [``first``, ``last``): (start row, end row, token position of the start row).
 
-    A block has at most ``long`` rows, with consecutive token positions.
+    ``long``: most rows in a block. ``pieces``: token positions of the rows. ``places``: token positions to cover.
     """
     for begin, end, position in pieces:
         # Blocks outside the token positions `places` may be left out.
@@ -186,7 +187,7 @@ def blocks(
 def band(distance: int, window: int, *, causal: bool) -> Span:
     """Return (low, high): query i of an attention tile sees the keys [low + i, high + i) of the tile.
 
-    ``distance``: position of the first query minus position of the first key.
+    ``distance``: position of the first query minus position of the first key. ``window``: sliding window, or 0.
     """
     # Without a limit (window 0, not causal), -low and high are very large.
     return distance + 1 - min(window or BEYOND, BEYOND), distance + 1 if causal else BEYOND

@@ -22,28 +22,32 @@ def _by_warps(name: str, warps: int, *args: Any, real: Any) -> None:
 
 
 def choose(logits: Array, bias: Array, sigmoid: bool, chosen: Array, gates: Array) -> None:
-    """Choose experts for each token: write int32 indices to ``chosen``, and weights to ``gates``. On a GPU.
+    """Choose experts for each token: write expert indices to ``chosen`` and weights to ``gates``. On a GPU.
 
-    ``bias``: one float64 per expert, for the choice only.
+    ``bias``: float64 per expert, added to the scores for the choice only. ``sigmoid``: True for sigmoid scores, False
+    for a softmax.
     """
-    # Scores are the sigmoids of `logits` if `sigmoid`, else their softmax. The experts with the largest sums of score
-    # and `bias` are chosen.
+    # The experts with the largest sums of score and `bias` are chosen.
     tokens, experts = logits.shape
     _by_warps("choose", tokens, logits, bias, chosen, gates, tokens, experts, chosen.shape[1], int(sigmoid),
               real=logits.dtype)  # fmt: skip
 
 
 def count(chosen: Array, runs: Array, counts: Array) -> None:
-    """Write to ``counts[s, r, e]`` how often ``chosen`` has expert e in the token range ``runs[s, r]``. On a GPU."""
+    """Count in ``counts[s, r, e]`` the choices of expert e by the tokens in range ``runs[s, r]``. On a GPU.
+
+    ``chosen[t, j]``: choice j of token t. ``runs[s, r]``: range r [first, end) of tokens of sample s.
+    """
     _by_warps("count_choices", counts.size, chosen, runs, counts, counts.size, counts.shape[-1], chosen.shape[1],
               real=np.float32)  # fmt: skip
 
 
 def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
-    """Assign a buffer row to each token and chosen expert. Rows are sorted by expert. On a GPU."""
-    # places[t, j] receives the row for token t and expert chosen[t, j], and is unchanged if the expert is full. runs[s,
-    # r] is a range [first, end) of tokens of sample s. table[s, r, e] has the first row and the largest number of rows
-    # of expert e for this range.
+    """Write to ``places[t, j]`` the buffer row of token t for expert ``chosen[t, j]``. On a GPU.
+
+    ``runs[s, r]``: a range [first, end) of tokens of sample s. ``table[s, r, e]``: first row and maximum number of rows
+    for expert e in this range. If expert e is full, ``places`` is unchanged.
+    """
     n = table.size // 2
     _by_warps("place_choices", n, chosen, runs, table, places, n, table.shape[-2], chosen.shape[1],
               real=np.float32)  # fmt: skip
@@ -52,9 +56,9 @@ def place(chosen: Array, runs: Array, table: Array, places: Array) -> None:
 def choose_backward(
     logits: Array, chosen: Array, gates: Array, dgates: Array, sigmoid: bool, runs: Array, table: Array, figures: Array
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add to the sums ``figures``. On a GPU.
+    """Overwrite the router ``logits`` with their gradient, and add statistics to the sums ``figures``. On a GPU.
 
-    Arguments are described in `hpcdist.models.experts.router.gradient_of_logits`. ``sigmoid``: as for `choose`.
+    Arguments: as for `hpcdist.models.experts.router.gradient_of_logits`, and ``sigmoid`` as for `choose`.
     """
     (tokens, experts), (samples, pieces, _) = logits.shape, runs.shape
     if not tokens:
@@ -91,9 +95,9 @@ def _collect(rows: Array, places: Array, gates: Array, y: Array, *, gated: bool)
 def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates: Array) -> None:
     """Overwrite the expert outputs ``rows`` with their gradient. On a GPU.
 
-    ``dy``: gradient of the layer's output. ``dgates`` receives the gradient of ``gates``.
+    ``dy``: gradient of the layer's output. ``places[t, j]``: row for choice j of token t, or -1 if dropped. ``dgates``
+    receives the gradient of ``gates``.
     """
-    # places[t, j] is the row for choice j of token t, or -1 if the choice was dropped: then its gate has gradient 0.
     _by_warps("collect_backward", places.size, dy, places, gates, rows, dgates, places.size, places.shape[1],
               rows.shape[1], real=rows.dtype)  # fmt: skip
 
@@ -101,9 +105,9 @@ def collect_backward(dy: Array, places: Array, gates: Array, rows: Array, dgates
 def move_blocks(source: Array, target: Array, blocks: Array, longest: int, *, back: bool) -> None:
     """Copy groups of consecutive rows from ``source`` to ``target`` on a GPU.
 
-    ``blocks``, of shape (n, 3): first source row, first target row and number of rows of each group.
+    ``blocks``, of shape (n, 3): first source row, first target row, number of rows. ``longest``: rows of the largest
+    group. Keyword-only ``back``: swap the first two columns.
     """
-    # `longest` is the largest number of rows of a group. `back` swaps columns 0 and 1 of `blocks`.
     wide, threads = elementwise(longest * source.shape[1], width_of(source.dtype))
     EXPERTS.launch("move_blocks", (wide, len(blocks)), threads, source, target, blocks, source.shape[1], int(back),
                    REAL=source.dtype)  # fmt: skip

@@ -49,9 +49,9 @@ class StayingRows:
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
         """Return an array for the token rows to pass to `send_out`, with the row length and dtype of ``like``.
 
-        ``starts[e]``: first row of expert e. ``starts[-1]``: number of rows.
+        ``starts[e]``: first row of expert e; ``starts[-1]``: number of rows. ``parameters``: tensors of the layer.
+        ``saved``: its stored activations.
         """
-        # Subclasses use `parameters`, the tensors of the layer.
         return saved.empty("experts.rows", (int(starts[-1]), like.shape[1]), like.dtype)
 
     def send_out(
@@ -59,7 +59,7 @@ class StayingRows:
     ) -> Callable[[], tuple[Array, np.ndarray]]:
         """Start to send token rows to the ranks of their experts. Return a function that waits for the received rows.
 
-        ``starts[e]``: first row of expert e.
+        ``starts[e]``: first row of expert e. ``saved``: activations of the layer. Keyword-only ``back``: for gradients.
         """
         if not back:
             saved.keep("experts.received", rows)
@@ -68,14 +68,14 @@ class StayingRows:
         return lambda: (rows, starts)
 
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
-        """Return weights and biases of this rank's experts. ``prefix``: first (`UP`) or last (`DOWN`) linear layer."""
+        """Return this rank's expert weights and biases of layer ``prefix``: `UP` or `DOWN`. ``saved``: activations."""
         weights, biases = parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias")
         return ExpertTensors([*matrices(weights)], None if biases is None else [bias.reshape(-1) for bias in biases])
 
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return the arrays to which the caller must write the weight and bias gradients of this rank's experts.
 
-        ``prefix``: first (`UP`) or last (`DOWN`) linear layer. Call this for both layers before `send_out`.
+        ``prefix``: layer, `UP` or `DOWN`. ``saved``: activations. Call this for both layers before `send_out`.
         """
         weights, add = gradients.into(f"{prefix}.weight")
         into = [(gradient, add) for gradient in matrices(weights)]
@@ -89,14 +89,14 @@ class StayingRows:
     ) -> Array:
         """Return an uninitialised array for the results that the caller computes and passes to `bring_back`.
 
-        ``name``: name of the array in ``saved``. Set the keyword-only ``back`` to True if the results are gradients.
+        ``name``: name of the array in ``saved`` (stored activations). Keyword-only ``back``: True for gradients.
         """
         return (saved.scratch if back else saved.empty)(name, shape, dtype)
 
     def bring_back(self, rows: Array, name: str, saved: Saved, *, back: bool = False) -> Array:
         """Send the experts' results ``rows`` back to the ranks of their tokens. Return this rank's results.
 
-        ``name``: unique array name. Keyword-only ``back``: True for gradients.
+        ``name``: unique name of the array in ``saved`` (activations). Keyword-only ``back``: True for gradients.
         """
         # in the order in which the tokens were sent
         return rows
@@ -109,7 +109,7 @@ class WholeExperts:
     writes_whole = True  # True on the rank that writes the gradients of unsharded tensors
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Gather the tokens x of all tensor ranks. Return all tokens, of shape (batch, context, hidden)."""
+        """Return the tokens x of all tensor ranks: (batch, context, hidden). ``saved``: stored activations."""
         return x
 
     def partial(self, shape: tuple[int, ...], dtype: Any, saved: Saved) -> Array:
@@ -117,15 +117,15 @@ class WholeExperts:
         return saved.empty("experts.y", shape, dtype)
 
     def leave(self, partial: Array, saved: Saved) -> Array:
-        """Sum the outputs ``partial`` over the tensor ranks. Return the rows of this rank's tokens."""
+        """Sum the outputs ``partial`` over the tensor ranks. Return this rank's rows. ``saved``: activations."""
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Gather the output gradients ``dy`` of all tensor ranks. Return the gradients of all tokens."""
+        """Return the output gradients ``dy`` of all tensor ranks. ``saved``: activations of the forward pass."""
         return dy
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradients ``dx`` over the tensor ranks. Return the rows of this rank's tokens."""
+        """Sum the input gradients ``dx`` over the tensor ranks. Return this rank's rows. ``saved``: activations."""
         return dx
 
     def sum_gates(self, dgates: Array) -> Array:
@@ -137,16 +137,16 @@ class WholeSamples:
     """Layout of samples whose tokens are all on this rank. Strategies that shard samples replace this class. Local."""
 
     def placed(self, tokens: int) -> tuple[int, Pieces]:
-        """Return the number of tokens of a whole sample, and this rank's token ranges in a sample as `Pieces`.
+        """Return the number of tokens of a whole sample, and this rank's ranges of the sample's tokens.
 
-        ``tokens``: number of tokens of a sample on this rank.
+        ``tokens``: number of tokens that this rank has of a sample.
         """
         return tokens, one_piece(tokens)
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each expert's number of choices before each local token range, and in each whole sample.
+        """Return two counts of tokens per expert: tokens before each local token range, and tokens in each sample.
 
-        ``counts``: choices in each local token range, of shape (samples, ranges, experts).
+        ``counts``: tokens per expert in each local token range, of shape (samples, ranges, experts).
         """
         # Both results include the choices of tokens on other ranks.
         return np.zeros(counts.shape, np.int64), counts[:, 0]

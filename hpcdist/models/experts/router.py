@@ -63,7 +63,7 @@ class RouterState:
     def seen_of(self, layer: int) -> np.ndarray:
         """Return a view of ``layer``'s statistics since the last `take`, on the host.
 
-        Elements: choices of each expert, dropped choices, and the sums of entropy, balance loss and z loss.
+        Elements: (token, expert) pairs by expert, dropped pairs, and the sums of entropy, balance loss and z loss.
         """
         row: np.ndarray = self.seen[layer - self.first_layer]
         return row
@@ -104,19 +104,19 @@ def capacity(config: ModelConfig, context: int) -> int:
 def choose(logits: Array, bias: Array, kind: str, chosen: Array, gates: Array) -> None:
     """Choose k of E experts for each token, from the router ``logits`` of shape (tokens, E).
 
-    Write int32 indices to ``chosen``, and weights to ``gates``. ``bias`` affects only the choice.
+    Writes expert indices to ``chosen`` and weights to ``gates``, both of shape (tokens, k). ``bias``: affects the
+    choice, not ``gates``. ``kind``: score function, "softmax" or "sigmoid".
     """
-    # `chosen` and `gates` have the shape (tokens, k). `kind` is the score function, "softmax" or "sigmoid".
     (kernels.choose if is_device(logits) else _choose)(logits, bias, kind == "sigmoid", chosen, gates)
 
 
 def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
-    """Return the number of choices of each expert in each token range: int32 of shape (samples, ranges, experts).
+    """Return the number of tokens sent to each expert from each range: int32 (samples, ranges, experts).
 
-    ``chosen``: expert indices of shape (tokens, k).
+    ``chosen``: expert indices of shape (tokens, k). ``runs``: int64 token ranges [first, end) without padding, of shape
+    (samples, ranges, 2). ``experts``: number of experts.
     """
-    # `runs`, int64 of shape (samples, ranges, 2) on the same device, has the ranges [first, end) of tokens that are not
-    # padding.
+    # Both arrays are on the same device.
     counts = backend.zeros((*runs.shape[:2], experts), np.dtype(np.int32), "gpu" if is_device(chosen) else "cpu")
     (kernels.count if is_device(chosen) else _count)(chosen, runs, counts)
     return backend.to_host(counts)
@@ -125,14 +125,14 @@ def count(chosen: Array, runs: Array, experts: int) -> np.ndarray:
 def place(
     chosen: Array, runs: Array, counts: np.ndarray, before: np.ndarray, rooms: np.ndarray, places: Array
 ) -> np.ndarray:
-    """Assign each choice (an expert of a token) a row in ``places``, sorted by expert, or -1 if dropped.
+    """Write the row of each (token, expert) pair to ``places``, sorted by expert, or -1 if the pair is dropped.
 
-    Return the first row of each expert, followed by the number of rows.
+    ``chosen``: experts of each token. ``runs``: token ranges. ``counts``, ``before``: pairs per expert in and before
+    each range. ``rooms[s]``: maximum number of pairs of sample s per expert. Returns the first row of each expert, then
+    the number of rows.
     """
     # Shapes: `chosen` and `places` (tokens, k), `runs` (samples, ranges, 2), `counts` (from `count`) and `before`
-    # (samples, ranges, experts), `rooms` (samples,). `before` has the choices of each expert by earlier tokens of the
-    # sample. Each expert accepts rooms[s] choices of sample s: later choices are dropped. The rows of an expert are in
-    # token order.
+    # (samples, ranges, experts), `rooms` (samples,). Later pairs are dropped. The rows of an expert are in token order.
     kept = np.clip(rooms[:, None, None] - before, 0, counts).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(kept.sum(axis=(0, 1)))])
     by_run = kept.reshape(-1, kept.shape[-1])
@@ -156,14 +156,14 @@ def gradient_of_logits(
     table: np.ndarray,
     figures: Array,
 ) -> None:
-    """Overwrite the router ``logits`` with their gradient, and add the statistics of all tokens to ``figures``.
+    """Overwrite the router ``logits`` with their gradient, and add loss statistics of all tokens to ``figures``.
 
-    ``dgates``: gradient of ``gates``. ``kind``: "softmax" or "sigmoid".
+    ``chosen``, ``gates``: results of `choose`. ``dgates``: gradient of ``gates``. ``kind``: "softmax" or "sigmoid".
+    ``runs``: token ranges without padding. ``table``: expert loads and loss coefficients, one row per sample.
     """
-    # `chosen` and `gates`, of shape (tokens, k), are from `choose`. `runs`, of shape (samples, ranges, 2), has the
-    # ranges [first, end) of tokens that are not padding; padding gets gradient 0. `table`, of shape (samples, experts +
-    # 2), has each expert's fraction of the choices, then the coefficients of the balance loss and the z loss. `figures`
-    # has the sums of entropy, balance loss and z loss.
+    # `runs`, of shape (samples, ranges, 2), has ranges [first, end); padding gets gradient 0. `table`, of shape
+    # (samples, experts + 2), has each expert's fraction of the choices, then the coefficients of the balance loss and
+    # the z loss. `figures` has the sums of entropy, balance loss and z loss.
     on_device = is_device(logits)
     run = kernels.choose_backward if on_device else _choose_backward
     there = backend.place(table, "gpu") if on_device else table

@@ -27,10 +27,10 @@ def output_side(side: int, stride: int) -> int:
 def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: Saved) -> Array:
     """Return the convolution, of shape (n, p, q, outputs), of n pictures x, of shape (n, h, w, inputs).
 
-    x is contiguous and must not change until the backward pass.
+    x is contiguous and must not change until backward. ``prefix``: name of the layer's tensors. ``stride``: distance of
+    the filter positions in pixels. ``saved``: activations, kept for `convolve_backward`.
     """
-    # `PREFIX.weight`, of shape (outputs, SIZE, SIZE, inputs), is centred on every pixel whose coordinates are multiples
-    # of `stride`.
+    # `PREFIX.weight` has the shape (outputs, SIZE, SIZE, inputs).
     weight = _as_matrix(parameters[f"{prefix}.weight"])
     samples, height, width, _ = x.shape
     shape = samples, output_side(height, stride), output_side(width, stride), weight.shape[0]
@@ -48,7 +48,7 @@ def convolve_backward(
 ) -> Array | None:
     """Compute the gradients of ``PREFIX.weight`` and ``PREFIX.bias``. Return dx, or None if ``wants_dx`` is False.
 
-    ``dy`` and dx are the gradients of output and input. dx is a scratch array.
+    ``dy`` and dx: gradients of output and input. dx is a scratch array. ``saved``: activations of `convolve`.
     """
     x, stride = saved[f"{prefix}.x"], saved[f"{prefix}.stride"]
     weight = _as_matrix(parameters[f"{prefix}.weight"])

@@ -20,7 +20,7 @@ class LocalCrossEntropy:
     """Cross-entropy loss of target classes, in nats."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
-        """Return the float64 sum of the losses. Overwrite the contiguous logits with their exponentials.
+        """Return the float64 sum of the losses. Overwrite the contiguous logits, kept in ``saved``, by exponentials.
 
         Targets of -1 are ignored. Other invalid targets raise DataError on the host; on a GPU, the sum becomes NaN.
         """

@@ -195,7 +195,7 @@ def rotate(x: Array, rotated: int, turns: Array, sign: int) -> None:
 
 
 def dropout(x: Array, first: int, last: int, width: int, *place_and_counter: int, factor: float) -> None:
-    """Apply dropout to ``x[:, first:last, :width]`` in place on a GPU. The other arguments come from `Mask`."""
+    """Apply dropout to ``x[:, first:last, :width]`` in place on a GPU. Further arguments come from a `Mask`."""
     n = x.shape[0] * (last - first) * -(-width // 4)
     EMBEDDING.launch("drop", *elementwise(n), x, n, x.shape[1], x.shape[2], first, last, width, *place_and_counter,
                      float(factor), REAL=x.dtype)  # fmt: skip

@@ -45,7 +45,7 @@ class Mask:
     def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
         """Apply the mask to ``x[:, first:last, :width]`` in place. x is a contiguous array of three dimensions.
 
-        ``above``, ``left``: row and column of x in each group's mask.
+        ``above``, ``left``: row and column of the mask (of each group) at which x begins.
         """
         assert x.flags.c_contiguous, "dropout needs a contiguous array"
         assert left % WORDS_PER_COUNTER == 0, f"left = {left} must be a multiple of {WORDS_PER_COUNTER}"
@@ -59,7 +59,7 @@ class Mask:
 
     @property
     def place(self) -> tuple[int, int, int, int, int]:
-        """Kernel arguments: groups, pitch, rows_per_sample, first_row, and the number of Philox counters per row."""
+        """First kernel arguments: the fields ``groups`` to ``first_row``, and the random counters per row."""
         assert fits_counter(self.rows_per_sample, self.columns), "a sample has too many elements for its counters"
         return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS_PER_COUNTER)
 
@@ -77,7 +77,7 @@ class Mask:
 
     @property
     def words(self) -> int:
-        """Address of the GPU array from which kernels read first sample and step, or 0 if they are arguments."""
+        """Address of a GPU array with the first sample and the step, or 0 if kernels get both as arguments."""
         return 0 if self.draw.words is None else address(self.draw.words)
 
     @property
@@ -87,9 +87,10 @@ class Mask:
 
 
 def mask(saved: Saved, rate: float, site: int, **layout: int) -> Mask | None:
-    """Return the dropout mask of one use of dropout in a layer, or None without dropout.
+    """Return the dropout mask of one dropout call in a layer, or None without dropout.
 
-    ``site``: number of the use, such as `ATTENTION`. Keywords: fields of `Mask`.
+    ``saved``: has the seed, step, sample and layer. ``rate``: probability of a zero. ``site``: number of the call in
+    the layer, such as `ATTENTION`. Further keyword arguments: fields of `Mask`.
     """
     if not rate or saved.draw is None:
         return None

@@ -66,7 +66,7 @@ class LocalPositions:
 
 
 def add_to_positions(dy: Array, places: Array, into: Array, add: bool) -> None:
-    """Add dy[i] to row ``places[i]`` of ``into``, for each token i. If ``add`` is False, first set ``into`` to 0."""
+    """Add dy[i] to row ``places[i]`` of ``into``, for each token i. If not ``add``, first set ``into`` to zero."""
     if not add:
         into[...] = 0
     rows = dy.reshape(-1, dy.shape[-1])
@@ -106,7 +106,7 @@ class LocalRotary:
     def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
         """Rotate the heads in the first ``rotated`` columns of x in place, by rotary angles. Return x.
 
-        x is contiguous, of shape (batch, context, columns).
+        x is contiguous, of shape (batch, context, columns). ``saved.documents``: positions in documents, or None.
         """
         # `rotated` must be a multiple of `head_size`. An odd `head_size` raises ConfigurationError.
         if saved.documents is not None:
@@ -122,9 +122,8 @@ class LocalRotary:
 def turn_in_documents(x: Array, head_size: int, rotated: int, documents: Documents, sign: int) -> Array:
     """Apply rotary angles to the first ``rotated`` columns of x in place, with positions in documents. Return x.
 
-    x is contiguous, of shape (batch, tokens, columns).
+    x: contiguous, of shape (batch, tokens, columns). ``documents``: token positions. ``sign``: -1 to rotate back.
     """
-    # `sign` -1 rotates back.
     turns = rotary_table(documents.longest, head_size, x)[documents.places.reshape(-1)]
     turn(x.reshape(1, -1, x.shape[2]), rotated, turns, sign)
     return x

@@ -36,7 +36,7 @@ class LocalLinear:
 
 
 def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-    """Return ``x weight^T + bias`` for contiguous x. The result is stored in ``saved`` as ``PREFIX.y``."""
+    """Return ``x weight^T + bias`` for contiguous x. It is stored in the activations ``saved`` as ``PREFIX.y``."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
@@ -49,7 +49,7 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biase
 
 
 def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-    """Return the input gradient ``dy weight``, in a scratch array that all linear layers share."""
+    """Return the input gradient ``dy weight``. It is in scratch memory of ``saved`` that all linear layers share."""
     weight = as_matrix(parameters[f"{prefix}.weight"])
     outputs, inputs = weight.shape
     dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
@@ -59,7 +59,7 @@ def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Sav
 
 
 def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
-    """Write ``dy^T x`` to the gradient of ``PREFIX.weight``, or add it to an earlier gradient of this step."""
+    """Write the weight gradient ``dy^T x``, or add it to an earlier gradient of this step. x: input of the layer."""
     dweight, add = gradients.into(f"{prefix}.weight")
     into = as_matrix(dweight)
     outputs, inputs = into.shape

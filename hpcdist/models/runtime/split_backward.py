@@ -50,7 +50,7 @@ class RecomputedStage(WrappedStage):
         return RecomputedStage(self.inner.with_tokens(tokens))  # type: ignore[attr-defined]
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return the output of the wrapped stage. Save only x and the output. x must not change until `backward`."""
+        """Return the output of the wrapped stage. Keep only x and the output in ``saved``. x must not change."""
         within = saved.within()
         y = self.inner.forward(parameters, x, operations, within)
         output = saved.empty("recomputed.y", y.shape, y.dtype)
@@ -100,7 +100,7 @@ def split_operations(operations: Operations) -> Operations:
 
 
 def release_first_pass(saved: Saved) -> None:
-    """Free the arrays that `weight_gradients` does not need, after a backward pass with `split_operations`."""
+    """Free the activations ``saved`` that `weight_gradients` does not need, after a backward by `split_operations`."""
     saved.narrow()
 
 
@@ -149,7 +149,7 @@ class SplitLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Save the output gradient ``dy`` for `weight_gradients`, and compute no gradient."""
+        """Keep the output gradient ``dy`` in ``saved`` for `weight_gradients`. Compute no gradient now."""
         _defer(self.name, prefix, dy, saved, self.weight_reads)
 
 

@@ -23,7 +23,7 @@ _HALF = np.uint64(32)
 
 
 def zeros(*shape: int) -> np.ndarray:
-    """Return zeroed accumulators for exact sums, as an int64 array. Arguments: the shape of the array of sums."""
+    """Return zeroed accumulators for exact sums, as an int64 array. ``*shape`` (positional): shape of the sums."""
     return np.zeros((*shape, SLOTS), np.int64)
 
 

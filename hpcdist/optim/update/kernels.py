@@ -54,7 +54,8 @@ def launch_adam_direction(
 ) -> None:
     """Update Adam's m and v on a GPU, and write the update direction (without learning rate) to ``step``.
 
-    The squares of ``weights`` and ``step`` are added to ``partial``.
+    ``partial``: result of `partial_sums`; the squares of ``weights`` and ``step`` are added. ``tensors``: weight decay
+    by tensor.
     """
     _launch("adam_direction", weights, gradient, (m, v, step, partial), step, tensors, (), scalars)
 
@@ -64,13 +65,13 @@ def launch_scaled_direction(
 ) -> None:
     """Write ``scale`` times ``gradient`` to ``step`` on a GPU, and sum squares of ``weights`` and ``step``.
 
-    The sums are added to ``partial``, a result of `partial_sums`.
+    The sums are added to ``partial``, a result of `partial_sums`. ``tensors``: flat range of each tensor.
     """
     _launch("scaled_direction", weights, gradient, (step, partial), step, tensors, (), (scale,))
 
 
 def partial_sums(size: int, tensors: int) -> Array:  # (places, 2)
-    """Return a zeroed GPU array for partial sums of squares of weights and updates, one pair per row."""
+    """Return a zeroed GPU array for partial sums of squares. ``size``: elements of all ``tensors`` tensors."""
     # The sums have the same bits if the flat vector is processed in ranges that are split at multiples of `TILE`.
     return zeros((-(-size // TILE) + tensors, 2), np.dtype(np.float64), "gpu")
 
@@ -96,7 +97,8 @@ def launch_update(
 ) -> None:
     """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
 
-    ``slots``: arrays of optimizer state. ``working``: array for the rounded weights, or None.
+    ``slots``: optimizer state arrays. ``working``: array for rounded weights, or None. ``tensors``: weight decay and
+    rate factor by tensor. ``*scalars`` (positional): kernel constants.
     """
     # Kernels, with their slots and scalars ("scale" multiplies the gradient):
     # "adam": m and v; scale, beta1, 1 - beta1, beta2, 1 - beta2, both bias corrections, epsilon, rate.
@@ -132,7 +134,7 @@ def _types(weights: Array, gradient: Array, working: Array) -> dict[str, Any]:
 
 
 def launch_sum_of_squares(*pieces: Array) -> Array:
-    """Return the sum of squares over all arguments, GPU arrays, as a 0-dimensional float64 GPU array."""
+    """Return the sum of squares of the GPU arrays ``*pieces``, as a 0-dimensional float64 GPU array."""
     blocks = min(max(1, -(-max(values.size for values in pieces) // (THREADS * PACK))), BLOCKS)
     partial = namespace(pieces[0]).empty(blocks, np.float64)
     for number, values in enumerate(pieces):
@@ -163,7 +165,7 @@ def adam_direction(
     decay: float,
     count: int,
 ) -> None:
-    """Update Adam's m and v, and overwrite ``gradient`` with the update direction."""
+    """Update Adam's moments m and v, and overwrite ``gradient`` with the update direction (without learning rate)."""
     # The direction is m' / (sqrt(v') + epsilon) + decay * weights, with the gradient scale * gradient. m' and v' are m
     # and v, bias-corrected if ``count``, the number of applied updates, is positive.
     scalars = (scale, *moment_factors(betas, count), epsilon, decay)
@@ -182,7 +184,7 @@ def moment_factors(betas: tuple[float, float], count: int) -> tuple[float, ...]:
 def adam_step(m, v, i, g, beta1, rest1, beta2, rest2, correct1, correct2, epsilon):  # type: ignore[no-untyped-def]
     """Update Adam's moments of element ``i`` with the gradient ``g``. Return m^ / (sqrt(v^) + epsilon).
 
-    m^ and v^ are bias-corrected moments. `moment_factors` returns the arguments from ``beta1`` to ``correct2``.
+    m^ and v^ are bias-corrected moments. ``beta1`` to ``correct2``: result of `moment_factors`.
     """
     mean = m[i] * beta1 + g * rest1
     square = v[i] * beta2 + g * g * rest2
@@ -219,7 +221,7 @@ def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, cor
 def momentum_direction(
     weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
 ) -> None:
-    """Update ``velocity``, and overwrite ``gradient`` with the momentum step."""
+    """Update ``velocity`` (the momentum state), and overwrite ``gradient`` with the update direction."""
     # g = scale * gradient + decay * weights; velocity = momentum * velocity + g. The step is the velocity or, with
     # Nesterov momentum, g + momentum * velocity.
     g_share, v_share = shares_of_step(momentum, nesterov)
@@ -275,7 +277,7 @@ def _descend_ufuncs(weights, step, rate):  # type: ignore[no-untyped-def]
 def descend_with_velocity(
     weights: Array, gradient: Array, velocity: Array, *, rate: float, momentum: float, decay: float
 ) -> None:
-    """Set velocity = momentum * velocity + rate * (gradient + decay * weights). Subtract it from weights. CPU only."""
+    """Set velocity = momentum * velocity + rate * (gradient + decay * weights). Subtract it from ``weights``."""
     _velocity_loop(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
 
 

@@ -25,7 +25,7 @@ _KEPT: Final = ("storage", "failures", "site")
 
 @dataclass(frozen=True, kw_only=True)
 class TimingSeries:
-    """Measured times of an operation by message size.
+    """Measured times of a message or collective by message size, ``nbytes``.
 
     ``seconds``: times while all ranks communicate. ``alone_s``: times without concurrent communication, if measured.
     """

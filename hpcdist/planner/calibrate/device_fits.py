@@ -182,7 +182,7 @@ def fit_shares(steps: Sequence[MeasuredStep], cluster: Cluster) -> FittedShares:
 
 
 def predicted_s(step: MeasuredStep, cluster: Cluster) -> float:
-    """Return the total seconds that the planner predicts for forward and backward of ``step``. Local."""
+    """Return the predicted total seconds of forward and backward for the model and batch of ``step``. Local."""
     layout = ParallelLayout(microbatch=step.samples, precision=PRECISION)
     times = [(unit.count, unit_seconds(unit, layout, cluster)) for unit in step.description.units]
     return sum(count * (seconds.forward_s + seconds.input_s + seconds.weight_s) for count, seconds in times)

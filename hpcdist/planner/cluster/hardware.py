@@ -73,7 +73,7 @@ _BITS: Final = re.compile(r"([KkMmGgTtPp]?)(?:b/s|bps|Bps|b)")  # ambiguous: bit
 def parse(text: str, dimension: str) -> float:
     """Parse a quantity such as "80 GiB" into its base unit, such as bytes or s.
 
-    ``dimension``: a key of `UNITS`. Raises ConfigurationError for an invalid number or unit.
+    ``dimension``: a key of `UNITS`, such as "time". Raises ConfigurationError for an invalid number or unit.
     """
     units = UNITS[dimension]
     example = f"{_NAMES[dimension]} such as {EXAMPLES[dimension]}"
@@ -94,7 +94,7 @@ def parse(text: str, dimension: str) -> float:
 
 
 def text(value: float, dimension: str) -> str:
-    """Format ``value`` (finite, in the base unit) as the shortest text that `parse` reads as the same number."""
+    """Format ``value`` (finite, in base units) as the shortest text that `parse` reads. ``dimension``: see `parse`."""
     spellings = []
     for unit, factor in UNITS[dimension].items():
         if "bit" in unit or not unit.isascii():
@@ -109,7 +109,7 @@ def text(value: float, dimension: str) -> str:
 
 
 def rough(value: float, dimension: str) -> str:
-    """Format ``value``, given in the base unit, with three digits in the largest decimal unit not above the value."""
+    """Format ``value`` with 3 digits and a decimal unit. ``dimension``: key of `UNITS`, such as "time"."""
     units = {unit: factor for unit, factor in UNITS[dimension].items() if "bit" not in unit and "i" not in unit[:2]}
     best = max(units, key=lambda unit: (units[unit] <= value, units[unit] if units[unit] <= value else -units[unit]))
     return f"{value / units[best]:.3g} {best}"
@@ -151,7 +151,7 @@ OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencyCurve:
-    """Fraction of the peak FLOP rate that matrix products reach, as a function of the product size."""
+    """Fraction of the peak FLOP rate reached by matrix products: ``shares[i]`` at product size ``sizes[i]``."""
 
     # Size of (m, k) times (k, n): the harmonic mean of m, k and n. Between sizes, the fraction is linear in log(size).
 
@@ -204,7 +204,7 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredFit:
-    """Fitted time of an operation: latency_s[i] + bytes * s_per_byte[i], where i is the index of a size range."""
+    """Fitted seconds of an operation: latency_s[i] + bytes * s_per_byte[i], for message sizes in size range i."""
 
     operation: str  # one of `OPERATIONS`
     ranks: Annotated[int, QuantityField("ranks", "count", 1, 1e7)]
@@ -284,12 +284,12 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes that contain the cluster's devices."""
+        """Number of nodes of the cluster: its devices divided by the devices per node, rounded up."""
         return -(-self.devices // self.node.devices)
 
 
 def validate(cluster: Cluster) -> None:
-    """Raise ConfigurationError for the first contradiction in ``cluster``."""
+    """Raise ConfigurationError if values of ``cluster`` contradict each other, e.g. link levels in wrong order."""
     _check_device(cluster.device)
     _check_levels(cluster.levels, cluster.devices)
     _check_boxes(cluster)

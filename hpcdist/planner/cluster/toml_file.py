@@ -31,7 +31,7 @@ def names() -> tuple[str, ...]:
 
 
 def read(name_or_path: str) -> Cluster:
-    """Return the shipped cluster, or the cluster in the file, that ``name_or_path`` names.
+    """Return the cluster in a TOML file, or the cluster of this name that comes with hpcdist.
 
     Raises ConfigurationError for invalid content, and StorageError if the file cannot be read.
     """
@@ -52,7 +52,7 @@ def of_tree(tree: Mapping[str, Any], place: str) -> Cluster:
 
 
 def assumptions(cluster: Cluster) -> tuple[str, ...]:
-    """Return the parts of the cluster's sources, split at semicolons, that name an assumption, with their section."""
+    """Return texts "section: assumption", one for each assumption in the source notes of the cluster file."""
     return tuple(
         f"{section}: {part.strip()}"
         for section, source in cluster.sources.items()
@@ -91,7 +91,6 @@ def _leaf(raw: Any, field: Field, where: str) -> Any:
 
 
 def _base_value(raw: Any, quantity: QuantityField, where: str) -> Any:
-    """Return the TOML value ``raw`` in base units. Raises ConfigurationError."""
     kind = quantity.kind
     plain = {"text": str, "count": int, "number": float}.get(kind)
     try:

@@ -35,7 +35,7 @@ HALF_BYTES: Final = 2
 
 
 class UnitActivations(NamedTuple):
-    """Activation bytes of one model unit (such as a transformer block) per sample."""
+    """Activation bytes of one model layer (transformer block, embedding or head) per sample."""
 
     kept: float  # stored from forward to backward
     held: float = 0.0  # stored until a separate weight-gradient pass
@@ -54,7 +54,7 @@ class BlockActivations(NamedTuple):
 
 
 def itemsize(layout: ParallelLayout) -> int:
-    """Return the bytes per element of activations between model units. Local."""
+    """Return the bytes per element of the activations that one model layer passes to the next. Local."""
     if layout.precision == "float64":
         return 8
     is_wide = layout.precision == "float32" or layout.activations == "float32"
@@ -62,7 +62,7 @@ def itemsize(layout: ParallelLayout) -> int:
 
 
 def of_units(description: ModelDescription, layout: ParallelLayout) -> tuple[UnitActivations, ...]:
-    """Return the activation bytes of each model unit of ``description``, in model order. Local."""
+    """Return the activation bytes of each layer group in ``description.units``, in model order. Local."""
     size, by_tokens = itemsize(layout), layout.sequence_parallel
     if layout.implementation == "megatron" and description.shape is not None:
         shape = description.shape
@@ -80,9 +80,9 @@ def is_mostly_scores(description: ModelDescription, layout: ParallelLayout) -> b
 
 
 def context_share(unit: ModelUnit, layout: ParallelLayout, samples: int) -> tuple[AttentionShare, str]:
-    """Return the `AttentionShare` (sizes of a rank's attention) of ``unit``, and its context-parallel method's name.
+    """Return sizes of a rank's attention in layer ``unit`` (`AttentionShare`), and the context-parallel method's name.
 
-    ``unit`` must have attention, such as a transformer block. ``samples``: samples per micro-batch.
+    ``unit``: layer with attention, such as a transformer block. ``samples``: samples per micro-batch.
     """
     return _share(unit, layout.tensor, layout.context, itemsize(layout), samples)
 
@@ -193,9 +193,9 @@ def _received(unit: ModelUnit, expert: int) -> tuple[KeptArray, ...]:
 
 
 def row_bytes(description: ModelDescription, layout: ParallelLayout, present: tuple[int, ...]) -> float:
-    """Return the bytes that a rank sends to experts per micro-batch, for the model unit with the most bytes.
+    """Return the bytes that a rank sends to experts per micro-batch, in the model layer that sends most.
 
-    ``present``: indices of the rank's model units.
+    ``present``: indices of the rank's layers in ``description.units``.
     """
     if layout.expert == 1:
         return 0.0
@@ -230,7 +230,7 @@ def scratch_of(
 ) -> float:
     """Return the bytes of the temporary arrays of hpcdist's kernels on a device. Local.
 
-    ``present``: indices of the device's model units. Keyword-only ``accumulates``: True with several micro-batches.
+    ``present``: indices of its layers in ``description.units``. Keyword-only ``accumulates``: several micro-batches.
     """
     # Temporary arrays of the same name share memory. Accumulation adds a temporary weight gradient. Float32 copies of
     # 16-bit parameters and gradients are not included.

@@ -38,11 +38,11 @@ STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but
 def in_flight(
     schedule: str, ranks: int, microbatches: int, chunks: int, rank: int, *, recompute: bool
 ) -> tuple[Moment, ...]:
-    """Return the numbers of micro-batches in flight on pipeline rank ``rank`` when its memory use may peak. Local.
+    """Return the micro-batches in flight on pipeline rank ``rank``, at each time at which its memory may peak. Local.
 
-    Raises ConfigurationError for an unsupported schedule.
+    ``ranks``: pipeline ranks. ``chunks``: model chunks per rank. Raises ConfigurationError (unknown schedule).
     """
-    # The result has one `LiveMicroBatches` per model chunk of the rank, for each such time.
+    # One `LiveMicroBatches` per model chunk of the rank, for each time at which the memory use may peak.
     if schedule == FILE:
         raise ConfigurationError(
             f"the planner cannot compute the activation memory of the schedule {schedule!r}, whose passes come from a "
@@ -97,7 +97,7 @@ def _executed(
 
 
 class PipelinePart(NamedTuple):
-    """Model units and parameter counts of pipeline rank ``rank``."""
+    """Layers of the model on pipeline rank ``rank``, and their numbers of parameters."""
 
     # Units are given as indices in the model description. Dense parameters are all parameters outside experts.
 
@@ -131,9 +131,9 @@ def parts(description: ModelDescription, cut: SplitKey) -> tuple[PipelinePart, .
 
 @lru_cache(maxsize=65536)
 def part_of(description: ModelDescription, cut: SplitKey, rank: int) -> PipelinePart:
-    """Return the model units (such as blocks) and the parameter counts of pipeline rank ``rank``. Local.
+    """Return the layers of pipeline rank ``rank``, and their numbers of parameters. Local.
 
-    ``cut``: `ParallelLayout` fields that set the pipeline stages. Raises ConfigurationError for too few units.
+    ``cut``: `ParallelLayout` fields that set the pipeline stages. Raises ConfigurationError for too few layers.
     """
     grouped = [chunk.shares for chunk in chunks_of_split(description, cut) if chunk.rank == rank]
     shares = [share for shares in grouped for share in shares]
@@ -232,7 +232,10 @@ def memory(
 def by_rank(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> tuple[dict[str, float], ...]:
-    """Return each pipeline rank's bytes by purpose, such as "activations". Local. Raises the errors of `memory`."""
+    """Return one dict per pipeline rank: from purpose, such as "activations", to bytes. Local.
+
+    Raises ConfigurationError for an invalid layout.
+    """
     many, cut, route = layout.microbatches(global_batch), SplitKey.of(layout), row_route(layout, cluster)
     terms = []
     for rank in range(layout.pipeline):

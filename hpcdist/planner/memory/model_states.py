@@ -65,7 +65,7 @@ def stage_of(strategy: str) -> int:
 
 
 def states(layout: ParallelLayout, *, experts: bool = False) -> ModelStates:
-    """Return the bytes of model states per parameter, or per expert parameter (keyword-only ``experts``: True)."""
+    """Return the bytes of model states per parameter. Keyword-only ``experts``: True for an expert parameter."""
     replicas = layout.data * layout.context
     return _states(
         unsharded(layout),
@@ -129,7 +129,7 @@ WIDE: Final = 4  # bytes per element in which hpcdist's kernels compute for 16-b
 
 
 def whole_units(layout: ParallelLayout, longest: float) -> float:
-    """Return the bytes of temporary copies of the parameters and gradients of a layer with ``longest`` parameters."""
+    """Return the bytes of a rank's temporary full copies of one layer. ``longest``: parameters of the largest layer."""
     size, stage, each = unsharded(layout), stage_of(layout.strategy), 0
     # ZeRO-3 gathers a layer's parameters. ZeRO-2 and ZeRO-3 sum its gradients. Mixed precision adds float32 copies.
     if layout.data * layout.context > 1:
@@ -142,7 +142,7 @@ def whole_units(layout: ParallelLayout, longest: float) -> float:
 def exchanged(layout: ParallelLayout, parameters: float, longest: float, bucket_bytes: float = BUCKET_BYTES) -> float:
     """Return the bytes of a device's buffers for hpcdist's collectives over the data axis.
 
-    ``longest``: number of parameters of the largest layer, before tensor sharding.
+    ``parameters``: number on the device. ``longest``: parameters of the largest layer, before tensor sharding.
     """
     replicas = layout.data * layout.context
     size, unit = unsharded(layout).gradient, longest / layout.tensor
@@ -180,7 +180,7 @@ def _coded(layout: ParallelLayout, parameters: float, unit: float, replicas: int
 
 
 def server_bytes(description: ModelDescription, layout: ParallelLayout) -> dict[str, float]:
-    """Return the bytes on a parameter server as a dict, with keys such as "gradients". Local."""
+    """Return the bytes on a parameter server as a dict from purpose, such as "gradients", to bytes. Local."""
     size = unsharded(layout)
     part = description.parameters / layout.servers
     longest = max(unit.parameters for unit in description.units) / layout.servers

@@ -22,7 +22,7 @@ class ProductShape(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Attention of ``heads`` heads of size ``size`` over ``context`` tokens."""
+    """Attention sizes: ``heads`` query heads, each of ``size`` columns, over ``context`` tokens."""
 
     heads: int
     kv_heads: int
@@ -90,7 +90,7 @@ class TransformerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """Model as a list of units (groups of equal layers)."""
+    """Model as a sequence of ``units``: groups of equal consecutive layers (embedding, blocks, head)."""
 
     name: str
     units: tuple[ModelUnit, ...]
@@ -111,5 +111,5 @@ class ModelDescription:
 
     @property
     def stages(self) -> int:
-        """Maximum number of pipeline stages, which is the number of units."""
+        """Maximum number of pipeline stages: the number of layers, with embedding and head."""
         return sum(unit.count for unit in self.units)

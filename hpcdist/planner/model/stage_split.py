@@ -48,7 +48,7 @@ def step_flops(description: ModelDescription, layout: ParallelLayout, global_bat
 
 
 def matrix_flops(unit: ModelUnit) -> float:
-    """Return the forward FLOPs of the matrix products of the model unit ``unit``, per sample."""
+    """Return the forward FLOPs of the matrix products of layer ``unit`` (such as a transformer block), per sample."""
     return sum(
         2.0 * product.rows * product.inner * product.columns * product.experts * product.share
         for product in unit.products
@@ -56,12 +56,12 @@ def matrix_flops(unit: ModelUnit) -> float:
 
 
 def forward_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of a model unit per sample. ``exact=True`` leaves out masked query-key pairs."""
+    """Return the forward FLOPs of layer ``unit`` per sample. Keyword-only ``exact``: True to omit masked pairs."""
     return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: ModelUnit, *, exact: bool = False) -> float:
-    """Return the forward FLOPs of a model unit's attention per sample. Keyword-only ``exact``: omit masked pairs."""
+    """Return the forward FLOPs of attention in layer ``unit`` per sample. Keyword-only ``exact``: omit masked pairs."""
     if unit.attention is None:
         return 0.0
     attention = unit.attention
@@ -103,9 +103,9 @@ ROUNDING: Final = 1e-12  # relative error of a sum
 
 
 class UnitGroup(NamedTuple):
-    """Group of identical model units in a pipeline chunk.
+    """Group of equal consecutive layers in a pipeline chunk.
 
-    ``unit``: description of the units. ``place``: index in ``ModelDescription.units``. ``times``: number of units.
+    ``unit``: description of a layer. ``place``: index in ``ModelDescription.units``. ``times``: number of layers.
     """
 
     unit: ModelUnit
@@ -114,7 +114,7 @@ class UnitGroup(NamedTuple):
 
 
 class StageChunk(NamedTuple):
-    """Model chunk on pipeline rank ``rank``. ``shares``: groups of identical layers or blocks, in model order."""
+    """Model chunk on pipeline rank ``rank``. ``shares``: its groups of equal layers, in model order."""
 
     rank: int
     shares: tuple[UnitGroup, ...]
@@ -144,18 +144,18 @@ class SplitKey(NamedTuple):
 
 
 def stages(description: ModelDescription, layout: ParallelLayout) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the layers or blocks of each pipeline rank. Local. Raises ConfigurationError for too few model units."""
+    """Return the layer groups of each pipeline rank. Local. Raises ConfigurationError for too few layers."""
     return stages_of_split(description, SplitKey.of(layout))
 
 
 def chunks(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return all pipeline chunks in model order. Local. Raises ConfigurationError for fewer model units than chunks."""
+    """Return all pipeline chunks in model order. Local. Raises ConfigurationError for fewer layers than chunks."""
     return chunks_of_split(description, SplitKey.of(layout))
 
 
 @lru_cache(maxsize=4096)
 def stages_of_split(description: ModelDescription, cut: SplitKey) -> tuple[tuple[UnitGroup, ...], ...]:
-    """Return the model units of each pipeline rank. ``cut``: `ParallelLayout` fields that set the split. Local."""
+    """Return the layer groups of each pipeline rank. ``cut``: `ParallelLayout` fields that set the split. Local."""
     if cut.pipeline == 1:
         return (tuple(UnitGroup(unit, unit.count, place) for place, unit in enumerate(description.units)),)
     by_rank: list[list[UnitGroup]] = [[] for _ in range(cut.pipeline)]
@@ -273,14 +273,14 @@ AT_ONCE: Final = ("1f1b", "interleaved")  # the last chunk's backward follows it
 
 
 def recomputes_ahead(layout: ParallelLayout) -> bool:
-    """Return True if pipeline ranks recompute activations while they wait for the gradient."""
+    """Return True if pipeline ranks recompute activations while they wait for the output gradient."""
     return layout.implementation == "hpcdist" and layout.pipeline > 1 and layout.recompute == "full"
 
 
 def recomputed(description: ModelDescription, layout: ParallelLayout) -> tuple[StageChunk, ...]:
-    """Return the model units (such as blocks) that each pipeline chunk recomputes, in model order. Local.
+    """Return the layers that each pipeline chunk recomputes, in model order. Local.
 
-    Raises ConfigurationError for fewer units than chunks.
+    Raises ConfigurationError for fewer layers than chunks.
     """
     # Full, in Megatron-LM or on one rank: all units except the first and the last unit of the model.
     # Full, in hpcdist on several pipeline ranks: all units; with 1f1b and interleaved, not in the last chunk.

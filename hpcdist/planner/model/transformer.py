@@ -46,7 +46,8 @@ _COMMON: Final = (
 def describe(shape: TransformerShape, name: str, documents: counts.DocumentPairs | None = None) -> ModelDescription:
     """Return the description of the transformer ``shape``: an embedding, blocks and a head.
 
-    Raises ConfigurationError for invalid sizes.
+    ``name``: name of the model. ``documents``: attention pairs in packed documents, or None. Raises ConfigurationError
+    for invalid sizes.
     """
     _check(shape)
     config = config_of(shape)
@@ -109,7 +110,7 @@ def of_config(
 
 
 def config_of(shape: TransformerShape) -> ModelConfig:
-    """Return the hpcdist model configuration with this ``shape``."""
+    """Return the hpcdist model configuration (recipe section) of a transformer with this ``shape``."""
     values: dict[str, Any] = {name: getattr(shape, name) for name in _COMMON}
     if shape.experts == 1:
         values["shared_experts"] = 0
@@ -124,7 +125,7 @@ def config_of(shape: TransformerShape) -> ModelConfig:
 
 
 def inner(shape: TransformerShape) -> int:
-    """Return the inner width of a feed-forward, or of one expert if the model has experts."""
+    """Return the inner width (columns between the two linear layers) of a feed-forward or of one expert."""
     like = ModelConfig(hidden=shape.hidden, heads=1, activation="swiglu" if shape.gated else "gelu")
     return shape.feed_forward or like.inner
 

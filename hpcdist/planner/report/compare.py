@@ -13,9 +13,9 @@ _FIRST_FIELDS: Final = ("data", "pipeline", "tensor", "context", "expert", "serv
 
 
 def differences(terms: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return pairs (term name, ``terms`` value - ``other`` value), the largest absolute difference first. Local.
+    """Return pairs (name, ``terms[name]`` - ``other[name]``), the largest absolute difference first. Local.
 
-    A missing term counts as 0. Terms that are 0 in both mappings are omitted.
+    A missing name counts as 0. Names with value 0 in both dicts are omitted.
     """
     names = [name for name in {**terms, **other} if terms.get(name) or other.get(name)]
     excess = [(name, terms.get(name, 0.0) - other.get(name, 0.0)) for name in names]

@@ -77,10 +77,10 @@ _MOST_BARS: Final = 150  # bars of a row: of longer steps, the beginning and the
 
 
 class TimelineBar(NamedTuple):
-    """Bar of the timeline of a step: pipeline rank ``stage`` is busy from ``begin_s`` to ``end_s`` seconds.
+    """Bar in a timeline of a step: pipeline rank ``stage`` is busy from ``begin_s`` to ``end_s`` seconds.
 
-    ``kind``: key of `TIMELINE`. Bars of one rank overlap only if one of them is an "exchange". ``microbatch``: number
-    of the micro-batch from 0, or -1 without one. ``chunk``: number of the model chunk.
+    ``kind``: key of `TIMELINE`, such as "forward". ``microbatch``: index of the micro-batch, or -1 if the bar has no
+    micro-batch. ``chunk``: index of the model chunk.
     """
 
     stage: int
@@ -140,7 +140,7 @@ def timeline(
 def _passes(
     steps: "StepTimeline", chunks: Sequence[StageLoad], wait_s: float, offset_s: float
 ) -> Iterator[TimelineBar]:
-    """Yield bars of all passes, and of a message of ``wait_s`` seconds after each. Add ``offset_s`` to all times."""
+    # bars of all passes, each followed by a message of `wait_s`
     from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
 
     kinds = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight", AGAIN: "recompute"}
@@ -163,7 +163,6 @@ def _passes(
 
 
 def _rank_loads(steps: "StepTimeline", chunks: Sequence[StageLoad]) -> list[StageLoad]:
-    """Return the load of each pipeline rank: the sum of the loads of its model chunks."""
     program = steps.program
     numbers = [sorted(set(program.chunk[program.row(rank)].tolist())) for rank in range(program.ranks)]
     return [reduce(combined, (chunks[number] for number in row)) for row in numbers]
@@ -207,7 +206,7 @@ def _step(axis: Any, estimate: PlanEstimate) -> None:
 
 
 def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: float) -> None:
-    """Draw ``parts`` (name, size, colour, size as text) as one stacked bar. ``longest``: end of the axis."""
+    # parts: name, size, colour, size as text
     begin = 0.0
     for name, size, colour, amount in parts:
         axis.barh(0, size, left=begin, color=colour, edgecolor="white", linewidth=0.6, label=f"{name} {amount}")
@@ -224,16 +223,12 @@ def _stacked(axis: Any, parts: Sequence[tuple[str, float, str, str]], longest: f
 
 
 def _stages(timeline: PlannedTimeline) -> list[int]:
-    """Return the pipeline ranks to draw: all, or `_MOST_ROWS` evenly spaced ranks."""
     count = min(timeline.stages, _MOST_ROWS)
     return sorted({round(row * (timeline.stages - 1) / max(1, count - 1)) for row in range(count)})
 
 
 def _windows(timeline: PlannedTimeline) -> list[tuple[float, float]]:
-    """Return the time windows (begin, end) to draw: the whole step, or its beginning and its end if it has many bars.
-
-    The beginning contains the fill phase of the pipeline. The end is as long as the beginning.
-    """
+    # The beginning contains the fill phase of the pipeline. The end is as long as the beginning.
     most = max(Counter(bar.stage for bar in timeline.bars).values(), default=0)
     filled_s = max((bar.end_s for bar in timeline.bars if bar.microbatch == 0 and bar.kind != "forward"), default=0.0)
     window_s = max(timeline.end_s * _MOST_BARS / max(1, most) / 2, 1.1 * filled_s)
@@ -245,7 +240,6 @@ def _windows(timeline: PlannedTimeline) -> list[tuple[float, float]]:
 def _timeline(
     axes: Sequence[Any], timeline: PlannedTimeline, stages: Sequence[int], windows: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw a row for each rank in ``stages``, and one window per axis. Exchanges are thin lines below the passes."""
     rows = {stage: row for row, stage in enumerate(stages)}
     labels = {bar.microbatch: str(bar.microbatch) if bar.microbatch >= 0 else "" for bar in timeline.bars}
     kinds: set[str] = set()

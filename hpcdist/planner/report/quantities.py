@@ -63,7 +63,7 @@ def bytes_in_both(value: float) -> str:
 
 
 def between(limits: tuple[float, float] | None) -> str:
-    """Return the range ``limits`` (minimum and maximum seconds) as " (1.3 s to 1.9 s)", or "" for None."""
+    """Return seconds ``limits`` = (minimum, maximum) as text " (1.3 s to 1.9 s)", or "" if ``limits`` is None."""
     return "" if limits is None else f" ({seconds(limits[0])} to {seconds(limits[1])})"
 
 
@@ -90,7 +90,7 @@ def grams(value: float) -> str:
 
 
 def large_count(value: float, count: int = 3) -> str:
-    """Return the number ``value``: 12,345 or 1.75 million. From a million on, it has ``count`` significant digits."""
+    """Return ``value`` as text: 12,345 or, from a million on with ``count`` significant digits, 1.75 million."""
     for size, word in _WORDS:
         if value >= 0.9995 * size:
             return f"{figures(value / size, count)} {word}"
@@ -109,7 +109,7 @@ def share(value: float) -> str:
 
 
 def wrapped(line: str, indent: str = "", width: int = LINE) -> list[str]:
-    """Return ``line`` as lines of at most ``width`` characters: ``indent`` first, and 2 more spaces from line 2 on."""
+    """Wrap ``line`` to ``width`` characters. All lines begin with ``indent``, from line 2 on with 2 more spaces."""
     wrapper = textwrap.TextWrapper(width, indent, f"{indent}  ", break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(line)
 

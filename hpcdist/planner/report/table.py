@@ -50,9 +50,9 @@ _LEFT: Final = ("strategy", "cluster")  # left-aligned columns
 
 
 def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tuple[str, ...]:
-    """Return the distinct texts of ``flags``, the most important first. Local.
+    """Return the distinct warnings ``flags``, the most important first. Local.
 
-    ``layouts``: the planned layouts. Messages on features of them that this version cannot run are ranked high.
+    ``layouts``: the planned layouts. Warnings about features that these layouts use and hpcdist lacks come early.
     """
     unsupported_texts = {text for layout in layouts for text in unsupported(layout)}
 
@@ -68,12 +68,10 @@ def ordered(flags: Iterable[str], layouts: Iterable[ParallelLayout] = ()) -> tup
 def by_row(
     rows: Sequence[Iterable[str]], common: Iterable[str] = (), layouts: Iterable[ParallelLayout] = ()
 ) -> list[str]:
-    """Return the distinct flags of several plans in order of importance, with the numbers of the rows they apply to.
+    """Return the distinct warnings of several plans, the most important first, each with its row numbers. Local.
 
-    Flags that differ only in their numbers are merged, with the numbers of the first row. Local.
-
-    ``rows``: flags of the plan in each row of a table, from row 1. ``common``: flags of all plans, printed without row
-    numbers. ``layouts``: see `ordered`.
+    ``rows``: warnings of the plan in each table row, from row 1. ``common``: warnings of all plans, printed without row
+    numbers. ``layouts``: see `ordered`. Warnings that differ only in numbers are merged.
     """
     flags_by_pattern: dict[str, dict[int, str]] = {}  # flag without its numbers -> row number -> flag
     for number, flags in enumerate(rows, 1):
@@ -85,7 +83,6 @@ def by_row(
 
 
 def _rows(flags: Mapping[int, str], num_rows: int) -> str:
-    """Return the prefix that names the rows of a flag, or "" if all ``num_rows`` rows have it with equal numbers."""
     numbers = list(map(str, flags))
     is_same = len(set(flags.values())) == 1
     if is_same and len(numbers) == num_rows:
@@ -121,7 +118,6 @@ def assumption_line(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _uneven(layout: ParallelLayout, global_batch: int) -> tuple[str, ...]:
-    """Return a warning if replicas have different numbers of samples, or if the last micro-batch is smaller."""
     samples, rest = divmod(global_batch, layout.data)
     size = layout.microbatch
     if rest:
@@ -167,9 +163,9 @@ def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def search_table(result: "SearchResult", notes: Sequence[str] = (), command: str | None = None) -> str:
-    """Return the result of a search as text: a table, the reasons for its order, refused layouts, and notes. Local.
+    """Return a search result as text: a table, the reasons for its order, rejected layouts, and notes. Local.
 
-    ``notes``: further warnings to print. ``command``: the command that plans the layout of row 1, or None.
+    ``notes``: further warnings to print. ``command``: shell command that plans the layout of row 1, or None.
     """
     devices = counted(result.devices, "device")
     space = f"{large_count(result.layouts)} layouts on {devices}, {result.estimated:,} of them planned"
@@ -201,7 +197,7 @@ def search_table(result: "SearchResult", notes: Sequence[str] = (), command: str
 
 
 def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
-    """Return a line that names the rows whose MFU is limited to the best published MFU, or [] without such rows."""
+    """Return one line that lists the rows whose MFU is limited to the best published MFU, or [] if there are none."""
     capped = {str(number): plan for number, plan in enumerate(plans, 1) if plan.is_capped}
     if not capped:
         return []
@@ -214,8 +210,7 @@ def capped_rows(plans: Sequence[PlanEstimate]) -> list[str]:
 def comparison_table(rows: Sequence[tuple[str, PlanEstimate]]) -> list[str]:
     """Return a table of plans, and why the fastest plan that fits is faster than the others. Local.
 
-    ``rows``: pairs (cluster name, plan). Speeds are samples per second relative to the first plan. Only plans of equal
-    batches are explained.
+    ``rows``: pairs (cluster name, plan). Speeds are samples per second relative to the first plan.
     """
     first = rows[0][1]
     cells = []

@@ -63,7 +63,7 @@ _NAME: Final = 13  # width of the column of terms
 
 
 def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return the duration of the run, device hours, and the costs of checkpoints and failures as lines. Local."""
+    """Return lines on the duration of the run, device hours, and costs of checkpoints and failures. Local."""
     run = estimate.run
     if not math.isfinite(run.wall_s):
         costs = f"a checkpoint takes {seconds(run.save_s)}, a restart {seconds(cluster.failures.restart_s)}"
@@ -90,7 +90,7 @@ def run_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
 
 
 def energy_lines(estimate: PlanEstimate, cluster: Cluster) -> list[str]:
-    """Return the energy, carbon and price of the run and of a step as lines. Unknown values are named. Local."""
+    """Return lines on energy, carbon and price of the run and of a step. They name unknown values. Local."""
     energy, run, site = estimate.energy, estimate.run, cluster.site
     parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
     endless = not math.isfinite(run.wall_s)
@@ -127,7 +127,7 @@ def idle_devices_line(layout: ParallelLayout, cluster: Cluster) -> list[str]:
 
 
 def breaks_lines(estimate: PlanEstimate) -> list[str]:
-    """Return the largest memory term, the largest overhead of a step, and failures, with advice, as lines. Local."""
+    """Return lines with advice on the largest memory term, the largest overhead of a step, and failures. Local."""
     memory, largest, slowdown = estimate.memory, estimate.memory.breaks_first, estimate.run.slowdown
     fraction = share(memory.terms[largest] / memory.limit_bytes)
     lines = [f"memory: {largest}, {fraction} of the limit; less with {_less(largest, estimate)}"]
@@ -142,7 +142,6 @@ def breaks_lines(estimate: PlanEstimate) -> list[str]:
 
 
 def _less(term: str, estimate: PlanEstimate) -> str:
-    """Return the options that would reduce the memory ``term``, as a text. Options in use are omitted."""
     layout, is_activations = estimate.layout, term == "activations"
     options = {
         "--recompute full": is_activations and layout.recompute != "full",
@@ -188,14 +187,12 @@ def summary(estimate: PlanEstimate, description: ModelDescription, cluster: Clus
 
 
 def _fit(memory: MemoryEstimate, format_bytes: Callable[[float], str], noun: str) -> str:
-    """Return a text on ``memory``: free bytes (followed by ``noun``) or missing bytes, and the use of a device."""
     spare = memory.limit_bytes - memory.bytes
     verdict = f"fits, {format_bytes(spare)} {noun}" if memory.fits else f"DOES NOT FIT, {format_bytes(-spare)} too much"
     return f"{verdict}: at most {format_bytes(memory.bytes)} of {format_bytes(memory.limit_bytes)} a device"
 
 
 def _samples_or_tokens(estimate: PlanEstimate) -> tuple[int, str]:
-    """Return (tokens of a step, "tokens"), or (samples of a step, "samples") if a sample is one token."""
     if estimate.tokens != estimate.global_batch:
         return estimate.tokens, "tokens"
     return estimate.global_batch, "samples"
@@ -228,7 +225,7 @@ def text(estimate: PlanEstimate, description: ModelDescription, cluster: Cluster
 
 
 def one_line(estimate: PlanEstimate, cluster: Cluster) -> str:
-    """Return memory, step time, duration, energy and carbon of a plan in one line. Local."""
+    """Return one line with memory, step time, duration, energy and carbon of a plan. Local."""
     memory, run = estimate.memory, estimate.run
     limited = f" (MFU limited to the published {share(estimate.mfu)})" if estimate.is_capped else ""
     parts = [
@@ -267,7 +264,7 @@ def strategy_lines(layout: ParallelLayout, global_batch: int) -> str:
 
 
 def memory_lines(memory: MemoryEstimate, layout: ParallelLayout) -> list[str]:
-    """Return the verdict on the memory, a bar chart, the bytes of each term, and the rule as lines. Local."""
+    """Return lines on memory: if it fits, a bar chart, the bytes of each term, and the sharding formula. Local."""
     stage = f" (stage {memory.stage})" if layout.pipeline > 1 else ""
     lines = [f"{_fit(memory, bytes_in_both, 'left')}{stage}", bar(memory)]
     for name, size in memory.terms.items():

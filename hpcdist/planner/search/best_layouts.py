@@ -45,7 +45,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalCount:
-    """Number ``count`` of layouts or of "grids" (combinations of parallel degrees) that break the rule ``limit``."""
+    """Number of layouts (or of "grids": combinations of parallel degrees) that break the rule named ``limit``."""
 
     limit: str
     count: int
@@ -174,7 +174,7 @@ def _refused(walk: BranchAndBound) -> tuple[RefusalCount, ...]:
 
 
 def why_better(estimate: PlanEstimate, other: PlanEstimate | None, objective: str) -> tuple[str, ...]:
-    """Return the reasons why ``estimate`` beats ``other``, the next best layout, or () if ``other`` is None."""
+    """Return reasons why ``estimate`` has a better ``objective`` than ``other``, the next layout (None: ())."""
     if other is None:
         return ()
     lines = [f"{changes(estimate.layout, other.layout) or 'the same layout'}"]
@@ -206,7 +206,7 @@ def _sums(estimate: PlanEstimate, other: PlanEstimate, objective: str) -> str:
 
 
 def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str, ...]:
-    """Return text lines: the largest terms of the step time, and the fraction of ``memory_bytes`` in use. Local."""
+    """Return lines on the largest terms of the step time, and on memory use. ``memory_bytes``: limit. Local."""
     terms, step_s = estimate.timing.terms, estimate.step_s
     computing_s = sum(terms.get(name, 0.0) for name in COMPUTING)
     lost = [(seconds_, name) for name, seconds_ in terms.items() if name not in COMPUTING and seconds_ > SAME * step_s]
@@ -225,7 +225,7 @@ def bottlenecks(estimate: PlanEstimate, memory_bytes: float = 0.0) -> tuple[str,
 
 
 def nothing_fits(walk: BranchAndBound) -> tuple[str, ...]:
-    """Return text about a search ``walk`` without result: the layout with the least missing memory, and advice."""
+    """Return lines on a search ``walk`` that found nothing: the layout with the least missing memory, and advice."""
     if walk.memory_filter.leanest is None:
         return tuple(_no_grid(walk))
     over, layout, footprint = walk.memory_filter.leanest

@@ -33,7 +33,7 @@ UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
 
 
 def check_objective(objective: str, cluster: Cluster) -> None:
-    """Raise UsageError if the cluster file lacks data for the objective. Local."""
+    """Raise UsageError if the cluster file lacks data for ``objective``, such as the price for "cost". Local."""
     site = cluster.site
     if objective == "cost" and site.device_hour_price is None and site.kwh_price is None:
         raise UsageError(
@@ -59,7 +59,7 @@ def value(estimate: PlanEstimate, objective: str) -> float:
 
 
 def value_and_tie_break(estimate: PlanEstimate, objective: str) -> tuple[float, float]:
-    """Return the sort key of a layout: the pair (objective value, tie-break)."""
+    """Return the sort key of a layout: (objective value, value that decides between equal objective values)."""
     objective_value = value(estimate, objective)
     if objective != "time":
         return objective_value, objective_value
@@ -80,7 +80,10 @@ def order_bound(
     global_batch: int,
     objective: str,
 ) -> float:
-    """Return a lower bound of the objective value of a layout, from its micro-batch times ``flow``. Local."""
+    """Return a lower bound of the objective value of the layout ``order``, from its micro-batch times. Local.
+
+    ``flow``: result of `microbatch_flow` for this layout. ``objective``: such as "time" or "energy".
+    """
     # Excludes gradient exchange, optimizer update and reading of samples, so the bound holds for every data-axis
     # strategy and compression.
     least_s = sum(flow.terms.values())
@@ -92,7 +95,7 @@ def order_bound(
 
 
 class FamilyTotals(NamedTuple):
-    """Times per micro-batch of a layout, whatever its schedule, chunks, data-axis strategy and compression."""
+    """Times per micro-batch of a set of layouts that differ only in schedule, chunks, strategy and compression."""
 
     # Forward and backward with collectives, summed over all pipeline ranks. Excludes recomputation if ranks can
     # recompute while they wait for a gradient.
@@ -105,9 +108,9 @@ class FamilyTotals(NamedTuple):
 def family_totals(
     description: ModelDescription, family: ParallelLayout, cluster: Cluster, global_batch: int
 ) -> FamilyTotals:
-    """Return the times per micro-batch (`FamilyTotals`) of the whole model in the layout ``family``. Local.
+    """Return the times per micro-batch of the whole model, over all pipeline ranks. Local.
 
-    The result does not depend on the layout's schedule, chunks, data-axis strategy and compression.
+    ``family``: any layout; its schedule, chunks, data-axis strategy and compression have no influence.
     """
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # the same cache entry for every pipeline degree
@@ -139,9 +142,9 @@ def _alone(description: ModelDescription, alone: ParallelLayout, cluster: Cluste
 
 
 def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster, objective: str) -> float:
-    """Return a lower bound of the objective value of the layout ``family``, without pipeline idle time. Local.
+    """Return a lower bound of the objective of layout ``family``, without pipeline idle time. Local.
 
-    ``of_all``: result of `family_totals` for this layout.
+    ``of_all``: result of `family_totals` for this layout. ``objective``: such as "time" or "energy".
     """
     return _floor(of_all, 0.0, 0.0, family, cluster, objective)
 
@@ -149,7 +152,7 @@ def family_bound(of_all: FamilyTotals, family: ParallelLayout, cluster: Cluster,
 def schedule_bound(
     of_all: FamilyTotals, order: ParallelLayout, hop_s: float, cluster: Cluster, objective: str
 ) -> float:
-    """Return a lower bound of the objective value of a layout, including pipeline idle time. Local.
+    """Return a lower bound of the objective of layout ``order``, including pipeline idle time. Local.
 
     ``of_all``: result of `family_totals`. ``hop_s``: seconds of a message to the next pipeline rank.
     """

@@ -37,7 +37,7 @@ _NEVER: Final = 1 << 62
 
 
 class MemoryFilter:
-    """Filter of layouts by memory use. It caches results, so that it estimates the memory of few layouts."""
+    """Filter of layouts by memory use. Cached results avoid memory estimates of similar layouts."""
 
     def __init__(self, description: ModelDescription, cluster: Cluster, global_batch: int, limit_bytes: float) -> None:
         # (excess bytes, layout, memory estimate) of the rejected layout with the fewest excess bytes, or None
@@ -107,7 +107,7 @@ Rank = tuple[float, float, int, int]  # both values; ties: number of the order, 
 
 
 class SearchNode(NamedTuple):
-    """Node of the search tree: a set of layouts that differ from ``layout`` in a few settings."""
+    """Node of the search tree: a set of layouts that have some settings of ``layout`` in common."""
 
     # Layouts of an upper node differ in schedule, chunks, data-axis strategy and compression. Layouts of a lower node
     # only differ in data-axis strategy and compression.
@@ -127,11 +127,11 @@ class Refusals:
     layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def grid(self, problem: LayoutProblem) -> None:
-        """Add 1 to the number of combinations of parallel degrees that are rejected by the limit of ``problem``."""
+        """Count one combination of parallel degrees (such as data and tensor) that is rejected for ``problem``."""
         self._count(self.grids, problem, 1)
 
     def layout(self, problem: LayoutProblem, many: int = 1) -> None:
-        """Add ``many`` to the number of layouts that are rejected by the limit of ``problem``."""
+        """Count ``many`` layouts that are rejected for ``problem``."""
         self._count(self.layouts, problem, many)
 
     @staticmethod

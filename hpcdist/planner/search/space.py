@@ -89,7 +89,7 @@ def limit_bytes(spec: SearchSpec, memory_bytes: float) -> float:
 
 
 def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield a layout for each combination of parallel degrees on ``devices`` devices."""
+    """Yield a layout for each combination of parallel degrees. ``devices``: number of devices. ``spec``: settings."""
     # The caller must check that the layouts are possible. With `spec.fewer`, also smaller divisors of ``devices`` are
     # used.
     for tensor in _chosen(divisors(devices), spec.tensors):
@@ -112,7 +112,7 @@ def grids(devices: int, spec: SearchSpec) -> Iterator[ParallelLayout]:
 
 
 def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]:
-    """Yield copies of ``grid`` with each combination of recomputation and sequence parallelism in ``spec``."""
+    """Yield copies of layout ``grid`` with each pair (recomputation, sequence parallelism) listed in ``spec``."""
     both = spec.sequence_parallel if grid.tensor > 1 else (False,)
     choices = spec.recompute
     if grid.implementation == "hpcdist" and "none" in choices:  # scores are always recomputed
@@ -123,7 +123,7 @@ def families(grid: ParallelLayout, spec: SearchSpec) -> Iterator[ParallelLayout]
 
 
 def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[int, ...]:
-    """Return the micro-batch sizes to try for the parallel degrees of ``grid``, in ascending order. Local."""
+    """Return the micro-batch sizes to try for the data-parallel degree of ``grid``, in ascending order. Local."""
     if spec.microbatches:
         return tuple(sorted(set(spec.microbatches)))
     share = -(-global_batch // grid.data)
@@ -137,7 +137,7 @@ def sizes(grid: ParallelLayout, global_batch: int, spec: SearchSpec) -> tuple[in
 
 
 def orders(description: ModelDescription, grid: ParallelLayout, spec: SearchSpec) -> tuple[tuple[str, int], ...]:
-    """Return the pairs (schedule, chunks per rank) to try. Without a pipeline, only ("sequential", 1). Local."""
+    """Return pairs (pipeline schedule, chunks per rank) to try. Without a pipeline, only ("sequential", 1). Local."""
     if grid.pipeline == 1:
         return (("sequential", 1),)
     pairs: list[tuple[str, int]] = []

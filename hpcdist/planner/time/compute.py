@@ -37,7 +37,7 @@ _KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # cached results by id
 
 
 class UnitSeconds(NamedTuple):
-    """Times in seconds of one model unit (layer, embedding or head) for a micro-batch on one device."""
+    """Times in seconds of one model layer (block, embedding or head) for a micro-batch on one device."""
 
     forward_s: float
     input_s: float  # gradients of inputs
@@ -51,7 +51,7 @@ class UnitSeconds(NamedTuple):
 
 
 def cached(cluster: Cluster, kind: str) -> dict[Any, Any]:
-    """Return the dict that caches results of type ``kind``, such as "loads", until ``cluster`` is freed."""
+    """Return the cache of ``cluster`` for results of type ``kind``, such as "loads": a dict from key to result."""
     results = _KNOWN.get(id(cluster))
     if results is None:
         results = _KNOWN[id(cluster)] = {}
@@ -67,7 +67,7 @@ timed_fields: Final = attrgetter(
 
 
 def unit_seconds(unit: ModelUnit, layout: ParallelLayout, cluster: Cluster) -> UnitSeconds:
-    """Return the forward, backward and recomputation times of a model ``unit`` for a micro-batch on one device. Local.
+    """Return forward, backward and recomputation times of layer ``unit`` for a micro-batch on one device. Local.
 
     Raises ConfigurationError if the device has no efficiency curve for the precision.
     """
@@ -86,9 +86,9 @@ def main_bytes(layout: ParallelLayout) -> int:
 
 
 def peak_share_of(curve: EfficiencyCurve, size: float) -> tuple[float, str]:
-    """Return the fraction of the peak FLOP rate that matrix products reach, and a warning text or "".
+    """Return the fraction of the peak FLOP rate that a matrix product reaches, and a warning text or "".
 
-    ``size``: harmonic mean of the product's dimensions m, k and n.
+    ``curve``: measured fractions. ``size``: harmonic mean of the product's dimensions m, k and n.
     """
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
@@ -230,12 +230,12 @@ class _Unit:
 
 
 def local_parameters(unit: ModelUnit, layout: ParallelLayout) -> float:
-    """Return the number of parameters of one model unit on a device, before ZeRO shards them. Local."""
+    """Return the number of parameters of layer ``unit`` on a device, before ZeRO shards them. Local."""
     experts = unit.expert_parameters / layout.tensor
     rest = unit.parameters - unit.cut_parameters + unit.cut_parameters / layout.tensor - experts
     return rest + local_experts(unit, layout)
 
 
 def local_experts(unit: ModelUnit, layout: ParallelLayout) -> float:
-    """Return the number of expert parameters of one model unit on a device, after tensor and expert sharding. Local."""
+    """Return the number of expert parameters of layer ``unit`` on a device, after tensor and expert sharding. Local."""
     return unit.expert_parameters / layout.tensor / layout.expert

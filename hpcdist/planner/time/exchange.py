@@ -66,7 +66,7 @@ class BucketedGradients(NamedTuple):
 def choose_bucket(
     gradients: BucketedGradients, layout: ParallelLayout, cost_of: Callable[[int], MessageCost]
 ) -> BucketChoice:
-    """Return the `BucketChoice` with the least exposed time. ``cost_of(n)``: cost of sending n buckets. Local."""
+    """Return the `BucketChoice` with the least exposed seconds. ``cost_of(n)``: cost of sending n buckets. Local."""
     # Lengths are tried in ascending order, doubling each time. hpcdist starts with the default of a recipe, the
     # published implementation with a message per unit, but at least the same bytes.
     is_ours = layout.implementation == "hpcdist"
@@ -150,7 +150,8 @@ def exchange(
 ) -> ExchangeCost:
     """Return the cost per step of exchanging a device's gradients and parameters with its data-parallel replicas.
 
-    ``backward_s``: backward time of a micro-batch. Raises UsageError for an unknown strategy.
+    ``parameters``: number on the device. ``backward_s``: backward seconds of a micro-batch. ``microbatches``: per step.
+    Raises UsageError for an unknown strategy.
     """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"unknown strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")

@@ -21,7 +21,7 @@ EVEN_LOADS_FLAG: Final = (
 
 
 class RowRoute(NamedTuple):
-    """Method to send tokens to experts, over ``nodes`` nodes with ``each`` expert-parallel ranks per node."""
+    """Method ``way`` to send tokens to experts on ``nodes`` nodes, with ``each`` expert-parallel ranks per node."""
 
     # "node memory" (shared memory), "hierarchical" (a message from node to node), "pairs" (a message from rank to
     # rank), or "" without expert parallelism
@@ -48,8 +48,7 @@ def row_route(layout: ParallelLayout, cluster: Cluster) -> RowRoute:
 def row_turn(turn: str, nbytes: float, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
     """Return the cost of one all-to-all between expert-parallel ranks. Local.
 
-    ``turn``: data to send: "counts", "rows" (tokens), "gradients" or "results". ``nbytes``: bytes of this data on a
-    device.
+    ``turn``: kind of data: "counts", "rows" (tokens), "gradients" or "results". ``nbytes``: data size on a device.
     """
     reach, route = span(layout, "expert", cluster), row_route(layout, cluster)
     if layout.implementation != "hpcdist":

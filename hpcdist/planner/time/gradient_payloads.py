@@ -76,7 +76,8 @@ class Payload(NamedTuple):
 def payload(compression: str, values: float, ranks: int, units: int = 1, matrices: Matrices = ()) -> Payload | None:
     """Return the `Payload` of ``values`` gradient elements, or None for compression "none".
 
-    ``units``: number of layers. Raises UsageError for an unknown compression.
+    ``ranks``: ranks that sum. ``units``: number of layers. ``matrices``: (rows, columns, count) of each weight shape.
+    Raises UsageError for an unknown compression.
     """
     if compression == "none":
         return None
@@ -85,7 +86,6 @@ def payload(compression: str, values: float, ranks: int, units: int = 1, matrice
     if compression == "topk":
         nbytes = 8 * TOPK_DENSITY * values
         return Payload(nbytes, "gathered", _ENCODE_BYTES * values + nbytes + ranks * nbytes + 4 * values)
-    # matrices: (rows, columns, number of matrices) for each weight shape
     if compression == "powersgd":
         return _low_rank(values, units, matrices)
     scales = 4 * values / QUANTISE_BLOCK
@@ -133,7 +133,8 @@ def compressed_sum(
 ) -> MessageCost:
     """Return the cost of summing compressed gradients over ``axis``, including the time to encode and decode.
 
-    ``operation``: "allreduce" or "reduce_scatter". ``messages``: number of equal buckets.
+    ``operation``: "allreduce" or "reduce_scatter". ``axis``: parallel axis, such as "data". ``messages``: number of
+    equal buckets.
     """
     whole = span(layout, axis, cluster)
     flat = _over(operation, gradients, layout, whole, cluster, messages)

@@ -38,7 +38,7 @@ AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replic
 
 
 class LinkTier(NamedTuple):
-    """Link level that a group of devices uses. Its links join sets of devices: for example, the network joins nodes."""
+    """Links of one speed that a group of devices uses. They join sets of devices: for example, nodes."""
 
     outer: int  # index of the level in the cluster; 0: the fastest level
     fan: int  # number of joined sets that contain members of the group
@@ -50,9 +50,9 @@ class LinkTier(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GroupSpan:
-    """Group of ``size`` devices, ``stride`` apart, with the link levels ``tiers`` that connect the devices.
+    """Group of ``size`` devices, every ``stride``-th device of the job, and the links ``tiers`` between the devices.
 
-    ``tiers``: fastest level first; empty for one device. ``channels``: True for several parallel rings or trees.
+    ``tiers``: fastest links first; empty for one device. ``channels``: True for several parallel rings or trees.
     """
 
     size: int
@@ -63,18 +63,18 @@ class GroupSpan:
 
     @property
     def slow(self) -> float:
-        """Seconds per byte on the slowest link level, if the group sends in a ring or tree."""
+        """Seconds per byte on the group's slowest links, if the group sends in a ring or tree."""
         if self.channels:
             return max(tier.crowded / tier.lanes for tier in self.tiers)
         return max(tier.single for tier in self.tiers)
 
     @property
     def latency_s(self) -> float:
-        """Largest latency of the group's link levels, in seconds."""
+        """Largest latency of the links between the group's devices, in seconds."""
         return max(tier.latency_s for tier in self.tiers)
 
     def tier_at(self, distance: int) -> LinkTier:
-        """Return the link level that connects each group rank r with rank r XOR ``distance``, a power of 2."""
+        """Return the links between each group rank r and rank r XOR ``distance``, which is a power of 2."""
         # Partners share an aligned block of 2 * distance members: the first tier whose boxes consist of such blocks.
         for tier in self.tiers[:-1]:
             if tier.lanes * tier.fan % (2 * distance) == 0:
@@ -83,9 +83,9 @@ class GroupSpan:
 
 
 def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
-    """Return the size, the stride and the link levels of the group of devices on ``axis``, one of `AXES`.
+    """Return the size, the stride and the links of the device groups that communicate on ``axis``.
 
-    Raises UsageError if the axis is unknown or has no links.
+    ``axis``: parallel axis, one of `AXES`. Raises UsageError if the axis is unknown or has no links.
     """
     inner = layout.tensor * layout.context
     total = inner * layout.data * layout.pipeline
@@ -114,12 +114,12 @@ def span(layout: ParallelLayout, axis: str, cluster: Cluster) -> GroupSpan:
 
 @lru_cache(maxsize=1 << 16)
 def group(size: int, stride: int, total: int, levels: tuple[LinkLevel, ...], channels: bool = False) -> GroupSpan:
-    """Return the group of ``size`` devices, ``stride`` apart, with the link levels that connect the devices.
+    """Return the group of ``size`` devices, every ``stride``-th device, with the links that connect the devices.
 
-    ``total``: number of devices of the job. Raises UsageError if no level joins them.
+    ``total``: devices of the job. ``levels``: links of the cluster, fastest first. ``channels``: True if several rings
+    or trees run in parallel. Raises UsageError if no links join the devices.
     """
-    # ``levels``: fastest first. ``channels``: several rings or trees run in parallel, as in NCCL. ``flags`` warns of
-    # nodes with unequal numbers of members.
+    # `flags` warns of nodes with unequal numbers of members.
     tiers: list[LinkTier] = []
     flags: list[str] = []
     below = box_below = 1
@@ -152,10 +152,9 @@ def _span(size: int, stride: int, tiers: tuple[LinkTier, ...], channels: bool, f
 def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
     """Return the number of group members in a node (or other set) of ``box`` consecutive devices.
 
-    The group has ``size`` devices, ``stride`` apart.
+    The group has ``size`` devices, ``stride`` apart. ``below``: members in a smaller set inside, such as a socket.
     """
-    # ``below``: number of group members in a set inside the node, such as a socket. The result divides ``size``.
-    # Boxes nest: a multiple of ``below``, which divides the group into equal parts.
+    # The result divides `size`. Boxes nest: a multiple of `below`, which divides the group into equal parts.
     room = max(1, box // stride)
     return below * math.gcd(size // below, max(1, room // below))
 
@@ -314,9 +313,9 @@ def repeated_cost(cost: MessageCost, often: float) -> MessageCost:
 def collective(
     operation: str, nbytes: float, span: GroupSpan, cluster: Cluster, algorithm: str = "auto"
 ) -> MessageCost:
-    """Return the cost of ``operation`` on a buffer of ``nbytes`` bytes over the device group ``span``.
+    """Return the cost of collective ``operation`` on a buffer of ``nbytes`` bytes over the device group ``span``.
 
-    ``nbytes``: size of the input; for all_gather, of the output. Raises UsageError.
+    ``nbytes``: size of the input; for all_gather, of the output. ``algorithm``: such as "ring". Raises UsageError.
     """
     if span.size <= 1 or nbytes <= 0:
         return NO_COST
@@ -390,7 +389,7 @@ def _cost(operation: str, nbytes: float, span: GroupSpan, algorithm: str) -> Mes
 
 
 def substituted(algorithm: str, operation: str, taken: str) -> str:
-    """Return a warning that ``operation`` lacks the requested ``algorithm`` and uses the algorithm ``taken``."""
+    """Return a warning: ``operation`` does not support ``algorithm``; algorithm ``taken`` is used instead."""
     return f"algorithm = {algorithm}: {operation} does not have this algorithm and uses {taken}"
 
 

@@ -85,7 +85,7 @@ def closed_time(
     steps_overlap: bool = False,  # a rank starts the next step without waiting for other ranks
     ahead_s: float = 0.0,  # seconds per micro-batch of recomputation that can overlap the wait for the gradient
 ) -> PipelineTime:
-    """Return the step time of a pipeline by a closed formula.
+    """Return the time of a step on the slowest pipeline rank, by a closed formula.
 
     ``slowest``: times of a micro-batch on the slowest rank. ``others``: mean times on the other ranks.
     """
@@ -151,7 +151,7 @@ def simulated_timeline(
 ) -> "StepTimeline":
     """Return the simulated timeline of the forward and backward passes of a step. Local.
 
-    ``chunks``: times of a micro-batch in each model chunk.
+    ``chunks``: times of a micro-batch in each model chunk, in model order. ``ranks``: number of pipeline ranks.
     """
     from hpcdist.strategies.schedule.simulate import timeline
     from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
@@ -180,7 +180,7 @@ def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) ->
 
 
 class StageTime(NamedTuple):
-    """Times of a micro-batch on a pipeline rank, or in one of its model chunks."""
+    """Times of a micro-batch on a pipeline rank (or in one model chunk), and the waiting for collectives."""
 
     load: StageLoad  # computation and collectives
     sent: CollectiveWait  # seconds of waiting for collectives, by axis
@@ -202,7 +202,8 @@ def stage_of(
 ) -> StageTime:
     """Return the forward and backward times of a pipeline rank per micro-batch, as a `StageTime`. Local.
 
-    ``load``: work of the rank. ``costs``: cache of collective costs, or None.
+    ``load``: computation and collectives of the rank. ``microbatches``: per step. ``costs``: cache of collective costs,
+    or None.
     """
     waits = collective_wait(load, layout, cluster, costs)
     again_s = load.again_s + sum(waits.again_s.values())
@@ -218,7 +219,7 @@ def stage_of(
 def ranks_of(
     description: ModelDescription, layout: ParallelLayout, cluster: Cluster, microbatches: int
 ) -> list[tuple[StageTime, int]]:
-    """Return pairs (`StageTime`, number of pipeline ranks with these times). Local."""
+    """Return pairs (`StageTime`, number of pipeline ranks with these times). ``microbatches``: per step. Local."""
     costs: dict[tuple[str, str, float], MessageCost] = {}
     return [
         (stage_of(load, layout, cluster, microbatches, costs), often)
@@ -272,12 +273,12 @@ def closed_pipe(
 ) -> PipelineTime:
     """Return the step time of the pipeline of ``layout`` by a closed formula. Local.
 
-    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks.
+    ``m``: micro-batches per step. ``ranks``: result of `ranks_of`. ``slowest``: times of the slowest rank. ``hop_s``:
+    seconds of a message between neighbouring ranks.
     """
     others = slowest.seconds
     if layout.pipeline > 1:
         rest = [0.0, 0.0, 0.0]
-        # ranks: result of `ranks_of`, which includes ``slowest``
         for stage, often in ranks:
             for index, seconds in enumerate(stage.seconds):
                 rest[index] += seconds * (often - (stage is slowest))
@@ -290,7 +291,8 @@ def closed_form(
 ) -> PipelineTime:
     """Return the step time of a pipeline of ``layout`` by the formula of `closed_time`. Local.
 
-    ``m``: micro-batches per step. ``hop_s``: seconds of a message between neighbouring ranks.
+    ``slowest``, ``others``: times on the slowest and the other ranks. ``m``: micro-batches per step. ``hop_s``: seconds
+    of a message between ranks. ``ahead_s``: recomputation that overlaps waiting.
     """
     return closed_time(
         layout.schedule,

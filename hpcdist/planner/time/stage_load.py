@@ -34,7 +34,7 @@ LOSS_SUMS: Final = 3  # maximum, sum of exponentials, logit of the target token
 
 
 class AxisCollective(NamedTuple):
-    """Collective that a rank runs once per micro-batch for one unit of the model, such as a layer."""
+    """Collective that a rank calls once per micro-batch for one model layer, on parallel axis ``axis``."""
 
     when: int  # `FORWARD`, `BACKWARD`, `OVERLAPPED` (with computation, in backward) or `RECOMPUTE`
     axis: str
@@ -62,7 +62,7 @@ class StageLoad(NamedTuple):
 
 
 class CollectiveWait(NamedTuple):
-    """Seconds that a rank waits for the collectives of a micro-batch, by axis.
+    """Seconds that a rank waits for the collectives of a micro-batch, as dicts from parallel axis to seconds.
 
     ``back_s``: in backward. ``again_s``: in recomputation. ``nbytes``: bytes sent, by axis. ``hidden_s``: seconds of
     ring attention messages that overlap computation.
@@ -78,7 +78,7 @@ class CollectiveWait(NamedTuple):
 
 
 def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[tuple[StageLoad, int], ...]:
-    """Return pairs (work of a rank, number of pipeline ranks with this work), one per distinct work. Local."""
+    """Return pairs (work of a rank as `StageLoad`, number of pipeline ranks with exactly this work). Local."""
     cache = cached(cluster, "loads")
     key = load_key(description, layout)
     distinct: tuple[tuple[StageLoad, int], ...] | None = cache.get(key)
@@ -101,7 +101,7 @@ def loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluste
 
 
 def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: Cluster) -> tuple[StageLoad, ...]:
-    """Return the work (`StageLoad`) of each pipeline chunk, in model order. Local."""
+    """Return the `StageLoad` (computation and collectives) of each pipeline chunk, in model order. Local."""
     return tuple(
         _load(chunk.shares, {share.place: share.times for share in repeated.shares}, description, layout, cluster)
         for chunk, repeated in zip(chunks(description, layout), recomputed(description, layout), strict=True)
@@ -109,7 +109,7 @@ def chunk_loads(description: ModelDescription, layout: ParallelLayout, cluster: 
 
 
 def combined(load: StageLoad, other: StageLoad) -> StageLoad:
-    """Return the sum of ``load`` and ``other``, two parts of one pipeline rank's work. Local."""
+    """Return the sum of ``load`` and ``other``, the work of two model chunks of one pipeline rank. Local."""
     pairs: Iterator[tuple[Any, Any]] = zip(load, other, strict=True)
     return StageLoad(*(first + second for first, second in pairs))._replace(
         flags=tuple(dict.fromkeys(load.flags + other.flags))
@@ -124,7 +124,7 @@ def collective_wait(
 ) -> CollectiveWait:
     """Return the seconds per micro-batch that a rank waits for collectives, by axis. Local.
 
-    ``load``: work of the rank. ``costs``: cache of collective costs, to which new costs are added.
+    ``load``: computation and collectives of the rank. ``costs``: cache of collective costs; new costs are added.
     """
     costs = {} if costs is None else costs
     waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}

@@ -65,7 +65,7 @@ def owned(parameters: float, layout: ParallelLayout, replicas: int) -> float:
 
 
 def bytes_each(layout: ParallelLayout) -> float:
-    """Return the bytes of memory traffic per parameter for the gradient norm and the optimizer update. Local."""
+    """Return the memory traffic in bytes per parameter for the gradient norm and the optimizer update. Local."""
     parameter, gradient, _ = unsharded(layout)
     wide = layout.precision not in ("float32", "float64")
     master = WIDE_BYTES if wide else parameter
@@ -172,7 +172,7 @@ def data_exchange(
 ) -> ExchangeCost:
     """Return the cost of exchanging gradients and parameters over the data axis, on one pipeline rank. Local.
 
-    ``m``: number of micro-batches per step.
+    ``m``: micro-batches per step. ``stage``: times of the rank. ``spare_bytes``: free memory for larger buckets.
     """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":
@@ -225,7 +225,7 @@ def _full(layout: ParallelLayout, global_batch: int) -> float:
 
 
 def rows_sum(load: StageLoad, layout: ParallelLayout, cluster: Cluster) -> MessageCost:
-    """Return the cost of summing the gradients of norm weights over the tensor ranks. Local."""
+    """Return the cost of summing gradients of norm weights over the tensor ranks. ``load``: work of a rank. Local."""
     if layout.tensor == 1 or not layout.sequence_parallel:
         # Only sequence parallelism needs this sum.
         return NO_COST

@@ -36,7 +36,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Measured time of a gradient allreduce with compressor ``name``; ``codec_s``: its encoding and decoding."""
+    """Seconds of a gradient allreduce with compressor ``name``; ``codec_s``: part for encoding and decoding."""
 
     name: str
     seconds: float
@@ -72,7 +72,7 @@ class CompressionDecision:
         return f"communication.compression = auto: {self.name}: {why}; {format_bytes(self.bucket_bytes)}: {shown}"
 
     def numbers(self) -> dict[str, Any]:
-        """Return the chosen compressor and the measured time of each tried compressor as a JSON object. Local."""
+        """Return the chosen compressor and the measured times of all tried compressors as a dict for JSON. Local."""
         rows = [vars(row) for row in self.rows]
         return {"name": self.name, "source": self.source, "bucket_bytes": self.bucket_bytes, "measured": rows}
 
@@ -86,10 +86,7 @@ def decide(
     budget_s: float = BUDGET_S,  # time limit
     clock: Callable[[], float] = time.perf_counter,
 ) -> CompressionDecision:
-    """Measure the compressors in ``config.candidates``, and choose the fastest, or "none". Collective over the world.
-
-    All ranks get the same result.
-    """
+    """Choose the fastest compressor in ``config.candidates``, or "none", for all ranks. Collective over the world."""
     if context.world.size == 1 or _most(context, context.data.size) == 1:
         return CompressionDecision(NONE, "default", note="one data rank: no gradients are sent")
     if config.across_nodes and _most(context, context.data.nodes().count) == 1:
@@ -151,7 +148,7 @@ class _Dense:
         sharding.reduce_scatter(data, self.values, sharding.shares(data, self.values.size, self.values.itemsize))
 
     def settle(self) -> None:
-        """Divide the compressed sums by the number of ranks, so that repeated measurements do not overflow."""
+        """Prepare the gradient values for the next measured round."""
 
     def codec_s(self, clock: Callable[[], float]) -> float:
         return 0.0

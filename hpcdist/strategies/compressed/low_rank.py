@@ -26,10 +26,7 @@ _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 
 
 class PowerSgdReduction:
-    """PowerSGD: allreduce of gradients that sends matrices as low-rank factors.
-
-    ``rank``: rank of the factors, not an MPI rank.
-    """
+    """PowerSGD: allreduce that sends gradient matrices as factors of low rank (``rank``; not an MPI rank)."""
 
     def __init__(
         self,

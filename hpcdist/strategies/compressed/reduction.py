@@ -37,7 +37,7 @@ _LINE: Final = ALIGN_BYTES // np.dtype(np.float32).itemsize  # alignment of tens
 
 @dataclass(frozen=True)
 class CodedUnit:
-    """Tensor in a compressed message. ``where``: range in the flat parameter vector. ``place``: byte range."""
+    """Tensor in a compressed message. ``where``: its flat parameter range. ``place``: its byte range in the message."""
 
     where: Range
     place: Range
@@ -52,10 +52,7 @@ class CodedMessage:
 
 
 class GradientCoder:
-    """Encoder and decoder of one rank's gradients with the method of ``compressor``. Local.
-
-    ``seed`` and ``rank`` select the random stream.
-    """
+    """Encoder and decoder of gradients with ``compressor``. ``seed`` and ``rank`` select the random stream. Local."""
 
     def __init__(self, layout: Layout, compressor: Compressor, seed: int, rank: int) -> None:
         self.layout, self.compressor = layout, compressor
@@ -113,7 +110,7 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Pair (mean number of encodings per gradient value on a rank, mean number of decodings)."""
+        """Mean number of encodings and mean number of decodings of each gradient value on a rank, as a pair."""
 
     def kept(self, part: Range) -> list[Range]:
         """Return the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
@@ -242,7 +239,7 @@ class GatheredReduction(CompressedReduction):
 
 
 class PayloadAllreduce(CompressedReduction):
-    """Allreduce that sums compressed gradients without decoding them."""
+    """Allreduce that sums gradients in compressed form and decodes only the sum; for linear compressors."""
 
     def __init__(self, comm: Communicator, coder: GradientCoder, algorithm: str) -> None:
         assert coder.compressor.is_linear and coder.rank == 0
@@ -286,9 +283,9 @@ def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, s
 
 
 def inter_node(data: Communicator) -> Communicator:
-    """Return the communicator of the ranks with the same local rank, one on each node. Collective.
+    """Return the communicator of the ranks of ``data`` with this rank's local rank, one on each node. Collective.
 
-    Raises ConfigurationError if nodes have different numbers of ranks.
+    ``data``: communicator of the data axis. Raises ConfigurationError if nodes have different numbers of ranks.
     """
     nodes = data.nodes()
     if not nodes.uniform:
@@ -301,7 +298,7 @@ def inter_node(data: Communicator) -> Communicator:
 
 
 class InterNodeReduction(CompressedReduction):
-    """Allreduce that compresses only messages between nodes, by the allreduce ``between_nodes``."""
+    """Allreduce that compresses only messages between nodes. ``between_nodes``: allreduce used between nodes."""
 
     def __init__(self, data: Communicator, between_nodes: CompressedReduction) -> None:
         self._between_nodes = between_nodes

@@ -79,7 +79,7 @@ class BucketReduction:
 def bucket_reduction(context: RankContext, name: str, config: CompressionConfig, seed: int) -> BucketReduction:
     """Return the gradient reduction over the data axis with the compressor ``name``. Collective over the data axis.
 
-    The caller must set up error feedback.
+    ``config``: options of the compressor. ``seed``: seed of the run. The caller must set up error feedback.
     """
     buckets = tuple(bucket for part in reversed(context.parts) for bucket in _cut(context, name, part))
     return reduction_of(context.data, context.layout, buckets, name, config, seed, context.algorithm, context.on)
@@ -97,7 +97,9 @@ def reduction_of(
 ) -> BucketReduction:
     """Return an object that sums gradients with the compressor ``name``, bucket by bucket. Collective over ``data``.
 
-    Raises ConfigurationError if ``config.across_nodes`` is set and nodes have different numbers of ranks.
+    ``layout``: tensors in the flat gradient vector. ``buckets``: ranges of this vector. ``algorithm``: allreduce
+    algorithm. ``on``: "cpu" or "gpu". Raises ConfigurationError if ``config.across_nodes`` is True and nodes have
+    different numbers of ranks.
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction

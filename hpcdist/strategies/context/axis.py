@@ -138,7 +138,7 @@ class Ring:
         self._messages = cast(tuple[tuple[RingOperation, ...], ...], axis.messages(window))
 
     def block(self, memory: str, source: int) -> Array:
-        """Return a scratch buffer of the shape of rank ``source``'s keys and values.
+        """Return a scratch buffer for the keys and values of rank ``source``.
 
         ``memory``: name of the buffer, a key of `operations.MEMORY`.
         """
@@ -152,7 +152,8 @@ class Ring:
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
         """Yield (rank, keys and values, gradients, poll) for each rank whose keys local queries see. Collective.
 
-        In a backward pass, the caller must fill the array ``gradients``.
+        ``local_block``: keys and values of this rank. ``gradients``: array that the caller must fill in a backward
+        pass, or None. ``poll()`` makes progress on the messages in flight.
         """
         # This rank comes first, with gradients None; in a forward pass, gradients are always None. After the last round
         # of a backward pass, the buffer `operations.HOME` has the other ranks' summed gradients of ``local_block``.

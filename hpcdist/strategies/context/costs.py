@@ -14,7 +14,7 @@ PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads, to 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShare:
-    """Sizes of one attention layer that ``ranks`` context ranks compute together, as totals over these ranks."""
+    """Sizes of one whole attention layer, which ``ranks`` context ranks compute together."""
 
     ranks: int
     samples: int
@@ -37,7 +37,7 @@ class AttentionShare:
 
 
 def head_parts(share: AttentionShare) -> int:
-    """Return the number of messages in which ring attention on CPUs sends a rank's key heads."""
+    """Return the number of messages that carry a rank's key heads in ring attention on CPUs, for a layer ``share``."""
     nbytes = share.samples * share.most_tokens * 2 * share.shared * share.size * share.itemsize
     return min(share.shared, -(-nbytes // PART_BYTES))
 
@@ -74,7 +74,7 @@ def exchanged_bytes(share: AttentionShare) -> tuple[tuple[float, ...], tuple[flo
 
 
 def ring_passes(share: AttentionShare) -> int:
-    """Return the number of key blocks that a rank receives in ring attention, as a maximum over the ranks."""
+    """Return the maximum number of key blocks that a rank receives in ring attention, for a layer ``share``."""
     if not share.window:
         return share.ranks - 1
     visited = paths(pieces(share.tokens, share.ranks), share.window)
@@ -106,7 +106,7 @@ def counts_bytes(ranks: int, samples: int, experts: int) -> int:
 def kept_elements(share: AttentionShare, method: str) -> int:
     """Return the number of elements of other ranks' keys and values that a rank keeps for backward, per layer.
 
-    ``method``: "ring" or "all_to_all".
+    ``share``: sizes of the layer. ``method``: "ring" or "all_to_all".
     """
     # Keys of other ranks, if several ranks get the same key heads.
     takes_keys = method == "all_to_all" and share.shared < share.ranks
@@ -116,7 +116,7 @@ def kept_elements(share: AttentionShare, method: str) -> int:
 def scratch_elements(share: AttentionShare, method: str) -> Mapping[str, int]:
     """Return the elements of each scratch buffer that context parallelism adds on a rank, keyed by buffer name.
 
-    ``method``: "ring" or "all_to_all".
+    ``share``: sizes of an attention layer. ``method``: "ring" or "all_to_all".
     """
     local_tokens = share.samples * share.most_tokens
     if method == "ring":

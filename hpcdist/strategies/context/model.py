@@ -104,9 +104,11 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays of token counts: before each local token range, and in the whole sample. Collective."""
-        # ``counts[s, i, e]``: tokens of sample s in local token range i that are routed to expert e. The first result
-        # has this shape, for the tokens before range i. The second has shape (samples, experts).
+        """Return the numbers of tokens before each local token range, and in each whole sample. Collective.
+
+        ``counts[s, i, e]``: tokens of sample s in local token range i that are routed to expert e. The results are
+        arrays with the shape of ``counts`` and the shape (samples, experts).
+        """
         if not len(counts):
             return super().join(counts)
         axis = self._axis

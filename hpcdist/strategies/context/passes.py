@@ -23,7 +23,7 @@ class Visit:
 
 
 def pieces(context: int, ranks: int) -> tuple[Pieces, ...]:
-    """Return an early and a late token range of a sample for each of ``ranks`` ranks, in tokens."""
+    """Return, for each of ``ranks`` ranks, an early and a late token range of a sample of ``context`` tokens."""
     assert context > PIECE_TOKENS * (ranks - 1), "every rank needs a token; the rules check this"
     if ranks == 1:
         return (one_piece(context),)
@@ -63,7 +63,7 @@ def visits(placed: tuple[Pieces, ...], rank: int, *, causal: bool) -> tuple[Visi
 def paths(placed: tuple[Pieces, ...], window: int = 0) -> tuple[tuple[int, ...], ...]:
     """Return, for each rank r, the ranks that use its keys and values: r first, then in ring order.
 
-    ``placed``: each rank's token ranges. ``window``: sliding window in tokens.
+    ``placed``: each rank's token ranges. ``window``: sliding window in tokens, or 0.
     """
     ranks = len(placed)
     numbers = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]  # piece numbers
@@ -85,7 +85,8 @@ def _reach(placed: tuple[Pieces, ...], window: int) -> int:
 def pairs(placed: tuple[Pieces, ...], rank: int, *, causal: bool, window: int = 0) -> int:
     """Return the number of visible query-key pairs of one sample whose query is on ``rank``.
 
-    ``placed``: each rank's token ranges. Keyword-only ``window``: sliding window in tokens, or 0.
+    ``placed``: each rank's token ranges. Keyword-only ``causal``: queries see only earlier tokens; keyword-only
+    ``window``: sliding window in tokens, or 0.
     """
     if not causal:
         return tokens(placed[rank]) * sum(map(tokens, placed))

@@ -20,11 +20,11 @@ def prove_messages(
 ) -> None:
     """Raise ScheduleError unless the ranks' operations execute one context-parallel attention correctly.
 
-    ``lists[i]``: operations of axis rank i. ``ranks[i]``: its world rank, for error messages.
+    ``lists[i]``: operations of axis rank i. ``ranks[i]``: its world rank, for error messages. ``visited[i]``: axis
+    ranks that use the keys of axis rank i, starting with i.
     """
     # Proven: messages match without deadlock; no buffer is used while its message is in flight; each rank uses each
-    # needed block of keys once; complete gradients return to the owner of the keys. ``visited[i]``: axis ranks that use
-    # the keys of axis rank i, starting with i.
+    # needed block of keys once; complete gradients return to the owner of the keys.
     rings = [[op for op in row if isinstance(op, RingOperation)] for row in lists]
     exchanges = [[op for op in row if isinstance(op, HeadExchange)] for row in lists]
     if all(exchanges) and not any(rings):

@@ -48,7 +48,7 @@ class BackgroundCollectives:
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to reduce-scatter ``gradients`` in place: rank r gets the sum of the range ``shares[r]``."""
+        """Start to reduce-scatter ``gradients`` under ``key``, in place: rank r gets the sum of ``shares[r]``."""
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
 
@@ -58,7 +58,7 @@ class BackgroundCollectives:
             self._in_flight.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to all-gather ``parameters`` in place: rank r sends the range ``shares[r]``."""
+        """Start to all-gather ``parameters`` under ``key``, in place: rank r sends the range ``shares[r]``."""
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
 
@@ -78,10 +78,7 @@ class BackgroundCollectives:
             self._progress.progress()
 
     def drain(self) -> None:
-        """Wait for all collectives in flight, so that the caller can use their communicator, the attribute ``over``.
-
-        The caller must still call `wait` or `wait_gather` for every key.
-        """
+        """Wait for all collectives in flight. The caller must still call `wait` or `wait_gather` for every key."""
         with self._exposed():
             for handle in self._in_flight.values():
                 handle.wait()

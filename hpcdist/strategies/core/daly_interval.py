@@ -14,7 +14,10 @@ import math
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return Daly's optimal work time between two checkpoints, in seconds. ``cost_s``: seconds to save a checkpoint."""
+    """Return Daly's optimal work time in seconds between checkpoints.
+
+    ``cost_s``: seconds to save a checkpoint. ``mtbf_s``: mean seconds between failures.
+    """
     _check(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -23,7 +26,11 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 def slowdown(work_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Return wall time / work time of a run that saves a checkpoint after every ``work_s`` seconds of work."""
+    """Return wall time / work time of a run that saves a checkpoint after every ``work_s`` seconds of work.
+
+    ``cost_s``: seconds to save a checkpoint. ``mtbf_s``: mean seconds between failures. ``restart_s``: seconds to
+    restart.
+    """
     _check(cost_s, mtbf_s)
     assert work_s > 0 and restart_s >= 0
     return mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((work_s + cost_s) / mtbf_s) / work_s

@@ -84,7 +84,7 @@ class Exchange:
     def norm_squared(self) -> float:
         """Return a number whose sum over all ranks is the squared norm of the mean gradient.
 
-        Waits for a GPU. Local; with logical shards, collective over the data axis.
+        Waits for a GPU. Local, or collective over the data axis if gradients are summed in a fixed order.
         """
         return self.update.norm_squared()
 

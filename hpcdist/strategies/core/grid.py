@@ -38,9 +38,10 @@ class ProcessGrid:
         servers: int = 0,  # ranks that do not compute
         expert: int = 1,
     ) -> "ProcessGrid":
-        """Return the process grid for ``world`` ranks. If ``data`` is 0, it is computed from the other degrees.
+        """Return the process grid for ``world`` ranks.
 
-        Raises ConfigurationError if the degrees do not fit the number of ranks.
+        Keyword-only ``data`` (number of data ranks): 0 to compute it from the other degrees. Raises ConfigurationError
+        if the degrees do not fit ``world``.
         """
         total, world = world, world - servers
         others = pipeline * tensor * context
@@ -89,8 +90,10 @@ class ProcessGrid:
 
 
 def rank_map(grid: ProcessGrid, nodes: Sequence[Sequence[int]]) -> list[str]:
-    """Return one line per pipeline stage, such as "stage 0: node 0 [0-3] [4-7]; node 1 [8-11] [12-15]"."""
-    # Each pair of brackets has the ranks of one tensor group. ``nodes``: ranks of each node.
+    """Return one line per pipeline stage, such as "stage 0: node 0 [0-3] [4-7]; node 1 [8-11] [12-15]".
+
+    ``nodes``: ranks of each node. Each pair of brackets has the ranks of one tensor group.
+    """
     node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
     groups_per_stage = len(grid.tensor_groups) // grid.pipeline
     lines = []
@@ -128,10 +131,7 @@ def _few(words: list[str]) -> list[str]:
 
 
 class GridCommunicators:
-    """Communicators along the axes of a grid, each split from ``comm`` at first use and kept until `free`.
-
-    The split is collective over ``comm``.
-    """
+    """Communicators along the axes of a grid, each split collectively from ``comm`` at first use."""
 
     def __init__(self, grid: ProcessGrid, comm: "Communicator") -> None:
         assert grid.size == comm.size
@@ -180,10 +180,7 @@ class GridCommunicators:
         return self._along("tensor")
 
     def experts(self, degree: int) -> "Communicator":
-        """Return the communicator of ``degree`` consecutive replicas that divide the experts among themselves.
-
-        If ``degree`` is the number of replicas, this is the `replicas` communicator, so its buffers are reused.
-        """
+        """Return the communicator of ``degree`` consecutive replicas that divide the experts among themselves."""
         replicas = self.replicas
         if degree == replicas.size:
             return replicas

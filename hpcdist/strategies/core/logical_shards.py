@@ -53,9 +53,9 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 
 
 class LogicalShards:
-    """Fixed division of the global batch into ``count`` parts, for equal results on any number of ranks. Collective.
+    """Fixed division of the global batch into ``count`` parts, for equal results on any number of ranks.
 
-    Raises ConfigurationError on all ranks if ranks compute different bits.
+    Construction is collective over the world. Raises ConfigurationError on all ranks if ranks compute different bits.
     """
 
     def __init__(self, context: RankContext, count: int) -> None:
@@ -66,7 +66,7 @@ class LogicalShards:
         self._data = context.data
 
     def tree(self) -> FixedTree:
-        """Return a new `FixedTree`, which sums one gradient buffer per logical shard in a fixed order. Local."""
+        """Return a new `FixedTree`, which sums the gradients of the ``count`` parts in a fixed order. Local."""
         return FixedTree(self._data, self.count)
 
     def add(self, tree: FixedTree, microbatch: int, gradients: Array, *, copy: bool) -> None:

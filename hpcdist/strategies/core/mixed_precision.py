@@ -139,7 +139,7 @@ def build_loss_scale(
 ) -> NoLossScale:
     """Return the loss scale for the precision ``mode``. Only "float16" has a loss scale other than 1.
 
-    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale`.
+    ``fixed``: constant loss scale, or 0 for a `DynamicLossScale` with the arguments after ``fixed``.
     """
     if mode != "float16":
         return NoLossScale()
@@ -149,7 +149,7 @@ def build_loss_scale(
 
 
 class MixedPrecisionViews(ParameterViews):
-    """Float32 copies of 16-bit parameters and gradients, for the computation of each model stage. Local."""
+    """Float32 copies of 16-bit parameters and gradients, for the computation of each model layer. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         super().__init__(context, exchange, copies)
@@ -183,7 +183,7 @@ class MixedPrecisionViews(ParameterViews):
         self._has_copies = False
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the float32 parameters that model stage number ``unit`` uses. Free all other float32 parameters."""
+        """Return the float32 parameters that model layer number ``unit`` uses. Free all other float32 parameters."""
         if unit not in self._parameters:
             self._keep(self._needs[unit])
             for used in self._needs[unit] - self._widened:
@@ -210,7 +210,7 @@ class MixedPrecisionViews(ParameterViews):
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Add the float32 gradients of model stage number ``unit`` to its stored 16-bit gradients, then free them."""
+        """Add the float32 gradients of model layer number ``unit`` to its stored 16-bit gradients, then free them."""
         bound, layer, part = self.gradients(unit), self._layers[unit], self._ranges[unit]
         bound.finish()
         wide = self._wide_gradients.at(layer).range(part)

@@ -14,9 +14,9 @@ from hpcdist.arrays.ranges import Range
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Assignment of model chunks to pipeline ranks: ``ranks[i]`` computes ``chunks[i]``, a range of model units.
+    """Assignment of model chunks to pipeline ranks: ``ranks[i]`` computes ``chunks[i]``, a range of model layers.
 
-    ``skips`` are the model's skip connections: pairs (unit, later unit that uses the output of the first unit).
+    ``skips``: skip connections, as pairs (layer, later layer that uses its output). Embedding and head are layers too.
     """
 
     chunks: tuple[range, ...]
@@ -46,19 +46,19 @@ class StagePlacement:
         return self._ranks[unit]
 
     def crosses(self, unit: int) -> bool:
-        """Return True if model unit ``unit`` receives the output of the previous unit from another rank."""
+        """Return True if model layer ``unit`` receives the output of the previous layer from another rank."""
         return unit > self.chunks[0].start and self._ranks[unit] != self._ranks[unit - 1]
 
     def skips_into(self, unit: int) -> list[int]:
-        """Return the model units whose outputs go to model unit ``unit`` over skip connections, in ascending order."""
+        """Return the model layers whose outputs go to layer ``unit`` over skip connections, in ascending order."""
         return sorted(source for source, target in self.skips if target == unit)
 
     def skips_from(self, unit: int) -> list[int]:
-        """Return the model units that get the output of unit ``unit`` over skip connections, in ascending order."""
+        """Return the model layers that get the output of layer ``unit`` over skip connections, in ascending order."""
         return sorted(target for source, target in self.skips if source == unit)
 
     def edge(self, source: int, target: int) -> int:
-        """Return a number that identifies the connection from model unit ``source`` to model unit ``target``."""
+        """Return a number that identifies the connection from model layer ``source`` to model layer ``target``."""
         return target if source in (-1, target - 1) else self.units.stop + self.skips.index((source, target))
 
     @cached_property
@@ -67,13 +67,13 @@ class StagePlacement:
 
 
 def looped(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement in which chunk i of ``parts`` (ranges of model units) is on rank i modulo ``ranks``."""
+    """Return the placement in which chunk i of ``parts`` (ranges of layers) is on rank i modulo ``ranks``."""
     assert len(parts) % ranks == 0, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), tuple(number % ranks for number in range(len(parts))))
 
 
 def folded(parts: Sequence[range], ranks: int) -> StagePlacement:
-    """Return the placement in which rank i has chunks i and 2 * ``ranks`` - 1 - i of ``parts`` (ranges of units)."""
+    """Return the placement in which rank i has chunks i and 2 * ``ranks`` - 1 - i of ``parts`` (ranges of layers)."""
     assert len(parts) == 2 * ranks, f"{len(parts)} chunks for {ranks} ranks"
     return StagePlacement(tuple(parts), (*range(ranks), *reversed(range(ranks))))
 

@@ -17,7 +17,7 @@ from hpcdist.strategies.core.tied import TiedCopies
 
 
 class ParameterViews:
-    """Cached views of one rank's parameter and gradient memory, by model stage. Local."""
+    """Cached views of one rank's parameter and gradient memory, by model layer. Local."""
 
     def __init__(self, context: RankContext, exchange: Exchange, copies: TiedCopies) -> None:
         self._model, self._exchange, self._copies = context.model, exchange, copies
@@ -34,26 +34,26 @@ class ParameterViews:
             self._gradients.clear()
 
     def parameters(self, unit: int) -> Parameters:
-        """Return the parameters that model stage number ``unit`` uses, including tied tensors of other stages."""
+        """Return the parameters that model layer number ``unit`` uses, including tied tensors of other layers."""
         if unit not in self._parameters:
             self._parameters[unit] = self._model.bind_stage(unit, self._parameters_at)
         return self._parameters[unit]
 
     def gradients(self, unit: int) -> BoundGradients:
-        """Return views of the gradient memory of the model's stage number ``unit``."""
+        """Return views of the gradient memory of model layer number ``unit``."""
         if unit not in self._gradients:
             self._gradients[unit] = self._model.bind_stage_gradients(unit, self._gradients_at, self.written)
         return self._gradients[unit]
 
     def backward_done(self, unit: int) -> None:
-        """Record that the backward pass of the model's stage number ``unit`` is complete for one micro-batch."""
+        """Record that the backward pass of model layer number ``unit`` is complete for one micro-batch."""
 
     def no_backward(self, unit: int) -> None:
-        """Allocate gradients of model stage ``unit`` for a micro-batch without samples, which has no backward pass."""
+        """Allocate gradients of model layer ``unit`` for a micro-batch without samples, which has no backward pass."""
         self.gradients(unit)
 
     def complete(self, unit: int) -> None:
-        """After the last backward pass, zero the gradients of model stage ``unit`` that no micro-batch has written."""
+        """After the last backward pass, zero the gradients of model layer ``unit`` that no micro-batch has written."""
         if unit not in self._complete:
             self.gradients(unit).finish()  # or the gradients would be those from the last step
             self._complete.add(unit)
@@ -64,12 +64,12 @@ class ParameterViews:
             self._copies.gradients.view(key)[...] = 0
 
     def exchanged(self, unit: int) -> None:
-        """Record that the gradients of the model's stage number ``unit`` were exchanged and may be overwritten."""
+        """Record that the gradients of model layer number ``unit`` were exchanged and may be overwritten."""
         self._gradients.pop(unit).begin_step()
         self._complete.discard(unit)
 
     def moved(self, unit: int | None = None) -> None:
-        """Drop cached parameter views of model stage number ``unit`` after its memory moved; None means all stages."""
+        """Drop cached parameter views of model layer number ``unit`` after its memory moved; None means all layers."""
         for user in [user for user in self._parameters if unit is None or unit in self._model.needs[user]]:
             del self._parameters[user]
 

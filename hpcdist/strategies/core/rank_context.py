@@ -56,7 +56,7 @@ class RankContext:
 
     @property
     def samplers(self) -> Communicator:
-        """Communicator of ranks with this rank's stages, but different samples."""
+        """Communicator of the ranks that have this rank's layers and process different samples."""
         return self.data if self.batch is None else self.batch
 
     @property
@@ -66,22 +66,22 @@ class RankContext:
 
     @property
     def placed(self) -> StagePlacement:
-        """The placement of stages on pipeline ranks; by default one rank has all stages."""
+        """The placement of model layers on pipeline ranks; by default one rank has all layers."""
         return self.placement or StagePlacement((range(len(self.model.stages)),), (0,), self.model.skips)
 
     @property
     def chunks(self) -> tuple[range, ...]:
-        """This rank's chunks, each a range of consecutive stages."""
+        """This rank's model chunks, each a range of consecutive layers."""
         return self.placed.of(self.pipeline.rank)
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Indices of this rank's model stages with tensors that this strategy handles, in model order."""
+        """Indices of this rank's model layers with tensors that this strategy handles, in model order."""
         return tuple(unit for chunk in self.chunks for unit in chunk if self._range(unit))
 
     @property
     def members(self) -> Communicator:
-        """Communicator of the replicas of this rank's stages, and of dedicated parameter servers if there are any."""
+        """Communicator of the replicas of this rank's layers, and of dedicated parameter servers if there are any."""
         return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
 
     @property
@@ -106,7 +106,7 @@ class RankContext:
 
     @property
     def parts(self) -> tuple[Range, ...]:
-        """Ranges of this rank's stages in the flat parameter vector, with adjacent ranges joined."""
+        """Ranges of this rank's layers in the flat parameter vector, with adjacent ranges joined."""
         joined: list[Range] = []
         for part in self.ranges.values():
             if joined and joined[-1].stop == part.start:
@@ -117,13 +117,13 @@ class RankContext:
 
     @property
     def part(self) -> Range:
-        """The range of this rank's stages, which must be consecutive, in the flat parameter vector."""
+        """The range of this rank's layers, which must be consecutive, in the flat parameter vector."""
         (part,) = self.parts
         return part
 
     @property
     def ranges(self) -> dict[int, Range]:
-        """Range of each of this rank's stages in the flat parameter vector, keyed by stage index."""
+        """Range of each of this rank's layers in the flat parameter vector, keyed by layer number."""
         return {unit: self._range(unit) for unit in self.units}
 
     def _range(self, unit: int) -> Range:
@@ -142,7 +142,8 @@ class RankContext:
     ) -> FlatStore:
         """Return a `FlatStore` of zeros for the ranges ``parts`` of the flat parameter vector. Local.
 
-        ``parts``: by default, all stages of this rank. ``allocate``: provides the memory.
+        ``category``: name in memory reports. ``parts``: by default, this rank's layers. ``allocate``: provides the
+        memory.
         """
         return FlatStore(
             self.layout,
@@ -157,7 +158,7 @@ class RankContext:
     def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
         """Return an allocator of node-shared memory, or None if allreduces do not use such memory. Local.
 
-        The allocator is collective over ``over``, by default the data axis.
+        The allocator is collective over ``over``, by default the data axis. ``category``: name in memory reports.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:

@@ -87,7 +87,7 @@ class ShardedUpdate:
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
-        """Sum the norms of tensors that several ranks share. Collective over sharers, experts and tensor axis."""
+        """Sum squared norms of tensors over the ranks that hold parts of these tensors. Collective over these ranks."""
         norms = self.optimizer.partial_norms()  # of the pieces on this rank; a tensor may lie on several sharers
         if self._sharers is not None:
             collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)

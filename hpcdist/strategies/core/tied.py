@@ -79,7 +79,7 @@ class TiedCopies:
         return sorted({tie.unit for tie in (*self._owned, *self._held)})
 
     def gradient(self, op: Operation) -> None:
-        """Add the gradients of copies of unit ``op.unit``'s tensors on the owner. Collective over owner and copies."""
+        """Add the copies' gradients of layer ``op.unit``'s tied tensors on the owner. Collective over these ranks."""
         held = [tie for tie in self._held if tie.unit == op.unit]
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
@@ -91,7 +91,7 @@ class TiedCopies:
         wait_all(requests)
 
     def value(self, op: Operation) -> None:
-        """Send the tied tensors of unit ``op.unit`` from the owner to the copies. Collective over owner and copies."""
+        """Send the tied tensors of layer ``op.unit`` from the owner to the copies. Collective over these ranks."""
         requests: list[Request] = []
         for tie in self._owned:
             if tie.unit == op.unit:

@@ -60,10 +60,7 @@ from hpcdist.strategies.data.scatter import Scatter
 
 
 class CodedSum(Sum):
-    """Allreduce of gradients with the compressor ``name``. Construction is collective over the data axis.
-
-    ``seed``: seed of the run, for compressors that use random numbers.
-    """
+    """Allreduce of gradients with the compressor ``name``. Construction is collective over the data axis."""
 
     def __init__(
         self, context: RankContext, update: ShardedUpdate, name: str, config: CompressionConfig, seed: int
@@ -157,7 +154,7 @@ _NAMES: Final = {
 
 
 def compressed_levels(data: Communicator, cuts: Cuts, *, across_nodes: bool) -> list[bool]:
-    """Return, for each communicator of ``cuts``, True if it sends compressed messages. Collective over ``data``.
+    """Return one bool per communicator of ``cuts``: True if its messages are compressed. Collective over ``data``.
 
     Raises ConfigurationError if a communicator is neither within a node nor between nodes.
     """
@@ -186,7 +183,7 @@ def _kind(comm: Communicator | None) -> str:
 
 
 def float32_scratch(store: FlatStore, layer: int, cut: int, cuts: Cuts) -> FlatStore:
-    """Return float32 scratch memory for ``cuts.cuts[layer][cut]``, this rank's shard of a layer. Local."""
+    """Return a float32 scratch store on the device of ``store`` for the shard ``cuts.cuts[layer][cut]``. Local."""
     return FlatStore(
         store.layout,
         FLOAT32,
@@ -336,10 +333,7 @@ class CompressedGathers:
 
 
 class CodedGatherer(CutGatherer):
-    """Gatherer that all-gathers compressed parameters by ``gathers``. Layers that are kept whole stay uncompressed.
-
-    ``decoded``: store of shards with decoded values, if the exact parameters are in another store, else None.
-    """
+    """Gatherer that all-gathers compressed parameters by ``gathers``. Layers that are kept whole stay uncompressed."""
 
     def __init__(
         self,
@@ -349,7 +343,7 @@ class CodedGatherer(CutGatherer):
         cut_units: Collection[int],
         whole: TransientLayers,
         gathers: CompressedGathers,
-        decoded: FlatStore | None,
+        decoded: FlatStore | None,  # store of decoded shards, if the exact parameters are in another store
     ) -> None:
         super().__init__(context, update, cuts, cut_units, whole)
         self.gather_cuts, self._decoded, self._keeps_decoded = gathers.gather, decoded, gathers.keeps_decoded

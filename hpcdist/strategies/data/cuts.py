@@ -34,21 +34,22 @@ OPTIMIZER: Final = 3
 
 
 class Cuts:
-    """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world."""
+    """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world.
+
+    ``cuts[layer][k]``: flat range at level k; 0: the whole layer, 1: parameter shard, 2: gradient shard, 3: range that
+    this rank updates. ``comms[k]``: ranks that divide a range of level k into ranges of level k + 1.
+    """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
         self.degrees = degrees
         self._data, self._made = context.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
         self._blocks, self._itemsize = list(pairwise(bounds)), context.dtype.itemsize
-        # ``comms[i]``: ranks that divide range i of `cuts` into their ranges i + 1. A communicator of one rank is None.
-        self.comms = [self._between(inner, outer) for inner, outer in self._blocks]
+        self.comms = [self._between(inner, outer) for inner, outer in self._blocks]  # None: a single rank
         self.sharers = self._between(1, degrees.optimizer)  # ranks that together update each layer once
         self.replicas = self._between(degrees.optimizer, context.data.size)  # ranks that update the same ranges
         self.algorithm = _alike(context)
         self._sharding = self._choose_sharding(context)
-        # Four nested ranges of the flat vector per layer: [0] the whole layer, and this rank's shards of [1]
-        # parameters, [2] gradients and [3] optimizer state. This rank updates range 3.
         self.cuts: dict[int, list[Range]] = {}
         self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, relative to its range
         for unit, whole in context.ranges.items():
@@ -97,9 +98,10 @@ class Cuts:
         return next((comm for comm in self.comms[start:stop] if comm is not None), None)
 
     def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
-        """Reduce-scatter ``layer`` in place: from range ``cuts[layer][start]`` to each rank's ``cuts[layer][stop]``.
+        """Reduce-scatter ``layer`` in place: sum range ``cuts[layer][start]``, keep shard ``cuts[layer][stop]``.
 
-        If ``stop`` is 3, also sum over the replicas. Other elements become undefined. Collective over these levels.
+        ``start``, ``stop``: levels from 0 to 3. If ``stop`` is 3, also sum over the replicas. Elements outside of the
+        shard become undefined. Collective over these levels.
         """
         for level in range(start, stop):
             comm, part = self.comms[level], self.cuts[layer][level]
@@ -157,7 +159,7 @@ class Cuts:
 
     @property
     def at_once(self) -> bool:
-        """True if a single level, over the whole data axis, shards all layers."""
+        """True if all layers are sharded in one step, over the whole data axis."""
         return [comm for comm in (*self.comms, self.replicas) if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:

@@ -81,7 +81,7 @@ class DelayedExchange(DataExchange):
         return self._written
 
     def defer(self, op: Operation) -> None:
-        """Start to allreduce this step's gradients in the bucket of ``op``."""
+        """Start to allreduce this step's gradients in the flat range ``op.range``."""
         self._is_deferred = True
         if self.background is not None:
             key = (id(self._written), op.part)
@@ -89,7 +89,7 @@ class DelayedExchange(DataExchange):
             self._in_flight.add(key)
 
     def settle(self, op: Operation) -> None:
-        """Wait for the allreduce of the previous step's gradients in the bucket of ``op``."""
+        """Wait for the allreduce of the previous step's gradients in the flat range ``op.range``."""
         self._settle(self.gradients, op.part)
 
     def _settle(self, store: FlatStore, bucket: Range) -> None:

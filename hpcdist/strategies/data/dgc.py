@@ -81,7 +81,7 @@ class Dgc(LocalGradients):
 
     @property
     def density(self) -> float:
-        """Fraction of the elements that the next update sends."""
+        """Fraction of the gradient elements that the next update sends."""
         done, steps = self.update.optimizer.count, self.config.warmup_steps
         stage = WARMUP_STAGES * done // steps if steps else WARMUP_STAGES
         return density_at(stage, self.config.density)
@@ -96,16 +96,15 @@ class Dgc(LocalGradients):
         return [Operation(Kind.COMPRESS, range=bucket) for bucket in self.buckets]
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Choose the clipping factor and the density. Return 1, because each rank clips its own gradients. Local."""
         self._clip = self.clip_factor(correction)
         density = self.density
         if density not in self._by_density:
             self._by_density = {density: self._reduction_at_density()}
         (self._reduction,) = self._by_density.values()
-        return super().begin_update(1.0, correction)
+        return super().begin_update(1.0, correction)  # each rank clips its own gradients
 
     def compress(self, op: Operation) -> None:
-        """Replace the gradients in the bucket of ``op`` by the sum of the values that all ranks send."""
+        """Replace the gradients in the range ``op.range`` by the sum of the values that all ranks send."""
         gradients = self.update.gradients.range(op.part)
         for _, where in self.context.layout.within(op.part):
             values, state = gradients[where.shift(-op.part.start).slice], self._states[where]

@@ -55,7 +55,7 @@ class CutGatherer(Gatherer):
         return self._whole.at(layer) if layer in self._cut_layers else self.parameters
 
     def gather(self, op: Operation) -> None:
-        """All-gather the layer of model stage ``op.unit``."""
+        """All-gather the parameters of model layer ``op.unit``."""
         layer = self._layer_of[op.unit]
         if layer not in self._cut_layers:
             self.cuts.gather(self.parameters, layer, WHOLE, OPTIMIZER)
@@ -72,22 +72,22 @@ class CutGatherer(Gatherer):
         return store
 
     def free(self, op: Operation) -> None:
-        """Free the gathered layer of model stage ``op.unit`` after its use. Local."""
+        """Free the gathered parameters of model layer ``op.unit`` after their use. Local."""
         self._whole.free(self._layer_of[op.unit])
 
     def refresh(self, op: Operation) -> None:
-        """All-gather this rank's shard of a layer from the parts that other ranks updated."""
+        """All-gather this rank's shard of layer ``op.unit`` from the parts that other ranks updated."""
         self.gather_cuts(self.parameters, self._layer_of[op.unit], PARAMETERS, OPTIMIZER)
 
     def start_gather(self, op: Operation) -> None:
-        """Start to all-gather the sharded layer of model stage ``op.unit``."""
+        """Start to all-gather the parameters of model layer ``op.unit``."""
         assert self._background is not None
         layer = self._layer_of[op.unit]
         whole = self._with_shard(layer).range(self.cuts.cuts[layer][WHOLE])
         self._background.start_gather(layer, whole, self.cuts.shares(layer), self.cuts.algorithm)
 
     def wait_gather(self, op: Operation) -> None:
-        """Wait for the all-gather that `start_gather` started for model stage ``op.unit``."""
+        """Wait for the all-gather that `start_gather` started for layer ``op.unit``."""
         assert self._background is not None
         self._background.wait_gather(self._layer_of[op.unit])
 

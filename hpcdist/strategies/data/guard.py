@@ -31,7 +31,7 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nothing is compared
 
     def guarded(self, handlers: Handlers) -> Handlers:
-        """Return a copy of ``handlers`` in which handlers of the kinds `GUARDED` first call `meet`. Local."""
+        """Return a copy of ``handlers`` (functions by operation type); types in `GUARDED` first call `meet`. Local."""
         return {kind: self._around(handler) if kind in GUARDED else handler for kind, handler in handlers.items()}
 
     def _around(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
@@ -58,7 +58,7 @@ class LockStepGuard:
         self._due = enumerate(agreed, start=1)
 
     def meet(self, op: Operation) -> None:
-        """Raise ScheduleError unless ``op`` is the next operation in the agreed order. Local."""
+        """Raise ScheduleError unless ``op`` is the next operation in the order of the first step. Local."""
         if self._due is None:
             return
         index, due = next(self._due, (0, None))  # beyond the end no operation is due

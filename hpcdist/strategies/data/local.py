@@ -37,10 +37,10 @@ class LocalGradients(Reducer):
         self.handlers = {Kind.KEEP: self.keep, Kind.COMPRESS: self.compress}
 
     def keep(self, op: Operation) -> None:
-        """Do nothing: the gradients in the bucket of ``op`` stay on this rank. Local."""
+        """Do nothing: the gradients in the range ``op.range`` stay on this rank. Local."""
 
     def compress(self, op: Operation) -> None:
-        """Exchange compressed gradients of the bucket of ``op``, and replace gradients by update directions."""
+        """Exchange compressed gradients of the range ``op.range``; replace the gradients by update directions."""
         raise NotImplementedError
 
     def norm_squared(self) -> float:
@@ -58,7 +58,7 @@ class LocalGradients(Reducer):
         return squared
 
     def clip_factor(self, correction: float) -> float:
-        """Return ``correction`` times the factor that clips this replica's gradients to the norm limit. Local."""
+        """Return ``correction`` (normalizes a weighted loss) times this replica's gradient clipping factor. Local."""
         limit = self.context.optimizer.clip_norm
         replica = self._replica * correction**2
         return correction * (dgc.clip_factor(replica, limit, self.context.data.size) if limit else 1.0)

@@ -87,9 +87,10 @@ class ScaleGroup:
             store.range(where)[...] = values[place.slice]
 
     def pieces(self, kind: str, array: Array, within: Range, parts: Iterable[Range]) -> Iterator[Piece]:
-        """Yield checkpoint pieces of ``array``, the elements ``within`` of an array from `gather`.
+        """Yield checkpoint pieces of ``array``, a part of the group's values.
 
-        ``kind``: kind of the pieces. ``parts``: ranges of the flat parameter vector to save.
+        ``within``: range of ``array`` in the result of `gather`. ``kind``: kind of the pieces. ``parts``: flat ranges
+        to save.
         """
         ranges = list(parts)
         for (segment, where), place in zip(self.tensors, self.places, strict=True):
@@ -165,7 +166,7 @@ class OneBit(LocalGradients):
         return [Operation(Kind.COMPRESS, range=part) for part in self.groups]
 
     def reduce(self, op: Operation) -> None:
-        """Allreduce the gradients in the bucket of ``op`` in the warm-up; do nothing afterwards."""
+        """Allreduce the gradients in the range ``op.range`` in the warm-up; do nothing afterwards."""
         if not self.is_compressing:
             collectives.allreduce(self.context.data, self.update.gradients.range(op.part), self.context.algorithm)
 
@@ -174,7 +175,7 @@ class OneBit(LocalGradients):
         return super().norm_squared() if self.is_compressing else Reducer.norm_squared(self)
 
     def begin_update(self, scale: float, correction: float) -> float:
-        """Freeze Adam's variance after the warm-up. Return 1, because `compress` applies all factors. Local."""
+        """Freeze Adam's variance after the warm-up. Return 1, because `compress` scales the gradients. Local."""
         freezes = self.is_compressing
         if freezes:
             # Gradients are summands of the mean over all samples; later the mean over the ranks is taken.
@@ -188,7 +189,7 @@ class OneBit(LocalGradients):
         return super().begin_update(1.0, correction)
 
     def compress(self, op: Operation) -> None:
-        """Replace the gradients in the range of ``op`` by Adam's update directions."""
+        """Replace the gradients in the range ``op.range`` by Adam's update directions."""
         groups, gradients = self.groups[op.part], self.update.gradients
         for group, adam in groups:
             gradient = group.gather(gradients)

@@ -38,16 +38,16 @@ class Sum(Reducer):
         return [Operation(kind, range=bucket) for kind in kinds for bucket in self.buckets]
 
     def reduce(self, op: Operation) -> None:
-        """Allreduce the gradients in the bucket of ``op`` in place."""
+        """Allreduce the gradients in the range ``op.range`` in place."""
         collectives.allreduce(self._data, self.update.gradients.range(op.part), self._algorithm)
 
     def start(self, op: Operation) -> None:
-        """Start to allreduce the gradients in the bucket of ``op`` in place."""
+        """Start to allreduce the gradients in the range ``op.range`` in place."""
         assert self._background is not None
         self._background.start(op.part, self.update.gradients.range(op.part), self._algorithm)
 
     def wait(self, op: Operation) -> None:
-        """Wait for the allreduce that `start` started for the bucket of ``op``."""
+        """Wait for the allreduce that `start` started for the range ``op.range``."""
         assert self._background is not None
         self._background.wait(op.part)
 
@@ -74,13 +74,13 @@ class TreeSum(Reducer):
         return [Operation(kind, range=group) for kind in (Kind.ADD, Kind.REDUCE) for group in self._trees]
 
     def reduce(self, op: Operation) -> None:
-        """Replace the gradients of the last micro-batch by the sum over all logical shards, in the range of ``op``."""
+        """Sum the gradients in the range ``op.range`` over all parts of the batch, in place and in a fixed order."""
         self._add(op, copy=False)
         for piece, tree in self._trees[op.part]:
             tree.reduce(self.update.gradients.range(piece))
 
     def add(self, op: Operation) -> None:
-        """Add the gradients of a micro-batch to this rank's partial sums, in the range of ``op``. Local."""
+        """Add a micro-batch's gradients in the range ``op.range`` to this rank's partial sums. Local."""
         self._add(op, copy=True)
 
     def _add(self, op: Operation, *, copy: bool) -> None:

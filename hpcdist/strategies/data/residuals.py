@@ -61,7 +61,7 @@ class Residuals:
     def settle(self) -> None:
         """End an abandoned step: restore the residuals of the previous step.
 
-        Without ``can_roll_back``, the new residuals stay. The run then ends, because a gradient was not finite.
+        With the constructor argument ``can_roll_back=False``, the new residuals stay, because the run then ends.
         """
         if self._can_roll_back:
             self.feedback.rollback()
@@ -78,7 +78,7 @@ class Residuals:
         return f"{self.kind}.{rank}"
 
     def prepare_restore(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Read the number of ranks with residuals from scalars ``state``; return the kinds of their pieces."""
+        """Read the checkpoint scalars ``state``; return the kinds of its residual pieces, such as "residual.0"."""
         ranks = state.get(STATE, self.ranks)
         if not (isinstance(ranks, int) and ranks > 0):
             raise StorageError(

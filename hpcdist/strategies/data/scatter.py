@@ -58,24 +58,24 @@ class Scatter(Reducer):
         return self.update.gradients if self._whole is None else self._whole.at(layer)
 
     def reduce(self, op: Operation) -> None:
-        """Reduce-scatter the gradients of the layer of ``op``, and free the layer unless it is kept whole."""
+        """Reduce-scatter the gradients of the layer in ``op.range``, and free the layer unless it is kept whole."""
         layer = self._layer_at[op.part]
         self.sum_cuts(self.gradients_at(layer), layer, WHOLE, self._first_stop)
         self._keep_shard(layer)
 
     def combine(self, op: Operation) -> None:
-        """Reduce-scatter a gradient shard among the ranks that hold it: each gets the range that it updates."""
+        """Reduce-scatter this rank's gradient shard of the layer in ``op.range`` among the ranks that hold it."""
         self.sum_cuts(self.update.gradients, self._layer_at[op.part], GRADIENTS, OPTIMIZER)
 
     def start(self, op: Operation) -> None:
-        """Start to reduce-scatter the gradients of the layer of ``op``."""
+        """Start to reduce-scatter the gradients of the layer in the flat range ``op.range``."""
         assert self._background is not None
         layer = self._layer_at[op.part]
         whole = self.gradients_at(layer).range(op.part)
         self._background.start_sum(op.range, whole, self.cuts.shares(layer), self.cuts.algorithm)
 
     def wait(self, op: Operation) -> None:
-        """Wait for the reduce-scatter that `start` started for the layer of ``op``; keep this rank's shard."""
+        """Wait for the reduce-scatter that `start` started for the layer in ``op.range``; keep this rank's shard."""
         assert self._background is not None
         self._background.wait(op.range)
         self._keep_shard(self._layer_at[op.part])
@@ -116,13 +116,13 @@ class TreeScatter(Scatter):
         return [Operation(kind, range=part) for kind in (Kind.REDUCE, Kind.ADD) for part in self._ranges]
 
     def reduce(self, op: Operation) -> None:
-        """Add the last micro-batch's gradients of the layer of ``op``, and complete the sum with the other ranks."""
+        """Add the last micro-batch's gradients of the layer in ``op.range``; complete the sum with the other ranks."""
         layer = self._layer_at[op.part]
         self._trees[layer].reduce_scatter(self._add(layer, op, copy=False), self._owners[layer])
         self._keep_shard(layer)
 
     def add(self, op: Operation) -> None:
-        """Add a micro-batch's gradients of the layer of ``op`` to this rank's partial sums; free the layer. Local."""
+        """Add a micro-batch's gradients of the layer in ``op.range`` to local partial sums. Free the layer. Local."""
         layer = self._layer_at[op.part]
         self._add(layer, op, copy=True)
         if self._whole is not None:

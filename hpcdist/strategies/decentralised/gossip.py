@@ -74,7 +74,8 @@ class Graph:
 def build(graph: str, size: int, edges: str = "") -> Graph:
     """Return the mixing graph named ``graph`` on ``size`` ranks.
 
-    ``edges``: pairs of neighbours such as "0-1, 1-2", for the graph "edges". Raises ConfigurationError.
+    ``edges``: pairs of neighbours such as "0-1, 1-2", for the graph "edges". Raises ConfigurationError if ``edges`` is
+    invalid or does not connect all ranks.
     """
     if graph == "edges":
         return _of_edges(size, parse_edges(edges))

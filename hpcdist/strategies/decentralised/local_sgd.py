@@ -34,7 +34,7 @@ class OuterOptimizer:
         self.slots = {OUTER: context.store("optimizer")} if config.outer_momentum else {}
 
     def begin(self, parameters: FlatStore) -> None:
-        """Store ``parameters`` as the start of the next period of local steps."""
+        """Save a copy of ``parameters``, from which the next outer gradient is computed."""
         self._start.copy_from(parameters)
 
     def step(self, parameters: FlatStore) -> None:
@@ -81,7 +81,7 @@ class LocalSgdExchange(Replicas):
         super().begin_update(scale)
 
     def replace_by_mean(self, op: Operation) -> None:
-        """At the end of a period of local steps, average the parameters over all ranks; else do nothing. Collective.
+        """Every ``config.period`` steps, average the parameters over all ranks; else do nothing. Collective.
 
         After averaging, the optimizer moments are kept, averaged or reset, as ``config.moments`` says.
         """

@@ -43,9 +43,9 @@ class ExpertAxis:
         self._spent_s = 0.0
 
     def counts(self, sent: np.ndarray) -> np.ndarray:
-        """Return the number of token rows from each rank for each local expert. Collective.
+        """Return the number of token rows that each rank sends to each local expert. Collective.
 
-        ``sent``, int64 of shape (ranks, experts per rank): rows to send. The result has this shape.
+        ``sent[r, e]``: int64 number of rows to send to expert e of rank r. The result has the same shape.
         """
         begin = time.perf_counter()
         received = np.empty_like(sent)
@@ -70,7 +70,7 @@ class ExpertAxis:
             self.watch.distrust(arrived)
 
     def wait(self, memory: PublishedMemory, like: Array) -> None:
-        """Wait until all ranks have written to shared ``memory``; record an all-to-all of the size of ``like``."""
+        """Wait until all ranks have written ``memory``; log an all-to-all of the size and dtype of array ``like``."""
         begin = time.perf_counter()
         events, dtype = self.comm.events, name_of(like.dtype)
         token = events.begin(self.comm.name, f"{NODE_SHARED}_all_to_all", dtype, like.size, 0, -1, 0)

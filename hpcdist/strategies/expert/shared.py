@@ -21,7 +21,7 @@ TENSORS: Final = tuple(f"{prefix}.{kind}" for prefix in (UP, DOWN) for kind in (
 
 
 def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
-    """Return the rank that computes each expert, so that the ranks' loads are balanced.
+    """Assign experts to ``ranks`` ranks with balanced loads. Return an array with the rank of each expert.
 
     ``loads``: token rows per expert. ``worth``: minimum saving, in rows, per moved expert.
     """
@@ -103,9 +103,11 @@ class SharedRows(StayingRows):
         self.axis, self._memory, self._rank = axis, memory, axis.rank
 
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
-        """Exchange token counts over the node. Return shared memory for this rank's token rows. Collective."""
-        # ``starts``: index of each expert's first row. ``like``: array with the row width and dtype. ``parameters``:
-        # the layer's tensors, for the size of an expert. ``saved`` stores the new assignment of experts to ranks.
+        """Exchange token counts over the node. Return shared memory for this rank's token rows. Collective.
+
+        ``starts``: first row of each expert. ``like``: array with the row width and dtype. ``parameters``: tensors of
+        the layer. ``saved``: receives the assignment of experts to ranks.
+        """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake
         self._memory.publish()
@@ -160,7 +162,7 @@ class SharedRows(StayingRows):
     def tensors(self, parameters: Parameters, prefix: str, saved: Saved) -> ExpertTensors:
         """Return the weights and biases of the experts that this rank computes. Local.
 
-        ``prefix``: start of the tensor names. ``saved``: the object passed to `send_buffer`.
+        ``parameters``: tensors of the layer. ``prefix``: start of their names. ``saved``: as in `send_buffer`.
         """
         base = super().tensors(parameters, prefix, saved)
         division: Division = saved["experts.division"]
@@ -179,7 +181,7 @@ class SharedRows(StayingRows):
     def gradients(self, parameters: Parameters, gradients: Gradients, prefix: str, saved: Saved) -> ExpertGradients:
         """Return arrays for the gradients of the experts that this rank computes. Local.
 
-        ``prefix``: start of the tensor names. ``saved``: the object passed to `send_buffer`.
+        ``gradients``: arrays of the layer. ``prefix``: start of their names. ``saved``: as in `send_buffer`.
         """
         base = super().gradients(parameters, gradients, prefix, saved)
         division: Division = saved["experts.division"]

@@ -47,10 +47,7 @@ _BYTES: Final = np.dtype(np.uint8)
 
 
 class PayloadTransport(MessageTransport):
-    """Parameter-server transport that sends encoded gradients as messages. Construction is collective over the world.
-
-    ``coder`` encodes and decodes gradients, unless keyword-only ``compresses`` is False.
-    """
+    """Parameter-server transport of gradients that ``coder`` encodes. Construction is collective over the world."""
 
     def __init__(self, topology: ServerTopology, coder: GradientCoder, *, compresses: bool) -> None:
         # owes: a restored checkpoint may have compression residuals for the ranges that this rank serves.
@@ -100,7 +97,7 @@ class PayloadTransport(MessageTransport):
         return self._payloads[part]
 
     def collect(self, part: Range) -> None:
-        """Decode and sum the gradients of a range that this rank serves, in rank order of the workers."""
+        """Decode and sum the gradients of ``part``, a range that this rank serves, in rank order of the workers."""
         if not self.compresses:
             super().collect(part)
             return
@@ -139,7 +136,7 @@ class PayloadTransport(MessageTransport):
 
 
 class CodedPush(Push):
-    """Push of encoded gradients, with error feedback."""
+    """Gradient reduction by servers with compressed pushes. Compression errors are added to the next gradients."""
 
     def __init__(
         self, update: ShardedUpdate, topology: ServerTopology, transport: Transport, compression: Compression
@@ -194,6 +191,7 @@ def compressed_server(
     """Return the lock-step parameter server with compressed pushes. Collective over the world.
 
     ``roles``: ranks of workers and servers. ``servers``: communicator of the servers, or None on other ranks.
+    ``compression``: compressor of the gradients.
     """
     encoder, is_compressed = compressor(compression.name, compression.config), compression.config.warmup_steps == 0
 

@@ -50,7 +50,7 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 class Push(Reducer):
     """Gradient reduction by servers: workers send gradients (PUSH), and servers sum them (COLLECT).
 
-    ``shards``: fixed micro-batches for equal results on any number of workers, or None.
+    ``shards``: parts of the batch, for equal results on any number of workers, or None.
     """
 
     # With ``shards``, a worker sums the gradients of its micro-batches (ADD) before it sends the sums.
@@ -130,10 +130,7 @@ class Pull(Gatherer):
 
 
 class LockStepExchange(DataExchange):
-    """Synchronous parameter server: push, sum in rank order, update, pull. Construction is collective over the world.
-
-    ``roles``: ranks of workers and servers.
-    """
+    """Synchronous parameter server: push, ordered sum, update, pull. Construction is collective over the world."""
 
     # Each pipeline stage and tensor-parallel rank has separate servers. ``carry`` and ``reducer`` construct the
     # transport and the `Push`.

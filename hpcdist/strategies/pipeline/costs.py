@@ -53,7 +53,7 @@ VALUE: Final = 0.01  # of all parameters: products neither overflow nor underflo
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds per pass of a model unit (embedding, layer or head) over a micro-batch.
+    """Seconds per pass of a model layer (or embedding or head) over a micro-batch.
 
     ``backward``: unsplit backward pass. ``input``, ``weight``: its halves for input gradients and weight gradients.
     """
@@ -65,7 +65,10 @@ class PassSeconds:
 
 
 def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, ...]:
-    """Measure the pass times of each model unit on "cpu" or "gpu". Collective over tensor-parallel ranks."""
+    """Measure and return the `PassSeconds` of each layer. Collective over the tensor axis.
+
+    ``samples``: number of samples in a micro-batch. ``on``: "cpu" or "gpu".
+    """
     by_kind: dict[object, PassSeconds] = {}
     seconds = []
     for unit in range(len(model.stages)):
@@ -77,7 +80,7 @@ def measure(model: Model, samples: int, on: str = "cpu") -> tuple[PassSeconds, .
 
 
 def agree(comm: Communicator, seconds: Sequence[PassSeconds], speed: float = 1.0) -> tuple[PassSeconds, ...]:
-    """Return the median over ``comm`` of each model unit's pass times, converted to relative speed 1. Collective.
+    """Return the median over ``comm`` of each model layer's pass times, converted to relative speed 1. Collective.
 
     ``seconds``: times measured on this rank. ``speed``: this rank's relative speed.
     """
@@ -183,7 +186,7 @@ def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSplit:
-    """Sharding of a model unit's arrays over ``ranks`` tensor-parallel ranks.
+    """Sharding of a model layer's arrays over ``ranks`` tensor-parallel ranks.
 
     With ``by_tokens`` (sequence parallelism), activations outside of tensor-parallel layers are split by tokens too.
     """
@@ -218,7 +221,7 @@ class TensorSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """Costs of one model unit for a micro-batch: FLOPs over all tensor-parallel ranks, bytes on one of these ranks."""
+    """Costs of one model layer for a micro-batch: FLOPs over all tensor-parallel ranks, bytes on one of these ranks."""
 
     parameters: int
     forward_flop: int = 0
@@ -234,7 +237,7 @@ class UnitCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """FLOPs and array sizes of one model unit for one sample."""
+    """FLOPs and array sizes of one model layer for one sample."""
 
     unit: UnitCounts  # parameters, FLOPs of linear layers, and sizes of kept and scratch arrays
     held: tuple[KeptArray, ...] = ()  # kept between the two passes of a split backward pass
@@ -257,9 +260,9 @@ class SampleCounts:
 def unit_costs(
     model: Model, samples: int, split: TensorSplit = TensorSplit(), documents: DocumentPairs | None = None
 ) -> tuple[UnitCost, ...]:
-    """Return the FLOPs and bytes of each model unit for a micro-batch of ``samples`` samples. Local.
+    """Return the FLOPs and bytes of each model layer for a micro-batch of ``samples`` samples. Local.
 
-    ``split``: sharding of arrays over tensor-parallel ranks.
+    ``split``: sharding over tensor-parallel ranks. ``documents``: query-key pairs within packed documents, or None.
     """
     costs: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1

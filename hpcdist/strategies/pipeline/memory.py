@@ -52,6 +52,7 @@ class StateBytes:
     def of(cls, config: ZeroConfig, degrees: ShardingDegrees, itemsize: int, optimizer_bytes: int) -> "StateBytes":
         """Return the bytes of parameters, gradients and optimizer state per rank with the ZeRO settings ``config``.
 
+        ``degrees``: ranks that shard each of them. ``itemsize``: bytes per element of parameters and gradients.
         ``optimizer_bytes``: bytes of optimizer state and master copy per unsharded parameter.
         """
         cut = degrees.parameters > 1, degrees.gradients > 1
@@ -67,7 +68,7 @@ class StateBytes:
         )
 
     def whole(self, parameters: int) -> dict[str, int]:
-        """Return the bytes of temporary unsharded arrays, by name, of a model unit with ``parameters`` parameters."""
+        """Return the bytes of temporary unsharded arrays of a layer with ``parameters`` parameters, keyed by name."""
         size = parameters * self.itemsize
         return {
             "gathered": self.gathered * size,
@@ -134,7 +135,7 @@ class StageMemory:
         self._scratch = [_largest([sizes.get(name, 0) for sizes in shared]) for name in names]
 
     def on(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> Any:
-        """Return the memory use of ``rank`` in bytes. Its chunk i has the model units [starts[i], stops[i]).
+        """Return the memory use of ``rank`` in bytes. Its chunk i has the model layers [starts[i], stops[i]).
 
         ``starts[i]`` and ``stops[i]`` may be arrays, one element per candidate partition; the result is then an array.
         """
@@ -143,7 +144,7 @@ class StageMemory:
     def terms(self, rank: int, starts: Sequence[Any], stops: Sequence[Any]) -> dict[str, Any]:
         """Return the bytes of ``rank`` by category: "states", "activations", "messages" and "scratch".
 
-        Pipeline chunk i of ``rank`` has the model units [starts[i], stops[i]).
+        Pipeline chunk i of ``rank`` has the model layers [starts[i], stops[i]).
         """
         chunks = list(zip(starts, stops, strict=True))
         edges = [(self._borders[start], self._borders[stop]) for start, stop in chunks]

@@ -53,9 +53,9 @@ def search(
 ) -> StagePartition | None:
     """Return the fastest partition of a model's layers into chunks, or None if none fits into memory. Local.
 
-    ``seconds``: time of each layer. ``ranks``: rank of each chunk. ``speeds``: relative speed of each rank.
+    ``seconds``: time of each layer. ``ranks``: rank of each chunk. ``speeds``, ``limits``: speed and memory bytes of
+    each rank (limit 0: none). ``memory``: memory model; None: no limits. ``steps``: maximum number of search steps.
     """
-    # ``limits``: bytes of memory of each rank (0: no limit). ``memory`` None: no limits. ``steps`` bounds the search.
     task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
     bound = task.bound()
     best: tuple[float, tuple[int, ...]] | None = None
@@ -116,7 +116,6 @@ class _Task:
         return True
 
     def bound(self) -> float:
-        """Return a lower bound, over all partitions, of the slowest rank's seconds per micro-batch."""
         inner = self.seconds[1:-1]
         least = min(inner, default=0.0)
         loads, _ = self._counts(least)
@@ -145,7 +144,6 @@ class _Task:
         return loads, counts
 
     def counted(self) -> tuple[int, ...]:
-        """Return the best chunk boundaries if all units but the first and the last take equal (mean) time."""
         inner = self.seconds[1:-1]
         _, counts = self._counts(sum(inner) / len(inner) if inner else 0.0)
         counts[0] += 1
@@ -270,7 +268,7 @@ def partition(
 ) -> StagePartition | None:
     """Return the fastest partition of a model on ``devices``, or None if none fits into memory. Local.
 
-    ``seconds``: time of each layer. ``ranks``: rank of each chunk.
+    ``seconds``: time of each layer. ``ranks``: rank of each chunk. ``memory``: memory model, or None for no limits.
     """
     assert len(seconds) >= len(ranks) > 0
     if len(set(ranks)) == len(ranks):
@@ -281,7 +279,7 @@ def partition(
 def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory: StageMemory) -> tuple[range, ...]:
     """Return the layer ranges that minimise the largest ratio of a rank's memory use to its limit. Local.
 
-    ``units``: number of layers. Rank ``ranks[i]`` gets range i.
+    ``units``: number of layers. Rank ``ranks[i]`` gets range i. ``memory``: model of the memory use.
     """
     shares = [
         _bytes(memory, rank, units) / (devices.limits[rank] or max(devices.limits) or 1) for rank in range(len(ranks))
@@ -292,7 +290,7 @@ def least_memory(units: int, ranks: Sequence[int], devices: StageDevices, memory
 
 
 def check_units(units: int, ranks: int, chunks: int) -> None:
-    """Raise ConfigurationError if ``units`` model units are too few for ``ranks`` ranks with ``chunks`` chunks each."""
+    """Raise ConfigurationError if ``units`` layers are too few for ``ranks`` ranks with ``chunks`` chunks each."""
     if units >= ranks * chunks:
         return
     or_fewer_chunks = " or chunks per rank" if chunks > 1 else ""

@@ -96,7 +96,8 @@ def plan(
 ) -> PartitionPlan:
     """Return the assignment of the layers of ``model`` to pipeline ranks, for micro-batches of ``samples`` samples.
 
-    Raises ConfigurationError if the model has too few layers, or if a rank exceeds its memory limit.
+    ``schedule``: passes of every rank. ``states``: bytes of parameters and optimizer state. Raises ConfigurationError
+    if the model has too few layers, or if a rank exceeds its memory limit.
     """
     # ``seconds``: measured times of each layer. ``earlier_units``: layers of each stage in a checkpoint, to be kept.
     ranks, count = parallel.pipeline, len(model.stages)

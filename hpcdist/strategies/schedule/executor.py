@@ -29,10 +29,7 @@ __all__ = ["Executor", "MicroBatch", "StepResult"]
 
 
 class Executor:
-    """Executor of one rank's operations (passes, messages, updates) in training steps and evaluations.
-
-    ``clip_norm``: bound of the norm of the mean gradient (0: none). ``spans`` receives operation times.
-    """
+    """Executor of one rank's operations (passes, messages, updates) in training steps and evaluations."""
 
     def __init__(
         self,
@@ -40,7 +37,7 @@ class Executor:
         exchange: Exchange,
         copies: TiedCopies,
         arena: Arena,
-        clip_norm: float = 0.0,
+        clip_norm: float = 0.0,  # bound of the norm of the mean gradient; 0: none
         *,
         loss_scale: NoLossScale | None = None,
         seed: int = 0,
@@ -97,11 +94,12 @@ class Executor:
     ) -> StepResult:
         """Run one training step and return its result. Collective: every rank passes its own ``operations``.
 
-        Raises NonFiniteError on every rank, before any update, if the loss or a gradient is not finite.
+        ``batches``: this replica's micro-batches. ``samples``: samples in the global batch. ``stop_requests``: array
+        that is summed over the ranks. ``first_sample``: index of the first sample in the global batch. ``targets``:
+        targets in the global batch (None: all tokens). Raises NonFiniteError on every rank if the loss or a gradient is
+        not finite.
         """
-        # ``batches``: this replica's micro-batches, from sample ``first_sample`` of the global batch. ``targets``:
-        # number of targets in the global batch (None: samples times tokens per sample). The result sums
-        # ``stop_requests`` over the ranks. With loss scaling, a step with a non-finite gradient is skipped.
+        # With loss scaling, a step with a non-finite gradient is skipped.
         sizes = [len(inputs) for inputs, _ in batches]
         try:
             for observer in self._observers:
@@ -141,7 +139,7 @@ class Executor:
         seconds["compute_s"] -= inside_s
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
-        """Return the sum of the loss over the batch's targets in nats, or 0 on ranks without the last stage.
+        """Return the sum of the loss over the batch's targets in nats, or 0 on ranks without the last pipeline stage.
 
         Collective over the pipeline or, with sharded parameters, over all ranks.
         """

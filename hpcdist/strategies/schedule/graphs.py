@@ -73,10 +73,7 @@ class _Captured:
 
 
 class StageGraphs(KernelLaunches):
-    """Runner of a rank's forward and backward passes as CUDA graphs. ``arena``: memory for activations.
-
-    ``drops``: True if the model uses dropout. ``ledger`` counts the graphs' memory.
-    """
+    """Runner of a rank's forward and backward passes as CUDA graphs. ``arena``: memory for activations."""
 
     own_messages = True  # sends complete at varying times, so their memory must not come from the recorded arena
 

@@ -104,23 +104,23 @@ class StageMessages:
         return values
 
     def forget(self, microbatch: int, unit: int) -> None:
-        """Free the received input of model unit (or skip connection) number ``unit`` for one micro-batch."""
+        """Free the received input of model layer (or skip connection) number ``unit`` for one micro-batch."""
         if (microbatch, unit) in self._received:
             self._received.remove((microbatch, unit))
             self._memory(RECEIVED, microbatch, unit).release()
 
     def forget_gradient(self, microbatch: int, unit: int) -> None:
-        """Free the input gradient of model unit (or skip connection) number ``unit`` for one micro-batch."""
+        """Free the input gradient of model layer (or skip connection) number ``unit`` for one micro-batch."""
         self._memory(GRADIENT_IN, microbatch, unit).release()
 
     def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
-        """Return a copy of ``dx``, the input gradient of model unit ``unit``. `forget_gradient` frees the copy."""
+        """Return a copy of ``dx``, the input gradient of model layer ``unit``. `forget_gradient` frees the copy."""
         copy = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
         copy[...] = dx
         return copy
 
     def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
-        """Send ``y``, the input of model unit ``op.unit``, to the rank that computes this unit.
+        """Send ``y``, the input of model layer ``op.unit``, to the rank that computes this layer.
 
         With keyword-only ``copy=False``, ``y`` must not change until the gradient of ``y`` is received.
         """
@@ -131,7 +131,7 @@ class StageMessages:
             self._activations[op.microbatch, self._edge(op)] = request
 
     def send_gradient(self, op: Operation, dx: Array) -> None:
-        """Send a copy of ``dx``, the input gradient of model unit ``op.unit``, to the rank that computed the input."""
+        """Send a copy of ``dx``, the input gradient of model layer ``op.unit``, to the rank that computed the input."""
         self._send_copy(GRADIENT_OUT, op, dx)
 
     def poll(self) -> None:

@@ -24,7 +24,7 @@ from hpcdist.strategies.schedule.stages import MicroBatch
 
 
 def check_parameters(executor: Executor, step: int) -> None:
-    """Raise DivergenceError if a parameter has different bits on the ranks that hold it. Collective over the world."""
+    """Raise DivergenceError if ranks hold different bits of the same parameter at ``step``. Collective."""
     context, exchange, copies = executor.context, executor.exchange, executor.copies.parameters
     replicated = [(context.data, store) for store in (exchange.parameters, copies) if exchange.traits.identical]
     for comm, store in (*replicated, *exchange.other_replicas):
@@ -38,7 +38,7 @@ def check_parameters(executor: Executor, step: int) -> None:
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
     """Raise DivergenceError on all ranks of ``comm`` if the elements of ``store`` differ. Collective over ``comm``.
 
-    All ranks pass a ``store`` of the same range.
+    ``store``: same range on every rank. ``step``: step number for the error. ``algorithm``: allreduce algorithm.
     """
     if _agree(comm, _digest(backend.to_host(store.array)), algorithm):
         return
@@ -62,7 +62,8 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
     """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over ``comm``.
 
-    Keyword-only ``looks``: False if the batch of this rank is not compared.
+    ``replica``: number of this rank's replica. ``what``: start of the error message. Keyword-only ``looks``: False if
+    the batch of this rank is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)

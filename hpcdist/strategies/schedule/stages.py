@@ -31,7 +31,7 @@ Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 
 
 class SkipExchange:
-    """Sender and receiver of the outputs and gradients on a rank's skip connections. Only ``send_*`` communicate."""
+    """Storage and exchange of skip-connection outputs and gradients. Only methods ``send_*`` communicate."""
 
     def __init__(self, placement: StagePlacement, neighbours: StageMessages) -> None:
         self._place, self._neighbours = placement, neighbours
@@ -44,12 +44,12 @@ class SkipExchange:
         self._gradients.clear()
 
     def bring(self, op: Operation, saved: Saved) -> None:
-        """Put the skip-connection inputs of the forward pass ``op`` into ``saved``, the arrays of its model unit."""
+        """Before the forward pass ``op``, store its skip-connection inputs in ``saved``, the arrays of its layer."""
         for source in self._place.skips_into(op.unit):
             saved.keep(f"skip.{source}", self._values[op.microbatch, source, op.unit])
 
     def leave(self, op: Operation, y: Array, *, dropped: bool) -> None:
-        """Keep ``y``, the output of the forward pass ``op``, for later layers that read it over skip connections."""
+        """Keep ``y``, the output of the forward pass ``op``, for later layers that read it by skip connections."""
         # With ``dropped``, the activations are freed after this pass, so later units on this rank need a copy.
         if dropped:
             self.end(op)
@@ -62,7 +62,7 @@ class SkipExchange:
             self._values[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), y) if copy else y
 
     def add(self, op: Operation, dy: Array) -> Array:
-        """Add the gradients of the unit's skip connections to its output gradient ``dy``. Return ``dy``."""
+        """Add the gradients from skip connections to ``dy``, the output gradient of a layer. Return ``dy``."""
         for target in self._place.skips_from(op.unit):
             skip = (op.microbatch, op.unit, target)
             dy += self._gradients.pop(skip)
@@ -70,30 +70,30 @@ class SkipExchange:
         return dy
 
     def send_back(self, op: Operation, saved: Saved) -> None:
-        """After the backward pass ``op``, copy the gradients of its skip connections from ``saved``, to send them."""
+        """After backward pass ``op``, copy its skip-connection gradients from ``saved``, its layer's arrays. Local."""
         for source in self._place.skips_into(op.unit):
             skip, gradient = (op.microbatch, source, op.unit), saved[f"skip.{source}.gradient"]
             self._gradients[skip] = self._neighbours.keep(op.microbatch, self._edge(skip), gradient)
 
     def end(self, op: Operation) -> None:
-        """After the backward pass ``op``, free the memory of inputs that skip connections brought to its unit."""
+        """After the backward pass ``op``, free the skip-connection inputs of its layer."""
         for source in self._place.skips_into(op.unit):
             skip = (op.microbatch, source, op.unit)
             del self._values[skip]
             self._neighbours.forget(op.microbatch, self._edge(skip))
 
     def send_activation(self, op: Operation, *, copy: bool) -> None:
-        """Send the output of model unit ``op.source`` over a skip connection to the rank of unit ``op.unit``."""
+        """Send the output of layer ``op.source`` over a skip connection to the rank of layer ``op.unit``."""
         self._neighbours.send_activation(op, self._values.pop((op.microbatch, op.source, op.unit)), copy=copy)
 
     def send_gradient(self, op: Operation) -> None:
-        """Send the gradient of the output of model unit ``op.source`` back to the rank of that unit."""
+        """Send the gradient of the output of layer ``op.source`` to the rank that computes this layer."""
         skip = (op.microbatch, op.source, op.unit)
         self._neighbours.send_gradient(op, self._gradients.pop(skip))
         self._neighbours.forget_gradient(op.microbatch, self._edge(skip))
 
     def received(self, op: Operation, values: Array, *, back: bool) -> None:
-        """Keep ``values`` that ``op`` received: outputs or, with keyword-only ``back=True``, gradients of outputs."""
+        """Store ``values`` that ``op`` received: layer outputs or, if keyword-only ``back`` is True, gradients."""
         (self._gradients if back else self._values)[op.microbatch, op.source, op.unit] = values
 
     def _edge(self, skip: Skip) -> int:
@@ -195,7 +195,7 @@ class Stages:
         return unit in self._firsts and (unit == 0 or self._place.crosses(unit))
 
     def forward(self, op: Operation) -> None:
-        """Run the forward pass of model unit ``op.unit`` for one micro-batch; after the last unit, compute the loss."""
+        """Run the forward pass of layer ``op.unit`` for one micro-batch. The last layer also computes the loss."""
         if not self._has_samples(op):
             self._attend(op)
             return
@@ -241,7 +241,7 @@ class Stages:
         return self._launches.run(op, saved, call, moving=moving, still=still, parameters=parameters)
 
     def backward(self, op: Operation) -> None:
-        """Run the backward pass of the model unit of ``op``; a BACKWARD_INPUT computes only the input gradient."""
+        """Run the backward pass ``op`` of a layer. A BACKWARD_INPUT computes only the input gradient."""
         if not self._has_samples(op):
             self._bound.no_backward(op.unit)
             self._attend(op)
@@ -305,7 +305,7 @@ class Stages:
             saved.release()
 
     def backward_weight(self, op: Operation) -> None:
-        """Compute the weight gradients of the model unit of ``op``: the second half of a split backward pass."""
+        """Compute the weight gradients of layer ``op.unit``: the second half of a split backward pass."""
         if self._has_samples(op):
             gradients = self._bound.gradients(op.unit)
             saved, operations = self._saved(op), self._model.operations

@@ -56,7 +56,7 @@ class RunningStep(Protocol):
 
     @property
     def units(self) -> Mapping[int, Range]:
-        """Ranges in the flat parameter vector of the model units on this rank, keyed by unit number."""
+        """Dict from the number of each layer on this rank to its range in the flat parameter vector."""
 
     @property
     def outcome(self) -> StepResult:
@@ -64,10 +64,10 @@ class RunningStep(Protocol):
 
     @property
     def own_losses(self) -> list[float]:
-        """Loss of each micro-batch of this rank, summed over its targets."""
+        """Losses of this rank's micro-batches, each summed over the targets of the micro-batch."""
 
     def gradients_in(self, part: Range) -> Array | None:
-        """Return the gradients in ``part``, a flat range within one layer, or None if this rank lacks them. Local."""
+        """Return the gradients of ``part``, a parameter range in one layer, or None if not on this rank. Local."""
 
     def compute_again(self) -> None:
         """Compute the current step a second time, so that an observer can compare the results. Collective."""
@@ -90,17 +90,17 @@ class StepObserver:
         """Called before step ``number``, which runs ``operations``. ``sizes``: samples per micro-batch."""
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        """Observe that the backward operation ``op`` of ``step`` has ended. Does nothing by default."""
+        """Called after the backward operation ``op`` of ``step``. Does nothing by default."""
 
     def exchanges(self, step: RunningStep, op: Operation) -> None:
         """Called before ``op`` exchanges this rank's complete gradients in the flat range ``op.part``."""
 
     def counts(self, step: RunningStep) -> np.ndarray:
-        """Return this observer's numbers to sum over the ranks, as a 1-D array of the same length on all ranks."""
+        """Return numbers to be summed over the ranks, as a 1-D array of the same length on all ranks. Local."""
         return NO_COUNTS
 
     def agreed(self, step: RunningStep) -> None:
-        """Check loss and gradient norm in ``step.outcome`` before the update; by default do nothing. Collective."""
+        """Called before the update, when ``step.outcome`` has the loss and gradient norm. Collective."""
 
     def complete_step(self, step: RunningStep, sums: np.ndarray) -> None:
         """Called after the step; ``sums`` are the `counts` of this observer summed over the world."""

@@ -26,7 +26,7 @@ ONE_NODE: Final = "node_shared"
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
     """Return the name of the algorithm for allreduces of activations over ``comm``. Collective.
 
-    ``chosen``: algorithm for gradients.
+    ``chosen``: name of the algorithm for allreduces of gradients.
     """
     # If the recipe names no algorithm, ranks on CPUs that can share memory use "node_shared".
     if not settled and on == "cpu" and shared_memory.is_available(comm):
@@ -99,11 +99,11 @@ class Borders:
         self.axis = axis
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return the activations of all tokens: ``x``, or a scratch array if the rows of ``x`` must be gathered."""
+        """Return the activations of all tokens: ``x``, or the ranks' rows, gathered in scratch memory of ``saved``."""
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradients ``dx`` of all tokens over ranks, in place; return the rows of this rank's tokens."""
+        """Sum the input gradient ``dx`` over ranks in place; return this rank's rows. ``saved``: scratch memory."""
         self.axis.allreduce(dx.reshape(-1))
         return dx
 
@@ -120,7 +120,7 @@ class Borders:
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
-        """Return ``dy``, the gradient of the layer output, gathered over the ranks if it is sharded by tokens."""
+        """Return the output gradient ``dy`` for all tokens, gathered into scratch memory of ``saved`` if sharded."""
         return dy
 
     def first_token(self, y: Array) -> int:

@@ -48,18 +48,18 @@ class ColumnLinear:
         self.weight_reads = ("whole",) if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return this rank's columns of the layer output, for all tokens. ``x``: input for this rank's tokens."""
+        """Return this rank's output columns for input ``x``; store ``x`` in ``saved``. ``prefix``: layer name."""
         saved.keep(f"{prefix}.x", x)
         return affine(parameters, prefix, self.borders.enter(x, saved), saved, biased=biased)
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Store the gradients of local weights in ``gradients``; return the input gradient for this rank's tokens."""
+        """Store weight gradients; return the input gradient. ``saved``: from `forward`; ``prefix``: layer name."""
         whole = self.borders.enter(saved[f"{prefix}.x"], saved)
         _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
         return self._input_gradient(parameters, prefix, dy, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the gradient of the layer's input for this rank's tokens, without computing weight gradients."""
+        """Return the input gradient for this rank's tokens. ``saved``: arrays of `forward`; ``prefix``: layer name."""
         if self.borders.by_rows:
             whole = self.borders.enter(saved[f"{prefix}.x"], saved)
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -68,7 +68,7 @@ class ColumnLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Store the gradients of the local weights in ``gradients``, after `backward_input`. Local."""
+        """Store the weight gradients. ``saved``: arrays of `forward` and `backward_input`; ``prefix``: layer name."""
         _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
 
     def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
@@ -83,7 +83,7 @@ class RowLinear:
         self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, *, biased: bool = True) -> Array:
-        """Return the layer output for this rank's tokens. ``x``: this rank's columns of the input, for all tokens."""
+        """Return the output of this rank's tokens. ``x``: local input columns, kept in ``saved``. ``prefix``: layer."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         saved.keep(f"{prefix}.x", x)
@@ -96,7 +96,7 @@ class RowLinear:
         return y
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Store the gradients of local weights and bias in ``gradients``; return the input gradient for all tokens."""
+        """Store weight and bias gradients; return the input gradient. ``saved``: from `forward`; ``prefix``: layer."""
         whole = self.borders.leave_backward(dy, saved)
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
@@ -104,7 +104,7 @@ class RowLinear:
         return gradient_of_input(parameters, prefix, whole, saved)
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Return the input gradient for all tokens. Store the arrays for `backward_weight` in ``saved``."""
+        """Return the input gradient for all tokens. ``saved``: for `backward_weight`; ``prefix``: layer name."""
         whole = self.borders.leave_backward(dy, saved)
         if self.borders.by_rows:
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
@@ -113,9 +113,9 @@ class RowLinear:
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
-        """Store the gradients of the local weights and of the bias in ``gradients``. Local.
+        """Store the gradients of this rank's weights and of the bias in ``gradients``. Local.
 
-        If activations are sharded by tokens, the bias gradient covers only this rank's tokens.
+        ``prefix``: layer name. ``saved``: arrays stored by `forward` and `backward_input`.
         """
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
@@ -214,7 +214,7 @@ def cut_model(
 ) -> Model:
     """Return this rank's shard of the transformer ``model`` on the tensor axis ``comm``. Collective over ``comm``.
 
-    ``algorithm``: allreduce algorithm for activations. Raises ConfigurationError for other models.
+    ``algorithm``: allreduce algorithm for activations. Raises ConfigurationError if ``model`` is not a transformer.
     """
     if comm.size == 1:
         return model
@@ -263,7 +263,7 @@ class CutModel(Model):
     sampling: Operations  # for texts of any length
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Return the logits of ``x`` for sampling, of shape (batch..., vocabulary). Collective over the tensor axis."""
+        """Return the logits (batch..., vocabulary) of tokens ``x``. ``arena``: working memory. Collective."""
         local_logits = self.outputs(parameters, x, arena, self.sampling)
         tokens = local_logits.size // local_logits.shape[-1]
         parts = [Range(tokens * part.start, tokens * part.stop) for part in self.classes]
@@ -276,7 +276,7 @@ class CutModel(Model):
 
 
 class CutStage(WrappedStage):
-    """Pipeline stage with this rank's tensor-parallel shards of ``inner``. Collective over the tensor axis.
+    """Pipeline stage with this rank's tensor-parallel shards of the stage ``inner``. Collective over the tensor axis.
 
     ``classes``: vocabulary range of this rank's logits, or None before the last stage.
     """

@@ -27,7 +27,7 @@ class VocabularyEmbedding:
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
         """Return the embeddings of this rank's tokens, of shape (..., hidden).
 
-        Raises DataError on all ranks if a token is not in the vocabulary.
+        ``prefix``: layer name. ``saved``: receives ``tokens``. Raises DataError on all ranks for an invalid token.
         """
         table = parameters[f"{prefix}.weight"]
         check_tokens(tokens, self.vocabulary, "token")
@@ -41,7 +41,7 @@ class VocabularyEmbedding:
         return self.borders.leave(partial, f"{prefix}.y", saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
-        """Add the gradient of this rank's rows of the embedding table to ``gradients``. ``dy``: output gradient."""
+        """Add the gradients of this rank's table rows. ``dy``: output gradient; ``saved``: arrays of `forward`."""
         into, add = gradients.into(f"{prefix}.weight")
         if not add:
             into[...] = 0
@@ -61,7 +61,7 @@ class RowPositions:
         self.borders = borders
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
-        """Add the position embeddings of this rank's tokens to ``y``, of shape (tokens, hidden). Return ``y``."""
+        """Add position embeddings to ``y`` (local tokens, hidden). Return ``y``. ``context``: tokens per sample."""
         assert context == self.borders.context
         if saved.documents is not None:
             y += namespace(y).take(parameters[f"{prefix}.weight"], self._places(saved.documents, y), axis=0)
@@ -101,7 +101,7 @@ class VocabularyCrossEntropy:
     def forward(self, logits: Array, targets: Array, saved: Saved) -> Scalar:
         """Return the loss summed over all tokens on the first rank, and 0 on the other ranks.
 
-        ``logits``: shape (tokens, local classes), may be overwritten. ``targets``: global class indices.
+        ``logits``: (tokens, local classes), may change. ``targets``: global class indices. ``saved``: for `backward`.
         """
         check_tokens(targets, self.vocabulary, "target", ignored=True)
         saved.keep("cross_entropy.exponentials", logits)
@@ -137,7 +137,7 @@ class VocabularyCrossEntropy:
         return 0.0 if self.axis.rank else _loss_device(indices, sums)
 
     def backward(self, scale: float, saved: Saved) -> Array:
-        """Overwrite the logits with their gradient (softmax - onehot) * ``scale``, and return it. Local."""
+        """Return (softmax - onehot) * ``scale``, stored over the logits. ``saved``: arrays of `forward`. Local."""
         logits: Array = saved["cross_entropy.exponentials"]  # on a GPU: the logits
         if is_device(logits):
             local_targets, statistics = saved["cross_entropy.own"], saved["cross_entropy.statistics"]

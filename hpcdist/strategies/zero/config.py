@@ -43,15 +43,10 @@ RULES: Final = (
 class ZeroConfig:
     """Section ``[zero]``: sharding degrees, prefetch and offload.
 
-    ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees. On p data ranks their defaults (0) are
-    (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree must divide the next, and the last
-    must divide p. Groups are blocks of consecutive data ranks: if ``parameters`` is the number of ranks per node, zero3
-    gathers only within nodes. A layer with fewer than ``persistent_below`` elements shards only the optimizer state.
-
-    With several micro-batches per step, sharded gradients are reduced after each micro-batch, and sharded parameters
-    are gathered for each use. ``keep_gradients`` and ``keep_parameters`` need memory for unsharded arrays of the whole
-    pipeline stage. The host updates offloaded optimizer state block by block. Each rank has its own unnamed file in
-    ``offload_directory``.
+    ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees: numbers of data ranks that share the state. On
+    p data ranks, their defaults (0) are (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree
+    must divide the next, and the last must divide p. Layers with fewer than ``persistent_below`` elements shard only
+    their optimizer state. ``keep_gradients`` and ``keep_parameters`` keep unsharded arrays of the pipeline stage.
     """
 
     parameters: int = key(0, "Ranks that shard the parameters. Must divide gradients. 0: set by the strategy.", ge=0)
@@ -80,7 +75,7 @@ class ZeroConfig:
         check_section(RULES, "zero", self)
 
     def degrees(self, stage: int, ranks: int) -> ShardingDegrees:
-        """Return ZeRO stage ``stage``'s sharding degrees on ``ranks`` data ranks. Raises ConfigurationError. Local."""
+        """Return the sharding degrees of ZeRO stage ``stage`` on ``ranks`` data ranks. Raises ConfigurationError."""
         settings = (self.parameters, self.gradients, self.optimizer)
         by_stage = (ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks)
         degrees = [setting or default for setting, default in zip(settings, by_stage, strict=True)]

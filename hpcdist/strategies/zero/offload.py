@@ -47,7 +47,7 @@ Wait = Callable[[], object]
 
 
 class Offload:
-    """Factory of a rank's parameters, gradients and optimizer, in memory, on the host or in a file. Local.
+    """Factory of a rank's parameters, gradients and optimizer, in device memory, on the host or in a file. Local.
 
     Raises ConfigurationError for unsupported settings. Writes raise StorageError if the disk is full.
     """
@@ -62,7 +62,7 @@ class Offload:
 
     @property
     def is_resident(self) -> bool:
-        """True if parameters stay in the memory that the model computes with."""
+        """True if parameters are not offloaded, but stay in the memory of the device that computes."""
         return self._config.offload_parameters == "none"
 
     def shards(self, category: str, parts: Sequence[Range]) -> FlatStore:
@@ -115,7 +115,6 @@ class BlockedOptimizer(WrappedOptimizer):
         self._scale = 1.0
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Replace ``gradient`` on the range ``piece`` by the update direction, or let `apply` do so without norms."""
         inner, self._scale = self._inner, scale
         if not inner.needs_norms:
             return

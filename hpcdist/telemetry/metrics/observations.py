@@ -56,7 +56,7 @@ KINDS: Final = (
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Event of a run after ``step`` steps, with a dict of numbers and texts."""
+    """Entry in the event log of a run after ``step`` steps, with named numbers and texts in ``values``."""
 
     kind: str
     step: int
@@ -79,7 +79,7 @@ class ObservedSeries:
 
 @dataclass(frozen=True)
 class EventNote:
-    """Text that describes an event, with the event's kind, step and time."""
+    """Text from an entry in the event log of a run, with the entry's kind, step and time."""
 
     step: int
     session: int
@@ -91,17 +91,16 @@ class EventNote:
 
 @dataclass(frozen=True)
 class Observations:
-    """Observations read from a metrics file. ``series`` is keyed by quantity, in the order of the first observation."""
+    """Observations read from a metrics file: ``series`` keyed by quantity, and ``notes``, the texts of events."""
 
     series: Mapping[str, ObservedSeries] = field(default_factory=dict)
     notes: Sequence[EventNote] = ()
 
 
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
-    """Append ``events`` to the open metrics file ``file``. Local.
+    """Append ``events`` to the open metrics file ``file``. ``session``: number of this start of the run. Local.
 
-    ``session`` counts the starts and resumes of the run. The first call of a session deletes earlier events that have a
-    later step than ``events[0]``.
+    The first call after a start deletes stored events of steps after ``events[0].step``.
     """
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
@@ -145,7 +144,7 @@ def _indices(file: Any, names: Sequence[str]) -> list[int]:
 
 
 def read(file: Any) -> Observations:
-    """Return the value series and event texts in the open metrics file ``file``. Files of old versions have none."""
+    """Return the values and texts of the events in the open metrics file ``file``; none in files of old versions."""
     if GROUP not in file:
         return Observations()
     rows, notes = ROWS.read(file), NOTES.read(file)

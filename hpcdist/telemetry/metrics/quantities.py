@@ -86,7 +86,7 @@ assert len(QUANTITIES) == len(_ALL)
 
 
 def key(name: str, label: str = "") -> str:
-    """Return the key of a quantity in an event: ``name``, or ``name[label]`` if a label is given, such as a GPU."""
+    """Return the key of a quantity in an event: ``name``, or ``name[label]`` with a label, such as a GPU number."""
     assert bool(QUANTITIES[name].label) == bool(label), name
     return f"{name}[{label}]" if label else name
 
@@ -133,7 +133,7 @@ class DerivedFigures:
         self.scores = np.empty(0)  # (W,) `straggler_scores` of the last rows
 
     def of(self, rows: Sequence[StepRow]) -> list[dict[str, float]]:
-        """Return a dict of figures, such as the speed, for each step in ``rows``. Unknown figures are left out."""
+        """Return a list of {figure name: value}, one dict for each step in ``rows``. Unknown figures are left out."""
         # Only the dict of the last step has figures of the straggler (longest compute time). The function `key` makes
         # the keys.
         figures: list[dict[str, float]] = []

@@ -79,7 +79,6 @@ def _no_overlap(run: RunData) -> str:
 
 
 def _moved(run: RunData) -> BytesMoved | None:
-    """Return the bytes that a rank moves in a step, by transport, or None if only messages are known."""
     sent = finite_number(run.figures.get("bytes_sent_per_step"))
     loaded = finite_number(run.attributes.get("bytes_loaded_per_step"))  # stored by an earlier version
     old = None if sent is None or loaded is None else BytesMoved(sent, loaded)
@@ -108,7 +107,6 @@ def _bytes_text(value: float, run: RunData) -> str:
 
 
 def _peak_bytes(run: RunData) -> float | None:
-    """Return the peak memory in bytes on the rank that holds most: at the end of the run, or as observed so far."""
     peak = finite_number(run.attributes.get("peak_bytes_total"))
     observed = {} if run.run is None else run.run.observed.series
     parts = [series for name, series in observed.items() if name.startswith("memory_bytes[")]
@@ -120,7 +118,7 @@ def _peak_bytes(run: RunData) -> float | None:
 
 
 def _peak_text(value: float, run: RunData) -> str:
-    """Return the memory as text. PyTorch and JAX hold the activations of a script's model, which are not counted."""
+    # PyTorch and JAX hold the activations of a script's model, which are not counted.
     return _bytes_text(value, run) + (" + activations" if run.setting("model.kind") in FOREIGN else "")
 
 
@@ -130,7 +128,7 @@ def _peak_note(run: RunData) -> str:
 
 
 def _labelled(run: RunData, text: str) -> str:
-    """Return ``text`` after the label of a declared energy model, so that the figure does not look measured."""
+    # With the label of a declared energy model, a figure does not look measured.
     return f"{run.energy.label}. {text}" if run.energy.label else text
 
 
@@ -239,7 +237,7 @@ RUN: Final[Catalogue[RunData]] = Catalogue(*FIGURES)
 
 
 def measured(run: RunData) -> list[tuple[str, str, str]]:
-    """Return (title, value, note) of the known figures of ``run``, without facts and counters that are 0."""
+    """Return a list of (title, value text, note) of the known figures of ``run``. Facts and 0 counters are left out."""
     unknown: tuple[object, ...] = (None, 0)
     return [
         (figure.heading, figure.text(run), figure.note(run))

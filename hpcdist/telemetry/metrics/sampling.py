@@ -35,7 +35,7 @@ class SampledMetrics:
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
     """Read the metrics file ``path`` of a finished or running run. Raises StorageError if missing or invalid.
 
-    Columns with a value per rank are sampled to about ``wide_bytes`` bytes each.
+    Columns with one value per rank are read for a sample of steps, of about ``wide_bytes`` bytes per column.
     """
     return read_settled(path, lambda file: _read(file, wide_bytes))
 

@@ -124,9 +124,8 @@ class ClockSession:
 def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[ClockReading], wall_ns: int) -> None:
     """Append clock ``readings`` to the open metrics ``file``, and ``hosts`` if they are missing. Local.
 
-    ``wall_ns``: rank 0's wall clock time minus its monotonic time.
+    ``session``: number of this start of the run. ``wall_ns``: rank 0's wall clock minus its monotonic clock, in ns.
     """
-    # ``session``: number of this start of the run.
     for table in (CLOCK_RANKS, CLOCK_READINGS):
         table.create(file)
     if session not in CLOCK_RANKS.read(file)["session"]:

@@ -174,9 +174,9 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Add the row of one step, from keyword arguments; values that were not measured are NaN.
+        """Add the row of one training step, from keyword arguments; NaN means that a value was not measured.
 
-        Keyword-only ``made_by``: number of ranks that made the step, if ranks died or joined after the step.
+        Keyword-only ``made_by``: number of ranks in this step, if the number of ranks changed after the step.
         """
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
@@ -195,7 +195,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write the buffered rows to the metrics file, then call `include` for each positional argument."""
+        """Write the buffered rows to the file, then call each function in ``*appends`` with (file, session number)."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -217,11 +217,11 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call ``append(file, session)`` at once, with the open metrics file and the number of earlier starts."""
+        """Call ``append(file, session)`` now: the open metrics file, and the number of earlier starts of the run."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows to ``table`` of the metrics file. Each keyword is a column of values; "session" is added."""
+        """Append rows to ``table`` of the metrics file. Keyword arguments: columns. The session number is added."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ def _check_tables(file: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class MetricsData:
-    """Content of a metrics file: columns of the tables ``steps`` (by step, or by step and rank) and ``evaluations``."""
+    """Content of a metrics file: columns of ``steps`` (per step, or per step and rank) and of ``evaluations``."""
 
     steps: dict[str, np.ndarray]
     evaluations: dict[str, np.ndarray]
@@ -322,7 +322,7 @@ def summarise(metrics: MetricsData) -> dict[str, Any]:
 
 
 def mean_step_s(metrics: MetricsData) -> float | None:
-    """Return the mean step time of the last session in seconds, without its first step, or None if unknown."""
+    """Return the mean step time in seconds since the run's last start, without the first step, or None if unknown."""
     steps = metrics.steps
     last = np.flatnonzero(steps["session"] == steps["session"].max(initial=0))[1:]
     works = np.nansum(steps["compute_s"], axis=0) > 0
@@ -332,7 +332,7 @@ def mean_step_s(metrics: MetricsData) -> float | None:
 
 
 def moved_bytes(attributes: Mapping[str, Any]) -> BytesMoved | None:
-    """Return the bytes per rank and step by kind of transfer, from a metrics file's ``attributes``, or None."""
+    """Return the bytes per rank and step by transport from a metrics file's ``attributes``, or None if incomplete."""
     noted = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in BytesMoved._fields}
     by_way = {way: float(nbytes) for way, nbytes in noted.items() if isinstance(nbytes, int | float)}
     return BytesMoved(**by_way) if len(by_way) == len(noted) and all(map(math.isfinite, by_way.values())) else None

@@ -51,7 +51,7 @@ def _capital(text: str) -> str:
 
 
 def _render(template: str, **values: Any) -> str:
-    """Return the HTML of ``template``. U+FFFD replaces characters that HTML forbids or that reverse the text."""
+    # U+FFFD replaces characters that HTML forbids or that reverse the text.
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     page = _templates().get_template(template).render(version=__version__, made=made, **values)
     return _CONTROL.sub("\ufffd", page)
@@ -140,7 +140,6 @@ def _words(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _missing(data: RunData, charts: Sequence[Chart]) -> dict[str, str]:
-    """Return the names of the unknown figures and missing charts, by reason: each reason occurs once."""
     names = {"all figures and curves": data.reason} if data.run is None else run_figures.RUN.unknown(data)
     missing = [*names.items(), *((f"chart {chart.title}", chart.reason) for chart in charts if not chart.svg)]
     by_reason: dict[str, list[str]] = {}

@@ -57,7 +57,7 @@ class StepSpans:
         return max((lane.end_s for lane in self.lanes), default=0.0)
 
     def totals(self) -> dict[str, float]:
-        """Return the seconds of each phase, averaged over the ranks."""
+        """Return {phase: seconds}, averaged over the ranks."""
         totals: dict[str, float] = {}
         for lane in self.lanes:
             for begin, end, span in lane.spans:
@@ -66,9 +66,11 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the recorded operations of a step with typical duration, for some ranks including ``slowest``."""
-    # The step has the median duration of the last `LAST_STEPS` steps. At most `MAX_RANKS` ranks are read, also the
-    # first and the last. ``metrics_path``: file with the clock readings of the nodes.
+    """Return the recorded operations of one step of median duration, on at most `MAX_RANKS` ranks.
+
+    ``metrics_path``: file with clock readings of the nodes. ``slowest``: a rank that must be included, or None.
+    """
+    # The median is over the last `LAST_STEPS` steps. The first and the last rank are always included.
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
         return StepSpans()
@@ -92,7 +94,7 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = 
 
 
 def select_evenly(numbers: Sequence[int], slowest: int | None) -> list[int]:
-    """Return at most `MAX_RANKS` evenly spaced rank ``numbers``, including the first, the last and ``slowest``."""
+    """Return at most `MAX_RANKS` evenly spaced elements of ``numbers``, with the first, the last and ``slowest``."""
     if len(numbers) <= MAX_RANKS:
         return list(numbers)
     selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, MAX_RANKS).round().astype(int)]
@@ -228,7 +230,7 @@ class RunEnergy:
 
 
 def read_energy(run_dir: Path, attributes: Mapping[str, Any], last_step: int = 0) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``, from its energy record and its metrics file."""
+    """Return the energy of the run in ``run_dir``. ``attributes``: of its metrics file. ``last_step``: newest step."""
     # If the totals of the two files differ, the energy record `USAGE` is used. ``attributes``: of the metrics file.
     usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
@@ -262,7 +264,7 @@ def _phases(rows: Any) -> list[PhaseEnergy]:
 
 
 def total_joules(by_kind: Mapping[str, float | None]) -> float:
-    """Return the joules of whole nodes, ``by_kind["node"]``, if known, else the sum of all known joules."""
+    """Return the joules of whole nodes (``by_kind["node"]``) if known, else the sum of the known values."""
     if by_kind.get("node") is not None:
         return float(by_kind["node"] or 0.0)
     return math.fsum(value for value in by_kind.values() if value is not None)
@@ -384,7 +386,7 @@ class UtilisationCurves:
 
 
 def read_utilisation(path: Path | None) -> UtilisationCurves | None:
-    """Return the utilisation curves in the metrics file ``path``, or None if it has none. Raises StorageError."""
+    """Return the utilisation curves in the metrics file ``path``, or None without samples. Raises StorageError."""
     if path is None:
         return None
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of utilisation is damaged"):

@@ -29,7 +29,7 @@ UNKNOWN: Final = "not known"
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run. Times are seconds since 1970; ``end`` is "finished", "stopped" or "" (unknown)."""
+    """One start of a run. ``began`` and ``seen`` (last heartbeat): s since 1970. ``end``: "finished", "stopped", ""."""
 
     began: float
     seen: float

@@ -135,7 +135,7 @@ class RunData:
 
     @cached_property
     def costs(self) -> Mapping[str, Any]:
-        """Costs and emissions of the run's energy."""
+        """Dict of the costs and emissions of the energy that the run used."""
         return self.external.costs(math.nan if self.energy.joules is None else self.energy.joules, self.energy.seconds)
 
     @cached_property
@@ -150,7 +150,7 @@ class RunData:
 
     @cached_property
     def timeline(self) -> StepSpans:
-        """Operations of one step, by rank."""
+        """Operations of one step of median duration, by rank."""
         return energy_data.read(self.run_dir, self._metrics_path, self.figures.get("slowest_rank"))
 
     @cached_property
@@ -194,7 +194,7 @@ def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None
 
 
 def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
-    """Return the figures of `step_metrics.summarise` for ``run``, and further figures for reports."""
+    """Return a dict of figures of ``run``, such as "train_loss" and "anomalies". Unknown figures are None."""
     # data_fraction: time spent waiting for data since the run last started. other_fraction: time not spent on data,
     # computation, communication or update. skipped_steps and anomalies: numbers over the whole run.
     summary = step_metrics.summarise(run.sample)

@@ -71,7 +71,7 @@ class LatestFigures:
         self._values: Mapping[str, float] = dict(totals.shown)
 
     def update(self, events: Sequence[RunEvent]) -> None:
-        """Store the latest values from ``events``. A gauge whose value is NaN is no longer exported."""
+        """Store the latest values from the list ``events``. A gauge whose value is NaN is no longer exported."""
         values = dict(self._values)
         for event in events:
             for key, value in event.values.items():
@@ -110,12 +110,12 @@ class LatestFigures:
 
 
 def job_identity(run: RunInfo) -> str:
-    """Return the job id of ``run`` as a string. If ``run`` is not in a batch job, return its name."""
+    """Return the job id of ``run``, or the name of ``run`` if it is not in a batch job."""
     return run.jobid or run.name
 
 
 def write_atomically(path: Path, content: bytes, cure: str) -> None:
-    """Replace the content of ``path`` atomically, readable for all users. Raises StorageError with advice ``cure``."""
+    """Replace the content of ``path`` atomically. Raises StorageError; ``cure``: advice at the end of its message."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path) as file:

@@ -21,7 +21,7 @@ _PROBE: Final = b" " * 4096
 class AppendOnlyFile:
     """File to which one thread appends whole records. Methods raise StorageError if the file cannot be written.
 
-    The next `append` writes the records that could not be written.
+    Records that could not be written are kept, and the next `append` writes them first.
     """
 
     # ``cure``: advice in the errors. ``header``: start of an empty file. At most `PENDING_BYTES` of records are kept.
@@ -78,7 +78,7 @@ class AppendOnlyFile:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Identity of a run. ``resumed_step`` is None if the run did not resume. ``owner``: see `provenance.job_owner`."""
+    """Identity of a run. ``resumed_step``: None without a resume. ``owner``: user, account, partition and QOS."""
 
     name: str
     directory: Path
@@ -92,7 +92,7 @@ class RunInfo:
 
 
 class StreamSink(Protocol):
-    """Protocol of a sink of events. If it cannot work, its constructor raises an error with advice."""
+    """Protocol of a sink (output) of a run's events. A constructor raises an error if the sink cannot work."""
 
     name: str
 

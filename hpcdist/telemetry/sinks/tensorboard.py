@@ -127,7 +127,7 @@ def tag(key: str) -> str:
 
 
 def records(contents: Sequence[bytes]) -> bytes:
-    """Return ``contents`` as TFRecords: length, CRC of the length, content, CRC of the content (little-endian)."""
+    """Return byte strings as TFRecords: length, CRC of the length, content, CRC of the content (little-endian)."""
     lengths = [struct.pack("<Q", len(content)) for content in contents]
     guards = masked(crc32c([*lengths, *contents])).astype("<u4")
     of_lengths, of_contents = np.split(guards, 2)

@@ -54,7 +54,7 @@ class _Row:
 
 
 def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the display row of each (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
+    """Return a row number for each bar (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
     stacks: list[list[int]] = []
     numbers = []
     for begin, end in bars:
@@ -72,7 +72,7 @@ def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def events(timeline: RunTimeline) -> Iterator[dict[str, Any]]:
-    """Yield the events of the Chrome trace file for ``timeline``."""
+    """Yield the dicts, one per event, that a Chrome trace file stores for ``timeline``."""
     zero = timeline.begin_ns
     processes = {rank: number for number, ranks in enumerate(hosts(timeline).values(), 1) for rank in ranks}
     threads: dict[int, int] = {}  # thread of a call, by its id

@@ -66,7 +66,7 @@ class HostClock:
         return (last.offset_ns - first.offset_ns) / (last.t_ns - first.t_ns) * MILLION
 
     def offset_ns(self, own_ns: int) -> int:
-        """Return by how many ns this clock was ahead of rank 0's clock when this clock showed ``own_ns``."""
+        """Return the offset in ns (this clock minus rank 0's clock) at the time ``own_ns`` of this clock."""
         if not self._knots:
             return 0
         place = bisect_right(self._own, own_ns)  # number of earlier readings
@@ -88,7 +88,7 @@ class HostClock:
         return knot.offset_ns + (own_ns - at) * rise // run
 
     def offset_at(self, reference_ns: int) -> int:
-        """Return by how many ns this clock was ahead of rank 0's clock when rank 0's clock showed ``reference_ns``."""
+        """Return the offset in ns (this clock minus rank 0's clock) at the time ``reference_ns`` of rank 0's clock."""
         if not self._knots:
             return 0
         nearest = min(self._knots, key=lambda knot: abs(knot.t_ns - reference_ns))
@@ -131,7 +131,7 @@ def find_corrections(
 ) -> ClockCorrections:
     """Return the clock corrections of all hosts in ``logs``, from clock readings or else from message times. Local.
 
-    ``sessions``: clock readings of each start of the run.
+    ``sessions``: clock readings of each start of the run. ``matches``: sends with their receives, and collectives.
     """
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
@@ -184,7 +184,6 @@ class _OffsetBounds:
     together_ns: list[int] = field(default_factory=list)  # offsets if both left a collective at the same time
 
     def reading(self) -> tuple[int, int, int] | None:
-        """Return (time, offset, error width) of the second clock in ns, or None without bounds of the offset."""
         # At ``time`` of the first clock, the second clock is ``offset`` ahead, with an error of at most width / 2.
         if not self.least_ns or not self.most_ns:
             return None
@@ -263,7 +262,7 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Result of `causal_order`: numbers of checked and of impossible pairs of calls."""
+    """Numbers of checked pairs of communication calls, and of pairs whose recorded order is impossible."""
 
     pairs: int
     wrong: int

@@ -113,7 +113,7 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
 def longest_waits(
     pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int]
 ) -> list[tuple[TimelinePiece, str]]:
-    """Return the five longest waits of ``ranks`` in the timelines ``pieces``, with the awaited rank's operations."""
+    """Return (wait, awaited rank's main operation) for the five longest waits of ``ranks``. ``pieces``: timelines."""
     waiting = [piece for rank in ranks for piece in pieces.get(rank, ()) if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
     return [(wait, _main_activity(pieces.get(wait.by, ()), wait)) for wait in waiting[:5]]

@@ -54,7 +54,7 @@ class Matches:
 
 
 def match(logs: Mapping[int, RankLog], world: int) -> Matches:
-    """Match sends with receives, and the calls of each collective. ``logs``: each rank's log of a job. Local."""
+    """Match sends with receives, and calls of each collective. ``logs``: {rank: log}. ``world``: number of ranks."""
     members: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(logs):
         for comm in logs[rank].comms:

@@ -37,7 +37,7 @@ _PATH: Final = "#222222"
 
 
 def draw(trace: Trace, file: Path) -> int:
-    """Plot the step with the median critical path to ``file``. Return the step number. Raises UsageError."""
+    """Plot the step with the median critical path; return its number. Raises UsageError if no step is complete."""
     matplotlib = plotting.check_plot(file)
     if not trace.paths:
         raise UsageError(f"{trace.run_dir} has no complete record of any selected step; select other steps")

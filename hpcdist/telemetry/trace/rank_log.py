@@ -194,7 +194,7 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
     """Return the step numbers to show, and notes for the user about missing steps. Raises UsageError.
 
-    ``requested``: steps to show if all ``logs`` contain them; None: the ``last`` steps.
+    ``requested``: steps to show if all ``logs`` contain them. None: show the last ``last`` steps.
     """
     stepping = [log for log in logs if log.steps]
     if not stepping:

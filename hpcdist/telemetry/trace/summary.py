@@ -271,7 +271,7 @@ def _message_paths(trace: Trace) -> list[dict[str, Any]]:
 
 
 def clock_figures(trace: Trace) -> list[dict[str, Any]]:
-    """Return a list with a dict of JSON values for each host: the correction of its clock."""
+    """Return a list of dicts of JSON values, one for each host, about the correction of the host's clock."""
     rows = []
     for host, ranks in timeline.hosts(trace.timeline).items():
         clock = trace.corrections.clocks[host]

@@ -106,10 +106,10 @@ def plan_partition(
 ) -> PartitionPlan | None:
     """Return the assignment of layers to pipeline stages, or None if there is only one stage. Collective.
 
-    ``whole``: unsharded model. ``origin``: state to resume from. Raises ConfigurationError on all ranks.
+    ``whole``: unsharded model. ``local_model``: this rank's shard, to be timed. ``schedule``: from a file, or None.
+    ``origin``: state to resume from. ``documents``: query-key pairs per packed sample. Raises ConfigurationError.
     """
-    # Local unless parallel.partition = "measured": then ``local_model`` is timed. ``documents``: query-key pairs per
-    # packed sample. ``schedule``: read from a file, or None.
+    # Local unless parallel.partition = "measured".
     parallel = recipe.parallel
     order = schedule or generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
     if grid.pipeline * order.chunks == 1:
@@ -150,7 +150,7 @@ def plan_without_mpi(recipe: Recipe) -> PartitionPlan:
 
 
 def partition_scalars(recipe: Recipe, plan: PartitionPlan | None) -> dict[str, list[int]]:
-    """Return a dict of scalars that store the partition ``plan`` in checkpoints, {} if it was not measured. Local."""
+    """Return a dict of scalars that store ``plan`` in checkpoints, or {} if the partition was not measured. Local."""
     return {STAGE_UNITS: list(plan.stage_units)} if plan and recipe.parallel.partition == "measured" else {}
 
 

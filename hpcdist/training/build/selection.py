@@ -41,7 +41,7 @@ class AlgorithmSelection:
     note: str = ""  # for the log
 
     def described(self) -> str:
-        """Return the log line about the choice of the collective algorithm, or "" if nothing is to report. Local."""
+        """Return the log line about the choice of the algorithm, or "" if there is nothing to report. Local."""
         text = {
             "checkpoint": "kept from the checkpoint",
             "cache": "measured in an earlier start",

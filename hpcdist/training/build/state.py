@@ -149,10 +149,10 @@ NOT_IN_MODEL: Final = "is not a tensor of the recipe's model"
 
 
 def load_initial(trainer: Trainer, source: Path, *, partial: bool) -> dict[str, str]:
-    """Load the parameters of checkpoint ``source`` into ``trainer``, also router biases. Collective over the world.
+    """Load the parameters and router biases of checkpoint ``source`` into ``trainer``. Collective over the world.
 
-    Returns {skipped tensor: reason}. Without keyword-only ``partial``, raises StorageError for a missing or unsuitable
-    tensor.
+    Returns {skipped tensor: reason}. Unless keyword-only ``partial`` is True, a missing or unsuitable tensor raises
+    StorageError.
     """
     path = on_first_rank(trainer.comm, lambda: listing.select(source))
     stored = on_first_rank(trainer.comm, lambda: listing.load_parameters(path))

@@ -107,7 +107,7 @@ class Trainer:
         return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def step(self, number: int, batches: list[MicroBatch], stop_requests: np.ndarray) -> StepResult:
-        """Make step ``number`` (from 1) on these micro-batches, and sum all ranks' ``stop_requests``. Collective."""
+        """Train step ``number`` (from 1) on micro-batches ``batches``; sum all ranks' ``stop_requests``. Collective."""
         samples, first = self.samples(number), self.first_sample(number)
         targets = self.targets(number) if self.recipe.data.packed else None
         return self.executor.run(self.operations, batches, samples, number, stop_requests, first, targets)

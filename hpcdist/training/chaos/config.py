@@ -112,13 +112,12 @@ def _malformed_entry(kind: str, entry: str, reason: str) -> ConfigurationError:
 class ChaosConfig:
     """Section ``[chaos]``: stragglers and faults to inject into a run, for tests.
 
-    A step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward then take
-    ``slow_factor`` times as long. The choice depends only on (``seed``, rank, step). In every step, forward and
-    backward take at least ``step_s`` seconds, and longer on replicas with more samples than average.
+    A step of a rank in ``slow_ranks`` is slow with probability ``slow_probability``: forward and backward passes then
+    take ``slow_factor`` times as long. In every step, these passes take at least ``step_s`` seconds.
 
     Each fault happens once per run directory, even if its step is repeated. ``kill``: the rank kills itself in one of
     the `STEP_PHASES`. ``corrupt``: a bit flips in a gradient before the exchange, or in a parameter after the update.
-    ``disk``: in the first save after the step, a write fails, the disk is full after half of the bytes, or fsync fails.
+    ``disk``: in the first save after the step, a write fails, the disk is full, or fsync fails.
     """
 
     slow_ranks: tuple[int, ...] = key((), "Ranks to slow down, as [0].", ge=0)

@@ -16,7 +16,7 @@ MOST_NGRAM_KINDS: Final = 1 << 24
 
 
 def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
-    """Return the entropies in nats of a token, given the 0, 1 or 2 tokens before it, by n-gram name.
+    """Return {n-gram name: entropy in nats of a token, given the 0, 1 or 2 tokens before it}. Local.
 
     An entropy is None if ``tokens`` has too many distinct n-grams.
     """

@@ -137,7 +137,10 @@ class PackedSamples:
         return 1 - float(self._filled.sum()) / (self.count * self._context)
 
     def pairs(self, *, causal: bool, window: int) -> DocumentPairs:
-        """Return the mean number of query-key pairs of attention in a sample. Keyword-only ``window`` 0: no window."""
+        """Return the mean numbers of query-key pairs per packed sample, of tokens in the same document.
+
+        Keyword-only ``causal`` and ``window`` (0: no window) describe the attention mask.
+        """
         lengths, counts = np.unique(np.append(self._sizes, self._context - self._filled), return_counts=True)
         every = seen = 0
         for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):

@@ -78,7 +78,7 @@ def microbatches(batch: Batch, count: int) -> list[Batch]:
 
 
 def shards(batch: Batch, size: int, count: int) -> list[Batch]:
-    """Split a batch into ``count`` logical shards (views) of ``size`` samples. The last shards may be empty."""
+    """Split a batch into ``count`` views of ``size`` samples (logical shards). The last views may be empty."""
     x, y = batch
     return [(x[first : first + size], y[first : first + size]) for first in range(0, count * size, size)]
 
@@ -146,7 +146,7 @@ class Sampler:
         return joined([x for x, _ in parts]), joined([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return the sample indices at ``count`` positions of ``epoch``, from ``start`` on, and the epoch's shift."""
+        """Return the sample indices at ``count`` positions of ``epoch`` from ``start`` on, and a shift in tokens."""
         samples, word = self._order.places(epoch, start, count)
         return samples, word % self._samples.shifts
 
@@ -213,7 +213,7 @@ class SampleShares:
         return next(sizes for first, sizes in reversed(self._sizes) if first <= batch)
 
     def own(self, batch: int, replica: int) -> Range:
-        """Return the range of the samples of ``replica`` within batch number ``batch``."""
+        """Return the range of samples that ``replica`` computes in batch number ``batch``."""
         sizes = self.of(batch)
         start = sum(sizes[:replica])
         return Range(start, start + sizes[replica])

@@ -20,9 +20,9 @@ JOINER: Final = ("-m", "hpcdist.training.run.entry_point")
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """Change of the training ranks: the ranks ``lost`` died, and ``added`` new processes started.
+    """Change of the training ranks. ``lost``: ranks that died. ``added``: number of new processes.
 
-    ``grown``: a user requested more ranks with `hpcdist grow`.
+    ``grown``: True if a user requested more ranks with `hpcdist grow`.
     """
 
     lost: tuple[int, ...] = ()
@@ -89,7 +89,7 @@ class Membership:
                 self.everyone.send(np.array([float(code)]), rank)
 
     def keep(self, used: int) -> None:
-        """Make spares of the training ranks from rank ``used`` on. Local, but all ranks must call this."""
+        """Turn the training ranks ``used`` and above into spares. Local, but all ranks must call this."""
         self.size = used
         if self.place is not None and self.place >= used:
             self.place = None

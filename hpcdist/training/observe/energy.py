@@ -52,7 +52,7 @@ def energy_figures(
 ) -> dict[str, Any]:
     """Return a dict of a run's energy figures: total, per phase, per step, cost, emissions. Unknown figures are None.
 
-    ``report``: result of `EnergyMonitor.report` for ``steps`` steps.
+    ``report``: result of `EnergyMonitor.report`. ``steps``, ``samples``, ``tokens``: numbers trained with this energy.
     """
     # ``activities``: result of `phase_shares.job_activities`. ``config``: electricity price and carbon intensity.
     phases, config = report["phases"], config or EnergyConfig()
@@ -93,14 +93,14 @@ def energy_figures(
 
 
 def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return the main energy ``figures`` as attributes of the metrics file. Unknown figures are NaN."""
+    """Return the main entries of ``figures`` as attributes for the HDF5 metrics file. Unknown figures are NaN."""
     names = ("energy_j", "j_per_step", "j_per_sample", "j_per_token", "energy_delay_product_js", "emissions_g")
     attributes = {name: math.nan if figures[name] is None else figures[name] for name in names}
     return attributes | {"energy_reason": figures["energy_reason"] or "", "energy_label": figures["energy_label"]}
 
 
 def describe_energy(figures: Mapping[str, Any]) -> str:
-    """Return the summary line about a run's energy: the measured energy, or the reason why it was not measured."""
+    """Return one summary line from ``figures``: the measured energy, or the reason why the energy was not measured."""
     if figures["energy_j"] is None:
         reason = str(figures["energy_reason"]).split("; ")[0]  # the JSON summary and the metrics have all reasons
         if reason.startswith(NO_SOURCE):
@@ -133,7 +133,7 @@ USAGE_FILE: Final = "usage.json"
 
 
 class EnergyRecorder:
-    """Recorder of the energy that a run consumed, summed over all starts of the run. Collective.
+    """Recorder of the energy that a run has consumed since step 0, restarts included. Construction is collective.
 
     ``directory``: run directory, or None to store nothing. ``host``: name of this node.
     """
@@ -215,13 +215,13 @@ class EnergyRecorder:
         return PowerSensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def part_time_sensor(self) -> PowerSensor | None:
-        """Return this node's power sensor that measures the least time, or None if all measure continuously. Local."""
+        """Return this node's power sensor that measures the least share of time; None if all measure always. Local."""
         sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
         least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
         return None if least is None or least.seen_share >= 1 else least
 
     def collect(self) -> list[NodeRows]:
-        """Return the energy data of all nodes since the last call, for rank 0 to write to the metrics. Collective."""
+        """Return all nodes' energy samples since the last call. Rank 0 writes them to the metrics file. Collective."""
         self._attribute()
         return self.monitor.collect()
 
@@ -246,7 +246,7 @@ class EnergyRecorder:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the energy of the run up to now, in total and per activity, to store in a checkpoint. Collective."""
+        """Return a dict to store in a checkpoint: energy of the run until now, total and per activity. Collective."""
         joules = self.monitor.state()
         return self._record(joules, self._activities(joules, final=False))
 
@@ -281,9 +281,9 @@ class EnergyRecorder:
             atomic.save(self._path, json.dumps(state))
 
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
-        """Return the energy figures of a run of ``steps`` steps as JSON values. Collective.
+        """Return the result of `energy_figures` for the run, which has made ``steps`` steps. Collective.
 
-        Rank 0 also writes them to the run directory, and only rank 0 raises StorageError.
+        Rank 0 also writes the energy state to the run directory, and only rank 0 raises StorageError.
         """
         # "j_per_step" excludes checkpoints and validation. A repeated step costs energy, but counts once.
         # ``tokens_per_sample`` is None if samples are not made of tokens.

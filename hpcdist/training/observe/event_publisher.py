@@ -33,9 +33,8 @@ from hpcdist.training.build.trainer import Trainer
 def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None]) -> list[StreamSink]:
     """Open the event sinks that ``config`` names (JSON lines, TensorBoard, Prometheus). For rank 0 only.
 
-    If a sink cannot be opened, the error is raised. ``say``: function that prints a message.
+    ``run``: name, directory and size of the run. ``say``: function that prints a message. An error closes all sinks.
     """
-    # ``say`` prints where each sink writes. After an error, the other sinks are closed.
     sinks: list[StreamSink] = []
     try:
         if config.jsonl:
@@ -64,9 +63,10 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
 def energy_events(
     monitor: EnergyMonitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Return the figures of the events "energy" and "utilisation", keyed by event kind and figure name. Local.
+    """Return {event kind: {figure name: value}} for the event kinds "energy" and "utilisation". Local.
 
-    ``state`` is the result of `EnergyRecorder.state`. ``tokens`` is the number of tokens trained with this energy.
+    ``monitor``: source of live power and utilisation. ``state``: result of `EnergyRecorder.state`. ``tokens``: number
+    of tokens trained with this energy.
     """
     joules = state["joules"] or {}
     by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
@@ -101,7 +101,7 @@ _OF_RANKS: Final = {
 
 
 class EventPublisher:
-    """Publisher of a run's events to sinks, which only rank 0 has. Construction and `gather` are collective."""
+    """Publisher of a run's events (event log entries) to rank 0's sinks. Construction and `gather` are collective."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class EventPublisher:
             self._events.append(RunEvent(kind, step, valid, **more))
 
     def stepped(self, step: int, result: StepResult, waited_s: float) -> None:
-        """Record that this rank made ``step``, after it waited ``waited_s`` seconds for its data."""
+        """Record that this rank completed ``step`` with ``result``. It waited ``waited_s`` seconds for the data."""
         self._done = step
         self._waited_s += waited_s
         self._made += 1
@@ -182,16 +182,17 @@ class EventPublisher:
                 self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
-        """Record a step's background collectives, and how many prefetched layers were ready (``hits``) or not.
+        """Record one step's background collectives and layer prefetches.
 
-        ``total_s``: duration of the collectives. ``exposed_s``: part of it during which no computation ran.
+        ``total_s``: duration of the collectives. ``exposed_s``: part of ``total_s`` without computation at the same
+        time. ``hits``, ``misses``: numbers of layers that were prefetched in time, or late.
         """
         self._overlapped["exposed_s"] += exposed_s
         self._overlapped["overlapped_s"] += total_s
         self._fetched.update(hits=hits, misses=misses)
 
     def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
-        """Add the metrics of ``step``. ``ranks`` maps a metric to an array with one value per rank. Rank 0 only."""
+        """Add the metrics of ``step``. ``ranks`` maps a metric's name to an array, one value per rank. Rank 0 only."""
         time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
         self._rows.append(StepRow(step, time_ns, loss, learning_rate, tokens, norm, ranks))
 
@@ -213,7 +214,10 @@ class EventPublisher:
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
     def gather(self, monitor: EnergyMonitor, energy: Mapping[str, Any]) -> None:
-        """Gather all ranks' times, bytes and memory, and add events on rank 0. ``energy``: energy state. Collective."""
+        """Gather times, bytes and memory use of all ranks, and add them as events on rank 0. Collective.
+
+        ``monitor``: energy monitor of this node. ``energy``: result of `EnergyRecorder.state`.
+        """
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
         waited = self._waited_s, self._made, self._all_waited_s, self._all_made
@@ -274,7 +278,7 @@ class EventPublisher:
         self._add("collectives", self._done, figures)
 
     def publish(self) -> list[RunEvent]:
-        """Write the new events to the sinks, and return the events. Ranks other than 0 return []."""
+        """Write the new events to the sinks, and return the list of these events. Ranks other than 0 return []."""
         if self._stream is None:
             return []
         self._work_out()
@@ -320,7 +324,6 @@ class EventPublisher:
         self._lines[anomaly.kind] = time_ns, 0
 
     def end(self) -> None:
-        """Add the event that the run has ended without an error."""
         self._add("end", self._done, {})
 
     def close(self, *, normal: bool) -> None:

@@ -116,7 +116,7 @@ def _state_placement(zero: ZeroConfig, trainer: Trainer) -> list[str]:
 
 
 def warn_of_whole_gathers(trainer: Trainer) -> str:
-    """Return a warning if ZeRO-3 gathers most parameters of a user model at the same time, else "". Local."""
+    """Return a warning if ZeRO-3 gathers most parameters of a user's model at once, else "". Local."""
     model, ranges = trainer.model, trainer.context.ranges
     if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.traits.gathers:
         return ""
@@ -141,9 +141,9 @@ PEAK_SECONDS: Final = 0.03  # duration of the peak measurement on each rank
 
 
 def utilisation_figures(comm: Communicator, trainer: Trainer, tokens_per_s: float, reason: str) -> dict[str, Any]:
-    """Return the model FLOPs utilization (MFU) of a training as a dict of figures. Collective.
+    """Return a dict of figures about the model FLOPs utilization (MFU) of a training. Collective.
 
-    Unknown figures are None; "mfu_reason" is the cause. ``reason``: cause if ``tokens_per_s`` is NaN.
+    Unknown figures are None, with the cause in "mfu_reason". ``reason``: cause to report if ``tokens_per_s`` is NaN.
     """
     # Figures: model FLOPs per sample and per second, and the measured peak FLOPs per second of all ranks.
     utilisation: dict[str, Any] = dict.fromkeys(UTILISATION_FIGURES)
@@ -184,7 +184,7 @@ def describe_utilisation(summary: dict[str, Any]) -> list[str]:
 
 
 def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
-    """Write new consensus distances, noise scales and expert loads to the metrics file. Only rank 0 writes."""
+    """Write the consensus distances, noise scales and expert loads measured since the last call. Only rank 0 writes."""
     if new := trainer.exchange.new_consensus_distances():
         metrics.put(side_tables.CONSENSUS, step=list(new), distance=list(new.values()))
     if trainer.noise is not None and (rows := trainer.noise.taken()):
@@ -199,7 +199,7 @@ def write_side_tables(metrics: RunMetrics, trainer: Trainer) -> None:
 
 
 def consensus_figures(trainer: Trainer) -> dict[str, Any]:
-    """Return the distance between the replicas' parameters for the summary, or {} if they are equal. Local."""
+    """Return a dict with the distance between the replicas' parameters, or {} if they are always equal. Local."""
     return {name: json_number(value) for name, value in trainer.exchange.consensus().items()}
 
 
@@ -210,7 +210,7 @@ def describe_consensus(summary: Mapping[str, Any]) -> list[str]:
 
 
 def straggler_figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return figures about stragglers for a run's summary, such as the number of dropped gradients. Local.
+    """Return a dict of figures about stragglers, such as the number of dropped gradients. Local.
 
     ``workers``: one dict of measurements for each rank that computes.
     """

@@ -65,7 +65,7 @@ class NvtxRanges:
 
 
 def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
-    """Return the text of a profiler range, e.g. "FORWARD microbatch 0 unit 3". A number of -1 is left out."""
+    """Return a profiler range's text, "FORWARD microbatch 0 unit 3": unit = index of the model stage. -1 is omitted."""
     numbers = (("microbatch", microbatch), ("unit", unit))
     return " ".join([name, *(f"{of} {number}" for of, number in numbers if number >= 0)])
 
@@ -73,8 +73,8 @@ def label(name: str, microbatch: int = -1, unit: int = -1) -> str:
 class ConsoleProgress:
     """Console output of a training on rank 0: progress bar or log lines.
 
-    ``steps``: last step. ``first``: steps before this start. ``every_s``: seconds between log lines. ``shown``: True on
-    rank 0.
+    ``steps``: number of the last step. ``first``: steps completed before this process started. ``every_s``: seconds
+    between log lines. ``shown``: True on rank 0. ``unit``: unit of the speed, e.g. "tokens".
     """
 
     # Speed and time to the end are measured without this process's first step.
@@ -99,10 +99,10 @@ class ConsoleProgress:
             print(text, file=sys.stderr, flush=True)
 
     def step(self, done: int, loss: float, targets: int, communication_s: float, step_s: float) -> None:
-        """Report that ``done`` steps are complete.
+        """Update the console after step number ``done``.
 
-        ``communication_s``, ``step_s``: communication time and duration of the last step. ``targets``: targets in this
-        step on all ranks.
+        ``targets``: number of targets (such as next tokens) in the loss of this step, over all ranks.
+        ``communication_s``, ``step_s``: communication time and duration of this step.
         """
         # Targets of dropped gradients are not in ``targets``.
         if not self._shown:
@@ -154,7 +154,7 @@ class StepLog:
         self._has_suspected = False
 
     def stepped(self, step: int, result: StepResult) -> None:
-        """Log ``step`` if it was skipped or recomputed, or if its loss scale changed."""
+        """Log ``step`` if ``result`` says that it was skipped or recomputed, or that its loss scale changed."""
         if result.skipped:
             self._progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {result.loss_scale:g}")
         if result.skipped or result.loss_scale != self._loss_scale:
@@ -181,8 +181,10 @@ class StepLog:
         )
 
     def shares(self, done: int, first: int) -> None:
-        """Write the numbers of samples per replica that are planned after step ``done`` to the metrics."""
-        # ``first`` 0: the numbers of the next step, and all later changes. ``first`` -1: only the last change.
+        """Write the planned numbers of samples per replica after step ``done`` to the metrics file.
+
+        ``first``: 0 writes all planned changes, -1 only the last one.
+        """
         if self._trainer.shares is not None:
             for batch, samples in self._trainer.shares.state(done)[first:]:
                 self._metrics.put(side_tables.SHARES, first_step=batch + 1, samples=[samples])
@@ -262,7 +264,7 @@ class Instrumentation:
             yield batch
 
     def waited(self, begun_ns: int) -> None:
-        """Record that this rank waited for data from time ``begun_ns`` to now."""
+        """Record that this rank waited for data from ``begun_ns`` (monotonic clock, nanoseconds) to now."""
         end = now_ns()
         self.waited_s = (end - begun_ns) / 1e9
         self.spans.add("data", WAIT_SPAN, self.step + 1, begun_ns, end)

@@ -104,13 +104,13 @@ class RunMetrics:
             self._writer.evaluation(step, val_loss)
 
     def unsaved(self) -> list[tuple[StepColumns, list[float]]]:
-        """Return this rank's metrics rows that the file may lack, for `carry` after a rank failure. Local."""
+        """Return this rank's metrics rows that the file may lack: input of `carry` after a rank failure. Local."""
         return [*self._gathered, *zip(self._common, self._own, strict=True)]
 
     def carry(self, rows: Sequence[tuple[StepColumns, list[float]]], last: int, world: int) -> None:
         """After a rank failure, append the rows up to step ``last`` that the metrics file lacks. Collective.
 
-        ``rows``: this rank's result of `unsaved`. ``world``: number of ranks before the failure.
+        ``rows``: result of `unsaved` on this rank. ``world``: number of ranks before the failure.
         """
         # ``world`` is 0 on a rank that has not trained. Dead ranks get NaN.
         self._gathered = list(rows)
@@ -136,12 +136,12 @@ class RunMetrics:
             )
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Write rows to ``table`` of the metrics file. Each keyword argument is a column. Only rank 0 writes."""
+        """Write rows to ``table`` of the metrics file. ``**columns``: values by column name. Only rank 0 writes."""
         if self._writer is not None:
             self._writer.put(table, **columns)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """On rank 0, write the final ``val_loss`` and the figures passed as keywords, then close the metrics."""
+        """On rank 0, write ``val_loss`` (after ``steps`` steps) and ``**figures`` (by name); close the event sinks."""
         if self._writer is not None:
             if not math.isnan(val_loss):
                 self._writer.evaluation(steps, val_loss)
@@ -162,7 +162,7 @@ MOST_LEAD_STEPS: Final = 1 << 16  # largest lead over the slowest worker whose r
 
 
 class AsyncRunMetrics(RunMetrics):
-    """Metrics of a run whose ranks are at different steps. Construction and `flush` are collective, the rest is local.
+    """Metrics of a run whose ranks are at different steps. Construction and `flush` are collective.
 
     Rank 0 writes the row of a step after all workers have completed the step.
     """
@@ -191,7 +191,7 @@ class AsyncRunMetrics(RunMetrics):
         self._channel.free()
 
     def begin(self, clocks: Mapping[int, int]) -> None:
-        """Set the number of steps of each worker before a resume. ``clocks`` maps a rank to a step count. Local."""
+        """Set each worker's number of completed steps at the start. ``clocks`` maps a rank to this number. Local."""
         self._last = dict(clocks)
 
     def serve(self) -> None:

@@ -56,9 +56,9 @@ class NoiseMeter(StepObserver):
         self._rows: list[tuple[float, ...]] = []
 
     def check(self, operations: Sequence[Operation]) -> None:
-        """Raise ConfigurationError on all ranks if the pipeline schedule does not allow to measure the noise scale.
+        """Raise ConfigurationError on all ranks if the pipeline schedule prevents the measurement. Collective.
 
-        ``operations`` is the list of this rank's operations in a step. Collective over the world.
+        ``operations``: operations of one step on this rank, in order.
         """
         refusals = self._context.world.allgather_object(_mixed_microbatches(operations) if self.looks_at_first else "")
         if any(refusals):
@@ -83,9 +83,9 @@ class NoiseMeter(StepObserver):
         step.outcome.seconds["communication_s"] -= taken_s
 
     def counts(self, step: RunningStep) -> np.ndarray:  # (2,)
-        """Return this rank's terms of two sums over all ranks, |g|^2 and 1/b. Call this once per step.
+        """Return an array of two numbers, whose sums over all ranks are |g|^2 and 1/b. Call this once per step.
 
-        g is the mean gradient of b samples: of one replica, or of one micro-batch.
+        g is the mean gradient of b samples: the samples of one replica or of one micro-batch.
         """
         samples, sizes = step.samples, step.sizes
         squared, self._squared = self._squared / step.outcome.loss_scale**2, 0.0
@@ -125,7 +125,10 @@ class NoiseMeter(StepObserver):
 
 
 def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
-    """Return a dict with the gradient noise scale and the critical batch size, or {} if ``meter`` is None. Local."""
+    """Return a dict with the gradient noise scale and the critical batch size, or {} if ``meter`` is None. Local.
+
+    ``batch``: global batch size, in samples.
+    """
     if meter is None:
         return {}
     scale = meter.smoothed.mean.noise_scale

@@ -18,7 +18,7 @@ MANY_DROPPED: Final = 0.5  # fraction of dropped choices that prints a warning
 
 
 class RouterFigures(NamedTuple):
-    """Figures about the expert routers in one step, averaged over the layers."""
+    """Load balance and losses of the expert routers in one step, averaged over the model's layers."""
 
     imbalance: float  # load of the busiest expert divided by the mean load
     worst: float  # largest imbalance of a layer
@@ -76,13 +76,13 @@ class RouterMeter(StepObserver):
             )
 
     def taken(self) -> list[tuple[float, ...]]:
-        """Return a row for each step since the last call: the step number, then the fields of `RouterFigures`."""
+        """Return a tuple for each step since the last call: the step number, then the fields of `RouterFigures`."""
         rows, self._rows = self._rows, []
         return rows
 
 
 def router_figures(meter: RouterMeter | None) -> dict[str, Any]:
-    """Return the router figures of the last step for the summary, or {} for a model without experts. Local."""
+    """Return a dict of the last step's router figures, or {} for a model without experts (``meter`` None). Local."""
     if meter is None or meter.last is None:
         return {}
     return {"router": {name: float(value) for name, value in meter.last._asdict().items()}}

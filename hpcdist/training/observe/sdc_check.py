@@ -32,7 +32,7 @@ LEAST_STEPS: Final = 10  # number of steps before a step can be suspicious
 
 @dataclass(frozen=True)
 class ComputationDigest:
-    """Hashes of one computation of a step: of this rank's losses and gradients, and of their sums over all ranks."""
+    """Hashes of one computation of a step: of this rank's losses and gradients, and of the sums over all ranks."""
 
     own: bytes
     summed: bytes
@@ -41,8 +41,8 @@ class ComputationDigest:
 class SdcCheck(StepObserver):
     """Step observer that computes some steps a second time, to find silent data corruption.
 
-    Steps with a loss or gradient norm above ``factor`` times the median are repeated, and every ``every_steps``-th
-    step. 0 disables either check.
+    It repeats every ``every_steps``-th step, and steps with a loss or gradient norm above ``factor`` times the median.
+    0 disables either check.
     """
 
     # With ``skips_overflow``, non-finite gradients are not suspicious. Construction is local.
@@ -71,7 +71,7 @@ class SdcCheck(StepObserver):
             self._step, self._digest = step.number, xxhash.xxh3_128()
 
     def agreed(self, step: RunningStep) -> None:
-        """Compute ``step`` a second time if a check is due, or if its loss or gradient norm is suspicious. Collective.
+        """Compute ``step`` again if a check is due, or if its loss or gradient norm is suspicious. Collective.
 
         Raises DivergenceError on all ranks if a rank computes wrong results repeatedly.
         """

@@ -35,12 +35,10 @@ def _is_minimum_scale(value: float) -> bool:
 class DataConfig:
     """Section ``[data]``: the training data.
 
-    ``path`` is a text file, a directory of text files, or a file of tokens: .npy, or
-    the dataset ``tokens`` of an HDF5 file. For an mlp or a convnet it is an HDF5 file with datasets ``x``, of shape
-    (rows, ...), and ``y``. Pictures have the shape (rows, height, width), optionally with channels.
-
-    In packed samples, token positions restart at 0 in each document, and padding has no loss. ``digest``: "whole"
-    identifies the data by a hash of all data, "probes" by a hash of evenly spaced elements.
+    ``path``: a text file, a directory of text files, or tokens (.npy, or the dataset ``tokens`` of an HDF5 file). For
+    models of kind mlp or convnet: an HDF5 file with datasets ``x``, of shape (rows, ...), and ``y``. Pictures: (rows,
+    height, width) or (rows, height, width, channels).
+    In packed samples, token positions restart at 0 in each document, and padding has no loss.
     """
 
     path: str = key(
@@ -117,7 +115,7 @@ class PrecisionConfig:
 
     @property
     def working(self) -> str | None:
-        """16-bit data type of stored and sent parameters and gradients, or None if ``mode`` is not a 16-bit mode."""
+        """16-bit data type of stored and sent parameters and gradients, or None if ``mode`` is not a 16-bit type."""
         return self.mode if self.mode in HALVES else None
 
     def __post_init__(self) -> None:
@@ -128,9 +126,9 @@ class PrecisionConfig:
 class RunConfig:
     """Section ``[run]``: length, batch size, device, and the checks and measurements during a run.
 
-    Replicas are compared every ``sentinel_every_steps`` steps and before each save.
-    With ``logical_shards``, gradients and losses have the same bits on any number of ranks. A step is computed twice if
-    its loss or gradient norm exceeds ``suspicious_factor`` times the median of the last 50 steps.
+    Replicas are compared every ``sentinel_every_steps`` steps and before each save. If ``logical_shards`` is above 0,
+    gradients and losses have the same bits on any number of ranks. A step is computed twice if its loss or gradient
+    norm exceeds ``suspicious_factor`` times the median of the last 50 steps.
     """
 
     steps: int = key(1000, "Length of the run in steps.", ge=1)
@@ -178,8 +176,8 @@ class RunConfig:
 class SurvivalConfig:
     """Section ``[survival]``: copies of the state in jobs of `hpcdist run --survive`. It has no effect in other jobs.
 
-    If the state is sharded, each rank's shard is copied to the memory of this rank and of a partner rank. Otherwise,
-    there are no copies. If fewer than ``least_ranks`` ranks remain, the job ends.
+    A shard of the state is copied to the memory of its rank and of a partner rank. A state that every rank holds is not
+    copied. The job ends if fewer than ``least_ranks`` ranks remain.
     """
 
     every_steps: int = key(

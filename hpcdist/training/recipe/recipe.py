@@ -63,7 +63,7 @@ class Recipe:
     def check_world(self, data_ranks: int, **options: object) -> None:
         """Raise ConfigurationError if recipe keys contradict each other, or do not fit ``data_ranks`` replicas.
 
-        ``data_ranks`` is 0 if unknown. Keyword arguments are command-line options to check as well.
+        ``data_ranks`` is 0 if unknown. ``**options``: command-line options to check too, by name.
         """
         rules.check({**flat(self), "data rank": data_ranks, "feed-forward column": self.model.expert_inner, **options})
 
@@ -103,7 +103,8 @@ def load(
 ) -> ResolvedRecipe:
     """Return the recipe of the file ``path`` (None: no file), changed by ``overrides`` such as "run.steps=100".
 
-    Raises ConfigurationError for an invalid file, key or value, and UsageError for an override without a value.
+    ``environment``: environment variables, by default `os.environ`. Raises ConfigurationError for an invalid file, key
+    or value, and UsageError for an override without a value.
     """
     # A relative path, such as data.path, is relative to the file that sets it, or else to the current directory.
     environment = os.environ if environment is None else environment
@@ -150,7 +151,7 @@ def dump(recipe: Recipe) -> str:
 
 
 def digest(recipe: Recipe) -> str:
-    """Return a hash of ``recipe``, which is equal for equal recipes."""
+    """Return a hash of all values of ``recipe``, in hexadecimal."""
     return hashlib.blake2b(dump(recipe).encode(), digest_size=16).hexdigest()
 
 
@@ -192,7 +193,7 @@ def differences(stored: Recipe, recipe: Recipe) -> dict[str, str]:
 
 
 def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
-    """Return a text for each recipe key whose change prevents ``recipe`` from resuming the run of ``stored``."""
+    """Return a text for each changed recipe key that prevents ``recipe`` from resuming the run of ``stored``."""
     rounded = stored.precision.computes != recipe.precision.computes
     return [
         text
@@ -212,7 +213,7 @@ def init_from_hint(run_dir: object, contradictions: Sequence[str]) -> str:
 
 
 def run_id(recipe: Recipe) -> str:
-    """Return a short hash as name of the run of ``recipe``. All recipes that can resume the run have the same name."""
+    """Return the run's name, a short hash. It ignores all recipe keys that may change when the run is resumed."""
     identifying = {key: value for key, value in flat(recipe).items() if not is_operational(key)}
     identifying["precision.mode"] = recipe.precision.computes
     return hashlib.blake2b(repr(sorted(identifying.items())).encode(), digest_size=4).hexdigest()

@@ -43,7 +43,7 @@ _ANY: Final = "compressors"  # the compressor, or the candidates of auto
 
 @dataclass(frozen=True)
 class Need:
-    """Requirement of a recipe key, as texts for the documentation."""
+    """Requirement of a recipe key on another setting, as texts for the documentation."""
 
     what: str  # setting that the key needs, such as "parallel.pipeline > 1"
     of: str = ""  # values of the key that have this requirement ("": all values)
@@ -67,7 +67,7 @@ class KeyEntry:
 
     @property
     def only_with(self) -> str:
-        """Text of the settings that this key or its values require in all cases, or "" if there are none."""
+        """Text of the other settings that this key or its values always require, or "" if there are none."""
         needs = [need for need in self.needs if not (need.excludes or need.where)]
         ordered = sorted(needs, key=lambda need: need.of != "")
         return "; ".join(f"{need.of}: {need.what}" if need.of else need.what for need in ordered)
@@ -88,7 +88,7 @@ def entry(key: str) -> KeyEntry:
 
 
 def lookup(word: str) -> str:
-    """Return the documentation of the key or section ``word``, e.g. "parallel.pipeline". Raises UsageError."""
+    """Return the documentation of ``word``, a key ("parallel.pipeline") or section. Raises UsageError if unknown."""
     if word in recipe.known_keys():
         return entry(word).block
     if word not in recipe.SECTIONS:
@@ -100,7 +100,7 @@ def lookup(word: str) -> str:
 
 
 def key_of(name: str) -> str:
-    """Return ``name`` if it is a recipe key, else the first recipe key with ``name`` as a possible value."""
+    """Return ``name`` if it is a recipe key, else the first recipe key that allows the value ``name``."""
     return next(key for key in recipe.known_keys() if key == name or name in _choices(key))
 
 

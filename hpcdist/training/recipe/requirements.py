@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def degrees_equation(recipe: "Recipe", world: int) -> str:
-    """Return a text such as "8 = data 4 x pipeline 2 ..." for ``recipe`` on ``world`` ranks.
+    """Return a text such as "8 = data 4 x pipeline 2 ..." for ``recipe``. ``world``: number of ranks.
 
-    Raises ConfigurationError if the parallel degrees do not give this number of ranks.
+    Raises ConfigurationError if the product of the parallel degrees is not ``world``.
     """
     grid = grid_of_recipe(recipe, world)
     if recipe.parallel.strategy == "gossip":
@@ -47,9 +47,9 @@ def grid_of_recipe(recipe: "Recipe", world: int) -> "ProcessGrid":
 
 
 def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tuple[ProcessGrid, Roles | None]":
-    """Return the process grid of ``recipe`` on ``world`` ranks, and the ranks' roles (server, worker). Local.
+    """Return the process grid of ``recipe``, and the ranks' `Roles` (parameter server or worker) or None. Local.
 
-    Raises ConfigurationError if the recipe does not fit ``world``.
+    The roles are None without parameter servers. Raises ConfigurationError if the recipe does not fit ``world`` ranks.
     """
     # The roles are None without parameter servers, or if every rank computes and serves. With ``chaos``, the ranks in
     # section [chaos] are also checked.

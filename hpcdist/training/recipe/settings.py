@@ -29,7 +29,7 @@ class Settings:
 
 
 def site(environment: Mapping[str, str], keys: Keys) -> Settings | None:
-    """Return the recipe keys of the site profile that HPCDIST_SITE names, or None if HPCDIST_SITE is not set."""
+    """Return the settings of the site profile named by HPCDIST_SITE, or None if unset. ``keys``: all recipe keys."""
     named = environment.get(search.VARIABLE)
     if not named:
         return None
@@ -38,7 +38,7 @@ def site(environment: Mapping[str, str], keys: Keys) -> Settings | None:
 
 
 def user(environment: Mapping[str, str], keys: Keys) -> Settings | None:
-    """Return the settings of the user file, or None if it does not exist. Raises StorageError, ConfigurationError."""
+    """Return the user's settings (config.toml) or None. ``keys``: all recipe keys. Raises ConfigurationError."""
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
     path = Path(home).expanduser() / "hpcdist" / "config.toml"
     try:
@@ -51,15 +51,19 @@ def user(environment: Mapping[str, str], keys: Keys) -> Settings | None:
 
 
 def file(path: Path, what: str, keys: Keys) -> Settings:
-    """Return the settings in the TOML file ``path``. ``what`` names the kind of file in error messages.
+    """Return the settings in the TOML file ``path``. Errors call it "``what`` ``path``", such as "recipe a.toml".
 
-    Raises StorageError if the file cannot be read, and ConfigurationError if its content is invalid.
+    ``keys``: all recipe keys. Raises StorageError if the file cannot be read, and ConfigurationError if its content is
+    invalid.
     """
     return table(regular.settings(path, what), f"{what} {path}", keys, path.parent)
 
 
 def table(tree: Mapping[str, Any], place: str, keys: Keys, base: Path) -> Settings:
-    """Return the settings in the nested tables ``tree``, read from ``place``. Paths are relative to ``base``."""
+    """Return the settings in the nested dict ``tree``. ``keys``: all recipe keys.
+
+    ``place``: origin of ``tree``, for error messages. ``base``: folder to which paths are relative.
+    """
     settings = Settings()
     for key, value in _flattened(tree, keys):
         _add_setting(settings, key, value, place, keys, base)
@@ -67,7 +71,7 @@ def table(tree: Mapping[str, Any], place: str, keys: Keys, base: Path) -> Settin
 
 
 def variables(environment: Mapping[str, str], keys: Keys) -> Settings:
-    """Return the settings in environment variables such as HPCDIST_SET__OPTIMIZER__LEARNING_RATE."""
+    """Return the settings in environment variables such as HPCDIST_SET__RUN__STEPS=9. ``keys``: all recipe keys."""
     settings = Settings()
     for name in sorted(environment):
         if name.startswith(PREFIX):
@@ -78,7 +82,7 @@ def variables(environment: Mapping[str, str], keys: Keys) -> Settings:
 
 
 def overrides(texts: Iterable[str], keys: Keys) -> Settings:
-    """Return the settings in ``texts``, each ``section.name=value``. The last text of a key counts."""
+    """Return the settings in ``texts`` ("section.name=value"; the last one counts). ``keys``: all recipe keys."""
     settings = Settings()
     for text in texts:
         key, equals, value = text.partition("=")
@@ -90,7 +94,6 @@ def overrides(texts: Iterable[str], keys: Keys) -> Settings:
 
 
 def _flattened(tree: Mapping[str, Any], keys: Keys, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for each value in ``tree``, and for each table that stands in place of a value."""
     for name, value in tree.items():
         key = prefix + name
         is_section = any(other.startswith(key + ".") for other in keys)
@@ -112,7 +115,7 @@ def _add_setting(settings: Settings, key: str, value: Any, place: str, keys: Key
 
 
 def _parse(key: str, text: str, keys: Keys) -> Any:
-    """Return ``text`` as a value of the type of ``key``, or unchanged if it is invalid: the error then quotes it."""
+    # An invalid text is returned unchanged, so that the error quotes it.
     if key not in keys or (keys[key].key.word and text.strip("'\"") == keys[key].key.word):
         return text.strip("'\"")
     kind = keys[key].type
@@ -129,7 +132,7 @@ def _parse(key: str, text: str, keys: Keys) -> Any:
 
 
 def suggestion(key: str, keys: Keys) -> str:
-    """Return a hint for the unknown ``key``: the nearest key, or the keys of its section, or all sections."""
+    """Return a text for the error about the unknown ``key``: the nearest of ``keys``, or a list of keys or sections."""
     section = key.partition(".")[0]
     sections = list(dict.fromkeys(other.partition(".")[0] for other in keys))
     near = _nearest_key(key, keys, sections)
@@ -142,10 +145,6 @@ def suggestion(key: str, keys: Keys) -> str:
 
 
 def _nearest_key(key: str, keys: Keys, sections: list[str]) -> str | None:
-    """Return the key or section that is most similar to ``key``, or None.
-
-    A name of the same section that differs in a letter or two comes first, then the same name in another section.
-    """
     section, _, name = key.rpartition(".")
     names = {other.rpartition(".")[2]: other for other in reversed(list(keys))}
     names_of_section = [other.partition(".")[2] for other in keys if other.startswith(section + ".")]

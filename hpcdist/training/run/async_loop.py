@@ -40,7 +40,6 @@ class AsyncTrainingLoop(TrainingLoop):
     metrics: AsyncRunMetrics
 
     def run(self) -> RunOutcome:
-        """Train until all workers have made the recipe's steps, or a rank requests a stop. Collective."""
         exchange = self.exchange = cast(AsynchronousExchange | BackupExchange, self.trainer.exchange)
         self.metrics.begin(dict(zip(exchange.roles.workers, exchange.clocks, strict=True)))
         self._begins = list(exchange.clocks)

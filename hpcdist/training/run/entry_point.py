@@ -31,7 +31,8 @@ def train(
 ) -> None:
     """Train ``recipe`` on all ranks of the launcher, then exit with the same code on all ranks. Collective.
 
-    ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``limit_s``: time limit in seconds.
+    ``out``: run directory, or None for a new one. ``resume``: "auto" or "never". ``as_json``: print the summary as
+    JSON. ``limit_s``: time limit in seconds. ``is_verbose``: print more details at the start.
     """
     # The run saves and stops before ``limit_s`` seconds, or the time of the Slurm job, are over. In a job of
     # `hpcdist run --survive`, it survives rank failures.
@@ -59,7 +60,7 @@ def train(
 
 
 def join() -> int:
-    """In a new process, join the job that started it, and train to its end. Collective over all new processes."""
+    """Join the running job that started this new process, and train to the end. Collective over all new processes."""
     import hpcdist.training.data.prefetch  # noqa: F401
 
     stop_requests = StopRequests()

@@ -93,7 +93,7 @@ class TrainingJob:
     def share_lock(self, everyone: Communicator, leader: int, *, takes: bool) -> None:
         """Let rank ``leader`` hold the lock of the run directory. Collective over ``everyone``, all living processes.
 
-        Keyword-only ``takes`` must be True on rank ``leader`` and False on other ranks.
+        Keyword-only ``takes`` must be True on rank ``leader`` and False on the other ranks.
         """
         if takes:
             self.lock.take_over(self.run.path, self.holder)
@@ -125,7 +125,7 @@ class TrainingJob:
     ) -> TrainingLoop:
         """Open metrics and sensors, and return the training loop. Collective.
 
-        After each step, the loop calls the function ``protect``, which copies the state to survive rank failures.
+        ``protect``: function to call after each step. It copies the state to other ranks, against rank failures.
         """
         drain = session.spans.drain if isinstance(session.spans, Spans) else None
         energy = EnergyRecorder(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
@@ -135,7 +135,7 @@ class TrainingJob:
         )
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
-        """Make the remaining steps, then validate. Return the outcome, and the validation loss or NaN. Collective."""
+        """Make the remaining steps, then validate. Return (outcome, validation loss or NaN). Collective."""
         garbage.collect_as_usual()  # user modules may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:

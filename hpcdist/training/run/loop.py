@@ -45,11 +45,10 @@ from hpcdist.training.run.stop_requests import (
 
 
 def mean_validation_loss(trainer: Trainer) -> float:
-    """Return the mean loss in nats over the validation windows, or NaN if there are none. Collective.
+    """Return the mean loss in nats over the validation samples, or NaN if there are none. Collective.
 
-    Data and recipe determine the windows, which are divided among the ranks. So the loss does not depend on the number
-    of ranks, apart from rounding. With logical shards (``run.logical_shards``) it has the same bits on any number of
-    ranks.
+    The samples depend on data and recipe only, and are divided among the ranks. So the loss does not depend on the
+    number of ranks, apart from rounding.
     """
     trainer.flush()
     computes, source = trainer.context.computes, trainer.source
@@ -71,11 +70,11 @@ SAMPLED_STEPS: Final = 2048  # maximum number of steps to keep for medians
 class StepStatistics:
     """Statistics of one rank's steps: the first step, sums over the later steps, and a sample of the later steps.
 
-    The first step is separate because it compiles kernels and opens connections. The sample has all later steps, or a
-    uniform random choice of `SAMPLED_STEPS` of them (algorithm R of Vitter, 1985). The random numbers have a fixed
-    seed, so ranks with equally many steps choose the same steps in the same order.
+    The first step is separate because it compiles kernels and opens connections. The sample has at most `SAMPLED_STEPS`
+    random steps.
     """
 
+    # Algorithm R of Vitter (1985). The fixed seed makes ranks with equally many steps choose the same steps.
     def __init__(self) -> None:
         self.count = 0
         self.first: dict[str, float] = {}
@@ -84,7 +83,7 @@ class StepStatistics:
         self._random = random.Random(0)
 
     def add(self, step_s: float, sent_bytes: float, **figures: float) -> None:
-        """Add a step with further ``figures`` by name. ``sent_bytes`` is NaN if the MPI library chose the algorithm."""
+        """Add a step. ``sent_bytes`` is NaN if MPI chose the algorithm. ``**figures``: further values by name."""
         self.count += 1
         figures |= {"step_s": step_s, "sent_bytes": sent_bytes}
         if self.count == 1:
@@ -105,7 +104,7 @@ class StepStatistics:
 
 @dataclass
 class RunOutcome:
-    """Outcome of a run on this rank: the steps after ``first``, up to ``done``, and the reason of an early end."""
+    """Result of a run on this rank: the steps after ``first``, up to ``done``, and the reason of an early end."""
 
     first: int
     done: int
@@ -147,7 +146,8 @@ class TrainingLoop:
     ) -> None:
         """Open the files of the run in ``directory``. Collective.
 
-        ``attributes`` are stored in the metrics file. ``protect`` copies the state to other ranks in an elastic job.
+        ``attributes``: values to store in the metrics file. ``protect``: function that copies the state to other ranks,
+        in a job that survives rank failures.
         """
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         self.energy = energy
@@ -196,7 +196,7 @@ class TrainingLoop:
         return self.end()
 
     def begin(self) -> None:
-        """Start the clock of the first step."""
+        """Start the clock of the first step, and write the hosts' clock offsets."""
         self.metrics.note_clocks()
         self._boundary = time.perf_counter()
         self.step_log.shares(self.outcome.done, 0)
@@ -209,7 +209,7 @@ class TrainingLoop:
             self.session.watchdog.tighten()  # kernels are compiled, and connections are open
 
     def end(self) -> RunOutcome:
-        """Save a checkpoint unless the last step was saved, and write the metrics of all ranks."""
+        """Save a checkpoint unless the last step was saved, write all ranks' metrics, and return the outcome."""
         self.stop_requests.begun()
         outcome = self.outcome
         self.metrics.flush()
@@ -293,11 +293,7 @@ class TrainingLoop:
             raise explained from None
 
     def _look(self, step: int, save: bool) -> None:
-        """Compare the replicas and save after ``step``, if ``save`` is True or the recipe requires it.
-
-        Each replica writes a part of the state, so a checkpoint of different replicas would mix models. Therefore
-        replicas are compared before each save.
-        """
+        # Each replica writes a part of the state: a checkpoint of different replicas would mix models.
         trainer, run = self.trainer, self.trainer.recipe.run
         every = trainer.recipe.checkpoint.every_steps
         saves = save or (every and step % every == 0)
@@ -307,10 +303,6 @@ class TrainingLoop:
             self._save(step)
 
     def _protect(self, step: int, ranks: float) -> None:
-        """Copy the state of ``step`` to other ranks in an elastic job.
-
-        Raises GrowthRequested on all ranks if ``ranks``, the number of ranks to add, is above 0.
-        """
         if self.protect is None:
             return
         steps = self.trainer.recipe.run.steps
@@ -338,13 +330,12 @@ class TrainingLoop:
         self._note_complete()
 
     def validation_loss(self) -> float:
-        """Return the mean validation loss. Print a message before if it takes long. Collective."""
+        """Return the mean validation loss. If this takes long, print a message first. Collective."""
         if (expected_s := self._validation_s()) >= ANNOUNCED_S:
             self.progress.say(f"computing the validation loss: about {expected_s:.0f} s")
         return mean_validation_loss(self.trainer)
 
     def _validation_s(self) -> float:
-        """Return the estimated seconds of a validation, from the mean step time, or 0 if unknown. Local."""
         recipe, steps, validation = self.trainer.recipe, self.outcome.steps, self.trainer.source.validation
         if validation is None or steps.count < 2:
             return 0.0
@@ -356,7 +347,6 @@ class TrainingLoop:
         return evaluations * pipeline * microbatch_s * FORWARD_SHARE
 
     def _validated(self) -> dict[str, float | None]:
-        """Return {`VAL_LOSS`: validation loss} if ``checkpoint.keep_best`` is set, else {}. Collective."""
         if not self.trainer.recipe.checkpoint.keep_best:
             return {}
         with self.instrumentation.phase("validation", "validation"):
@@ -365,14 +355,12 @@ class TrainingLoop:
         return {VAL_LOSS: None if math.isnan(loss) else loss}
 
     def _note_complete(self) -> None:
-        """Record the duration of the last save if it is complete. Local."""
         if not self.saver.is_busy and not math.isnan(self._began):
             self.checkpoint_timer.completed(time.perf_counter() - self._began)
             self._began = math.nan
             self.streaming.saved(self.outcome.done, self._save_s)
 
     def _settle(self, sums: np.ndarray) -> None:
-        """Continue the background save if all ranks have written. ``sums``: sums of `CheckpointSaver.numbers`."""
         if self.saver.goes_on(sums):
             self.metrics.flush()  # so that a resumed run has all rows up to this checkpoint
             with self.instrumentation.phase("checkpoint", "settle"):
@@ -380,7 +368,6 @@ class TrainingLoop:
             self._note_complete()
 
     def _finish_save(self) -> None:
-        """Wait for the background save in flight, if there is one."""
         if self.saver.is_busy:
             self.metrics.flush()
             with self.instrumentation.phase("checkpoint", "finish"):

@@ -31,41 +31,42 @@ class CheckpointSaver:
         return False
 
     def save(self, step: int, **more: Any) -> Path:
-        """Save the state after ``step`` steps, with the keyword arguments as scalars. Return the checkpoint's path."""
+        """Save the state after ``step`` steps, and ``**more`` (further scalars). Return the checkpoint's path."""
         trainer = self.trainer
         trainer.flush()
         writers = trainer.recipe.checkpoint.writers
         return save_planned(self.plan(step, more), trainer.exchange.pieces(), trainer.comm, writers, self._kept)
 
     def plan(self, step: int, more: Mapping[str, Any]) -> SavePlan:
-        """Return a `SavePlan` for a checkpoint after ``step`` steps. ``more``: dict of additional scalars. Local."""
+        """Return a `SavePlan` for a checkpoint after ``step`` steps. ``more``: further scalars to save. Local."""
         plan = state.save_plan(self.trainer, self.directory, step, more)
         faults = self.trainer.faults
         return plan if faults is None else replace(plan, opens=faults.opens(step))
 
     def numbers(self) -> np.ndarray:
-        """Return an array of two flags, 0 or 1: this rank still writes a checkpoint; its last write failed. Local.
+        """Return an array of two flags: 1 if this rank is still writing, 1 if its last write failed; else 0. Local.
 
         The array is empty if checkpoints are not written in the background.
         """
         return np.zeros(0)
 
     def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if `settle` must be called, because all ranks have written or a rank has failed. Local.
+        """Return True if `settle` must be called: all ranks have written, or a rank has failed. Local.
 
         ``sums``: result of `numbers`, summed over all ranks.
         """
         return False
 
     def settle(self, sums: np.ndarray) -> Path | None:
-        """Continue to commit the checkpoint in flight. Return its path when it is complete, else None.
+        """Commit the checkpoint in flight if possible. Return its path when it is complete, else None.
 
-        ``sums``: see `goes_on`. Raises StorageError on all ranks if a rank failed to write.
+        ``sums``: result of `numbers`, summed over all ranks. Raises StorageError on all ranks if a rank failed to
+        write.
         """
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint in flight; return its path, or None. If it failed, all ranks raise StorageError."""
+        """Wait for the checkpoint in flight. Return its path or None. On failure, all ranks raise StorageError."""
         return None
 
     def abandon(self) -> None:
@@ -92,7 +93,7 @@ class BackgroundCheckpointSaver(BackgroundCheckpoints, CheckpointSaver):
 
 
 def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
-    """Return the checkpoint saver that the recipe of ``trainer`` asks for. Local."""
+    """Return the checkpoint saver (blocking or background) that the recipe of ``trainer`` selects. Local."""
     kind = BackgroundCheckpointSaver if trainer.recipe.checkpoint.asynchronous else CheckpointSaver
     return kind(trainer, directory)
 
@@ -100,9 +101,9 @@ def build_saver(trainer: Trainer, directory: Path) -> CheckpointSaver:
 def stripe_checkpoints(
     comm: Communicator, directory: Path, config: CheckpointConfig, state_bytes: int, say: Callable[[str], None]
 ) -> None:
-    """Set the file-system striping of the checkpoint ``directory``. Collective over ``comm``.
+    """Set the file-system striping (as of Lustre) of the checkpoint ``directory``. Collective over ``comm``.
 
-    ``state_bytes``: this rank's checkpoint bytes. Rank 0 reports the result with the function ``say``.
+    ``state_bytes``: size of this rank's part of a checkpoint. ``say``: function that prints the result on rank 0.
     """
     # The directory is created if missing. A failure does not end the run.
     stripes = config.stripe != "none" and comm.rank == 0 and stripe.file_system(directory).striped

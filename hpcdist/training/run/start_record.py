@@ -32,10 +32,10 @@ Moment = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]  # in seconds since 1970;
 
 
 class StartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A start of a run: times of its begin and last sign of life, and its ``end``, or "" if it has not ended.
+    """Record of a start (launch or restart) of a run: ``began`` and last sign of life ``seen``, in seconds since 1970.
 
-    ``launch``: name of the start, which its ranks share, or "" if the launcher set none. ``survives``: mode of
-    surviving rank failures, one of `exit_file.SURVIVE_MODES` or "". ``deaths``: number of dead ranks that it survived.
+    ``end``: "finished", "stopped" or "" (failed, or still running). ``launch``: name of the start, or "". ``survives``:
+    value of `hpcdist run --survive`, or "". ``deaths``: number of ranks that died without ending the run.
     """
 
     began: Moment
@@ -47,14 +47,14 @@ class StartEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def seconds(self) -> float:
-        """Length of the start in seconds; 0 if the clock was set back."""
+        """Time from the begin to the last sign of life in seconds; 0 if the clock was set back."""
         return max(0.0, self.seen - self.began)
 
 
 class StartRecord:
-    """Record of the starts of the run in ``directory``, to which the constructor adds this start. Local, on one rank.
+    """Record of the starts (launches and restarts) of a run in ``directory``. The constructor adds this start. Local.
 
-    ``clock`` returns the time in seconds since 1970. ``launch``: name of this start, by default the launcher's.
+    ``clock``: function that returns seconds since 1970. ``launch``: name of this start, by default the launcher's.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None) -> None:
@@ -72,18 +72,18 @@ class StartRecord:
 
     @property
     def failures(self) -> int:
-        """Number of earlier starts that failed."""
+        """Number of earlier starts of the run that failed."""
         return sum(not start.end for start in self.before)
 
     @property
     def seconds(self) -> float:
-        """Length of all starts together in seconds, including this start until now."""
+        """Total length of all starts of the run in seconds, including this start until now."""
         now = replace(self.current, seen=self._clock())
         return sum(start.seconds for start in (*self.before, now))
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between failures in seconds; see the module docstring."""
+        """Mean time between failures in seconds: `seconds` / (`failures` + 1)."""
         return self.seconds / (self.failures + 1)
 
     def alive(self, certainly: bool = False) -> None:
@@ -93,7 +93,7 @@ class StartRecord:
             self._seen(now)
 
     def survived(self, deaths: int) -> None:
-        """Record that the run continues after the death of ``deaths`` ranks."""
+        """Record that ``deaths`` ranks died, and that the run continues."""
         self.current = replace(self.current, deaths=self.current.deaths + deaths)
         self._seen(self._clock())
 
@@ -129,7 +129,7 @@ class StartRecord:
 
 
 def read_starts(path: Path) -> list[StartEntry]:
-    """Return the starts in the record ``path``, or [] without a record. Raises OSError, or ValueError if damaged."""
+    """Return the entries of the record ``path``, or [] if it is missing. Raises OSError, or ValueError if damaged."""
     try:
         return msgspec.convert(regular.json_value(path), list[StartEntry])
     except FileNotFoundError:
@@ -139,7 +139,7 @@ def read_starts(path: Path) -> list[StartEntry]:
 
 
 def known_starts(run_dir: Path) -> list[StartEntry]:
-    """Return the starts of the run in ``run_dir``, or [] if its record cannot be read."""
+    """Return the entries of the start record in ``run_dir``, or [] if the record cannot be read."""
     try:
         return read_starts(run_dir / STARTS_FILE)
     except (OSError, ValueError):

@@ -30,7 +30,7 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 class CheckpointTimer:
-    """Timer that decides when to save checkpoints, and whether the job's time is up. Local; only for one rank.
+    """Timer that decides when to save checkpoints, and whether the job's time is up. Local; only one rank needs it.
 
     ``state_bytes``: size of this rank's state. ``ends``: end of the job, in seconds since 1970.
     """
@@ -55,18 +55,18 @@ class CheckpointTimer:
         self._saved = clock()
 
     def stepped(self, seconds: float) -> None:
-        """Record that a step took ``seconds``."""
+        """Record that a step took ``seconds``, and that the run is alive."""
         self._steps.append(seconds)
         if self._starts is not None:
             self._starts.alive()
 
     def ended(self, stopped: bool) -> None:
-        """Record that this start of the run ended without error. ``stopped``: it ended by a stop request."""
+        """Record that the run ended without error. ``stopped``: True if a stop request ended it early."""
         if self._starts is not None:
             self._starts.ended(STOPPED if stopped else FINISHED)
 
     def saved(self, seconds: float) -> None:
-        """Record that a save of a checkpoint delayed the steps by ``seconds``."""
+        """Record that saving a checkpoint delayed the steps by ``seconds``."""
         self._saves.append(seconds)
         self._saved = self._clock()
         if self._starts is not None:
@@ -78,17 +78,17 @@ class CheckpointTimer:
 
     @property
     def cost_s(self) -> float:
-        """Median time in seconds by which one save delays training. Before the first save, an estimate."""
+        """Median delay of training by one save, in seconds. Before the first save, an estimate."""
         return quantile(self._saves, 0.5) if self._saves else self._guess_s
 
     @property
     def interval_s(self) -> float:
-        """Seconds of training between two saves, by Daly's formula; infinite if ``checkpoint.mtbf_s`` is 0."""
+        """Seconds of training between two saves, by Daly's formula; infinite if `mtbf_s` is 0."""
         return daly(self.cost_s, self.mtbf_s) if self.mtbf_s else math.inf
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between failures in seconds: set by the recipe, or observed in earlier starts. 0 if unknown."""
+        """Mean time between failures in seconds: set by the recipe, or from the start record. 0 if unknown."""
         configured = self._config.mtbf_s
         if configured != OBSERVED:
             return float(configured)
@@ -102,7 +102,7 @@ class CheckpointTimer:
         return self._clock() - self._saved + step_s / 2 >= self.interval_s  # at the nearest step boundary
 
     def time_up(self) -> bool:
-        """Return True if the job might end before one more step and a save are complete."""
+        """Return True if too little time is left in the job for one more step and a save."""
         if self._up or math.isinf(self._ends):
             return self._up
         cost_s = quantile(self._complete, 0.95) if self._complete else self._guess_s
@@ -116,15 +116,15 @@ class CheckpointTimer:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of ``values`` such that at least the fraction ``share`` of ``values`` is not larger."""
+    """Return the smallest v in ``values`` for which at least the fraction ``share`` of ``values`` is <= v."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
 def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, str]) -> float:
-    """Return the end of the job in seconds since 1970: the earlier of ``started`` + ``limit_s`` and Slurm's limit.
+    """Return the end of the job in seconds since 1970: ``started`` + ``limit_s`` or Slurm's limit, the earlier one.
 
-    Raises ConfigurationError if Slurm's limit in ``environment`` is not a time.
+    The result is infinite without both limits. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
     """
     ends = math.inf if limit_s is None else started + limit_s
     job_end = environment.get(JOB_END, "")
@@ -171,8 +171,8 @@ class StopRequests:
     def listening(cls, limit_s: float | None, *lets_go: Callable[[], object]) -> "StopRequests":
         """Return a `StopRequests` that handles signals. Main thread only.
 
-        ``limit_s``: seconds to the end of the job, or None. Raises ConfigurationError if SLURM_JOB_END_TIME is not a
-        time.
+        ``limit_s``: seconds to the end of the job, or None. ``*lets_go``: functions to call before a signal ends the
+        process. Raises ConfigurationError if SLURM_JOB_END_TIME is not a time.
         """
         # Until `begun` is called, a signal ends the process at once, after calls of ``lets_go``.
         requests = cls(ends=end_of_job(limit_s, time.time(), os.environ))
@@ -183,7 +183,7 @@ class StopRequests:
     def consult(self, stop_file: Path, time_up: Callable[[], bool]) -> None:
         """Request a stop as soon as the file ``stop_file`` exists or the function ``time_up`` returns True.
 
-        Call on one rank only. The method `current` checks both.
+        Call this on one rank only. Each call of `current` checks both.
         """
         self._stop_file, self._time_up = stop_file, time_up
 
@@ -196,18 +196,18 @@ class StopRequests:
     def starts(self, *lets_go: Callable[[], object]) -> None:
         """Let signals end this process at once, until the method `begun` is called. Main thread only.
 
-        Optional arguments are functions to call before the exit, e.g. to release a lock.
+        ``*lets_go``: functions to call before the exit, e.g. to release a lock.
         """
         for action in lets_go:
             self._at_once.before(action)
         self._at_once.switch(True)
 
     def let_go(self, action: Callable[[], object]) -> None:
-        """Add a function ``action`` to call when a signal ends this process at once. Local."""
+        """Add the function ``action``, to be called before a signal ends this process at once. Local."""
         self._at_once.before(action)
 
     def begun(self) -> None:
-        """From now on, let signals request a stop at the end of a step, because there is state to save. Local."""
+        """From now on, signals no longer end the process at once: they request a stop after the current step. Local."""
         if self._at_once.on:
             self._at_once.switch(False)
 
@@ -237,7 +237,7 @@ class StopRequests:
         self._wanted[stop_request] = 1.0
 
     def current(self) -> np.ndarray:
-        """Return this rank's stop requests, 0 or 1 for each `StopReason`. They must be summed over the ranks. Local."""
+        """Return this rank's stop requests as an array, 0 or 1 per `StopReason`, for the sum over the ranks. Local."""
         if self._time_up() or (self._stop_file is not None and self._stop_file.is_file()):
             self._wanted[StopReason.REQUEUE] = 1.0
         return self._wanted
@@ -252,7 +252,7 @@ class StopRequests:
             return 0.0  # not written by `hpcdist grow`, or removed meanwhile
 
     def grown(self) -> None:
-        """Remove the request file of `hpcdist grow` after the request is done. Local."""
+        """Remove the request file of `hpcdist grow`, after the ranks have been added. Local."""
         if self.grow_file is not None:
             self.grow_file.unlink(missing_ok=True)
 
@@ -263,14 +263,13 @@ class StopRequests:
 
 
 class Ballot(NamedTuple):
-    """One rank's requests for the end of a step, or their sums over the ranks.
+    """One rank's requests for the end of a step, or their sums over all ranks, which all ranks obey.
 
-    Every step sums the requests over all ranks together with its own numbers, without another message. So all ranks
-    take the same decisions after the same step. ``stops``: requests by `StopReason`. ``flush``: above 0, all ranks
-    write their metrics; above 1, they also compare their clocks. ``save``: above 0, they save a checkpoint. ``ranks``:
-    number of ranks to add. ``saver``: flags of the checkpoint in flight, see `CheckpointSaver.numbers`.
+    ``stops``: requests by `StopReason`. ``flush``: above 0, write metrics; above 1, also compare clocks. ``save``:
+    above 0, save a checkpoint. ``ranks``: number of ranks to add. ``saver``: result of `CheckpointSaver.numbers`.
     """
 
+    # Every step sums the requests over all ranks together with its own numbers, without another message.
     stops: np.ndarray
     flush: float
     save: float
@@ -278,19 +277,19 @@ class Ballot(NamedTuple):
     saver: np.ndarray
 
     def array(self) -> np.ndarray:
-        """Return the requests as one array, for the sum over the ranks."""
+        """Return all requests as one flat array, to be summed over the ranks."""
         return np.concatenate([self.stops, [self.flush, self.save, self.ranks], self.saver])
 
     @classmethod
     def of(cls, sums: np.ndarray) -> "Ballot":
-        """Return the sums over the ranks of the results of `array`."""
+        """Return a `Ballot` from ``sums``, the sum of all ranks' `array`."""
         count = len(StopReason)
         flush, save, ranks = sums[count : count + 3].tolist()
         return cls(sums[:count], flush, save, ranks, sums[count + 3 :])
 
 
 def agreed_reason(counts: np.ndarray) -> StopReason | None:
-    """Return the reason to stop, or None. ``counts``: stop requests summed over ranks. An interrupt is preferred."""
+    """Return INTERRUPT if any rank requests it, else REQUEUE, or None without requests. ``counts``: sums over ranks."""
     if counts[StopReason.INTERRUPT] > 0:
         return StopReason.INTERRUPT
     return StopReason.REQUEUE if counts[StopReason.REQUEUE] > 0 else None

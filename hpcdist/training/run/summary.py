@@ -34,7 +34,7 @@ Rank: TypeAlias = Mapping[str, Any]  # figures of one rank by name; figures of s
 
 @dataclass(frozen=True)
 class StepThroughput:
-    """Speed of the steps since the run was last started. Unknown figures are NaN."""
+    """Speed of the steps since the last start of the run. Unknown figures are NaN."""
 
     tokens_per_s: float = math.nan
     step_s: float = math.nan  # the median
@@ -46,9 +46,10 @@ class StepThroughput:
 def lock_step_throughput(
     ranks: Sequence[Rank], workers: Sequence[Rank], targets: float, *, alike: bool = True
 ) -> StepThroughput:
-    """Return the speed of a run whose ranks make each step together. Local.
+    """Return the speed of a run in which all ranks make each step together. Local.
 
-    ``ranks``: one dict of measurements per rank. ``workers``: without parameter servers. ``targets``: mean per step.
+    ``ranks``: one dict of measurements per rank. ``workers``: the dicts of the ranks that compute. ``targets``: mean
+    number of targets (tokens or samples) per step.
     """
     # A step takes the time of the slowest worker. The sent bytes of a step are from the rank that sends most; the
     # result is their median or, if ``alike`` is False, their mean over the steps.
@@ -71,9 +72,9 @@ def lock_step_throughput(
 
 
 def async_throughput(ranks: Sequence[Rank], workers: Sequence[Rank]) -> StepThroughput:
-    """Return the speed of a run whose workers do not wait for each other. Local.
+    """Return the speed of a run in which workers do not wait for each other. Local.
 
-    ``ranks``: one dict of measurements per rank. ``workers``: without parameter servers.
+    ``ranks``: one dict of measurements per rank. ``workers``: the dicts of the ranks that compute.
     """
     # The token rate is measured from the end of the first step of any worker. The step time is the median of the
     # workers' medians.
@@ -178,9 +179,9 @@ def summarise(
 
 
 def step_figures(pace: StepThroughput, workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return mean and median of the step time, and of the fraction of a step spent in communication. Local.
+    """Return {figure: value or None}: mean and median of the step time and of the communication fraction. Local.
 
-    ``workers``: measurements of each computing rank, over which fractions are averaged. Unknown figures are None.
+    ``pace``: step times. ``workers``: one dict of measurements per rank that computes, to average the fractions.
     """
     step_s = {"step_s_median": json_number(pace.step_s), "step_s_mean": json_number(pace.mean_step_s)}
     made = [rank for rank in workers if rank["count"]]
@@ -241,11 +242,10 @@ def _shares(trainer: Trainer, step: int) -> list[int] | None:
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return total and exposed seconds of background gradient reductions, and the overlapped fraction. Local.
+    """Return {figure: value}: total and exposed seconds of gradient reductions in a step, and hidden fraction. Local.
 
-    All are means over ``workers``, the ranks without parameter servers.
+    Exposed: without computation at the same time. All are means over ``workers``, the dicts of the ranks that compute.
     """
-    # Exposed seconds do not overlap with computation. Seconds are per step. Unknown figures are None.
     exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
     overlap = (total_s, exposed_s, share)
@@ -253,7 +253,7 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
 
 def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
-    """Return means per step: prefetched layers in time (hits) and late (misses), and wait seconds. None if unknown."""
+    """Return {figure: mean of ``workers`` per step}: layers prefetched in time, prefetched late, wait seconds."""
     ahead = [rank for rank in workers if rank["prefetches"]]
     means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
     return {name: json_number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
@@ -265,9 +265,9 @@ def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
 
 
 def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
-    """Return {transport: bytes that a rank moves in a step}, or None without steps.
+    """Return {transport: bytes per step on the rank that moves most}, or None without steps.
 
-    Transports are the fields of `BytesMoved`. ``sent``: value for "messages", or NaN to compute it.
+    Transports are the fields of `BytesMoved`. ``sent``: value for "messages", or NaN to compute it from ``ranks``.
     """
     # Each value is a mean over the steps, of the rank with the largest mean.
     made = [rank for rank in ranks if rank["count"]]
@@ -281,13 +281,13 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
-    """Return the bytes that a rank reads from shared memory in a step (the largest of all ranks), or None if 0."""
+    """Return the bytes per step that the busiest of ``ranks`` reads from shared memory, or None if 0."""
     most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Return the text of the summary for the console, in several lines."""
+    """Return the console text of a run's ``summary``, in several lines."""
     made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
     lines = [f"{made}, {summary['parameters']:,} parameters"]
     if summary["chaos"] is not None:

@@ -44,7 +44,7 @@ _DAY_S: Final = 86400.0
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A batch job, its site profile and its recipe, with messages for the user."""
+    """A batch job with its site profile and recipe, and with notes, warnings and problems to show to the user."""
 
     job: BatchJob
     site: SiteProfile
@@ -61,11 +61,11 @@ def plan_training(
     kind: type[BatchJob] = BatchJob,
     **more: Any,
 ) -> PlannedJob:
-    """Return the batch job that trains the recipe ``path``, changed by ``overrides``.
+    """Return the batch job that trains the recipe file ``path``, changed by ``overrides`` ("run.steps=100").
 
-    ``options``: options of `hpcdist submit` by name. Raises HpcdistError if the job cannot run.
+    ``options``: options of `hpcdist submit` by name. ``kind``: class of the job. ``**more``: further fields of the job.
+    Raises HpcdistError if the job cannot run.
     """
-    # ``kind``: class of the job. Other keywords are fields of the job.
     site = search.load_selected(options["site"])
     resolved = _resolved(path, overrides, site, options["site"])
     run_dir = run_dir_of(options["out"], options["name"], recipes.run_id(resolved.recipe))
@@ -109,10 +109,10 @@ def plan_script(
 ) -> PlannedJob:
     """Return the batch job that runs the command line ``program`` on all ranks.
 
+    ``options``: options of `hpcdist submit` by name. ``kind``: class of the job. ``**more``: further fields of the job.
     Raises ConfigurationError or UsageError if the site cannot run the job.
     """
-    # ``kind``: class of the job. Other keywords are fields of the job. The job gets the HPCDIST_SET__... variables of
-    # this process.
+    # The job gets the HPCDIST_SET__... variables of this process.
     site = search.load_selected(options["site"])
     words = "\0".join((os.getcwd(), *program))
     run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
@@ -134,16 +134,16 @@ def plan_script(
 
 
 def size_of(job: BatchJob) -> str:
-    """Return the number of nodes and ranks of ``job`` as text."""
+    """Return a text such as "2 nodes x 4 ranks" for the size of ``job``."""
     return f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
 
 
 def checked_job(job: BatchJob, site: SiteProfile, shape: str, notes: Iterable[str], data: Iterable[str]) -> PlannedJob:
     """Check ``job`` against its cluster's profile ``site``, and return it with messages. Raises ConfigurationError.
 
-    ``shape``: text about the job's size. ``data``: paths of its data files.
+    ``shape``: text about the job's size. ``notes``: further messages. ``data``: paths of the job's data files.
     """
-    # ``notes``: further messages. Files in ``data`` that compute nodes cannot see cause warnings.
+    # Files in ``data`` that compute nodes cannot see cause warnings.
     search.check(job, site)
     lines = [f"site {site.name}; {shape}", *_time_note(job, site), *_core_note(job, site), *notes]
     own_python = not job.python_of_ranks and job.environment is None
@@ -178,9 +178,9 @@ def _core_note(job: BatchJob, site: SiteProfile) -> list[str]:
 
 
 def shared_fields(options: Mapping[str, Any], site: SiteProfile) -> tuple[dict[str, Any], list[str]]:
-    """Return the job fields that do not depend on the job type, and notes for the user. Raises UsageError.
+    """Return (dict of the job fields that all job types have, notes for the user). Raises UsageError.
 
-    ``options``: options of `hpcdist submit`. ``site``: site profile.
+    ``options``: options of `hpcdist submit` by name. ``site``: site profile.
     """
     # The container comes from the site profile.
     launcher_options(options["mpi_args"])  # raise errors here, not on the node
@@ -203,7 +203,7 @@ def check_visible(planned: PlannedJob) -> None:
 
 
 def check_packages(planned: PlannedJob) -> None:
-    """Raise MissingCapabilityError for missing Python modules; only warn if environment modules may provide them."""
+    """Raise MissingCapabilityError for missing Python modules; only warn if the site may provide them."""
     if not planned.missing:
         return
     environment = planned.site.environment
@@ -280,7 +280,7 @@ def _mtbf_s(options: Mapping[str, Any], site: SiteProfile) -> tuple[float, str]:
 
 
 def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
-    """Return the absolute path of the run directory: ``out``, or if it is None, "runs/<name>-<run_id>"."""
+    """Return the absolute path of the run directory: ``out``, or if ``out`` is None, "runs/<name>-<run_id>"."""
     if out is not None:
         return out.absolute()
     plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
@@ -337,7 +337,7 @@ def _node_local_folder(options: Mapping[str, Any], site: SiteProfile, run_dir: P
 
 
 def hidden_paths(job: BatchJob, site: SiteProfile, data: Iterable[str]) -> list[str]:
-    """Return a message for each path that the compute nodes cannot see: paths of ``job`` and data files ``data``."""
+    """Return a message for each path of ``job`` or of the files ``data`` that compute nodes of ``site`` cannot see."""
     if site.scheduler.kind == "none":
         return []
     paths = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}

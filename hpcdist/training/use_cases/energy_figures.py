@@ -34,7 +34,7 @@ INTENSITY_PIECES: Final = 500  # intervals per start, over which a varying inten
 
 @dataclass(frozen=True)
 class EnergyReportOptions:
-    """Options of the energy report. The run's recipe sets the options that are None."""
+    """Options of the energy report. The run's recipe gives the values of options that are not set."""
 
     target_loss: float | None = None
     pue: float | None = None

@@ -21,10 +21,10 @@ from hpcdist.training.run_directory import RECIPE_FILE
 def prepare_imported_run(
     run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[StoredTensor], inputs: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Create ``run_dir`` for imported ``tensors``, with the recipe file ``path``, changed by ``overrides``. Local.
+    """Create the run directory ``run_dir`` for the imported ``tensors``, with a recipe. Local.
 
-    Return the model sizes set by the data, and a dict from imported to local tensor names. Raises ConfigurationError or
-    DataError.
+    ``path``, ``overrides``: recipe file and changes. ``inputs``: model sizes set by the data, or empty. Return (these
+    sizes, {imported tensor name: name in hpcdist}). Raises ConfigurationError or DataError.
     """
     # ``inputs``: these sizes, if stored in the file; otherwise the training data is read (DataError).
     # ConfigurationError: the model has other tensors, or the directory has a recipe.
@@ -48,9 +48,10 @@ def _model_inputs(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
 
 
 def match_tensors(recipe: Recipe, tensors: Sequence[StoredTensor], inputs: Mapping[str, int]) -> dict[str, str]:
-    """Return a dict from tensor names in an imported file to names in the model of ``recipe``. Local.
+    """Return {tensor name in an imported file: tensor name in the model of ``recipe``}. Local.
 
-    ``inputs``: model sizes set by the data. Raises ConfigurationError for unsuitable ``tensors``.
+    ``tensors``: names and shapes in the file. ``inputs``: model sizes set by the data. Raises ConfigurationError if a
+    tensor is missing, unknown or has another shape.
     """
     # Names of a user model's state dict are also recognised.
     model = models.build(recipe.model, recipe.precision.computes, **inputs)

@@ -38,9 +38,9 @@ def plan(
 ) -> dict[str, Any]:
     """Return memory, time and energy of a training on a cluster, as JSON values. Local: needs neither MPI nor a GPU.
 
-    ``recipe``: TOML file. ``keys`` (``{"model.layers": 12}``) change it. ``cluster``: file, or name listed by `hpcdist
-    plan clusters`. Other keywords are options of `hpcdist plan`, such as ``devices=64``. "step_s": seconds per step.
-    Raises UsageError and ConfigurationError.
+    ``recipe``: TOML file. Keyword-only: ``cluster``: file, or name listed by `hpcdist plan clusters`. ``keys``: changes
+    of the recipe, ``{"model.layers": 12}``. Others: options of `hpcdist plan`, such as ``devices=64``. Raises
+    UsageError and ConfigurationError.
     """
     # "mfu": model FLOPs utilization. Unknown numbers are None. UsageError: wrong options. ConfigurationError:
     # impossible plans.
@@ -76,9 +76,9 @@ def plan_of_subject(subject: PlanSubject, cluster: Cluster, *, simulate: bool = 
 
 
 def with_simulator(make: Callable[[bool], PlanResult], *, simulate: bool) -> tuple[PlanResult, tuple[str, ...]]:
-    """Return the plan that ``make`` computes, and notes for the user.
+    """Return (result of ``make(simulate)``, notes for the user). Without the simulator, call ``make(False)``.
 
-    Keyword-only ``simulate``: True to simulate the pipeline if possible; passed to ``make``.
+    ``make``: function that computes a plan. Keyword-only ``simulate``: True to simulate the pipeline.
     """
     # If the simulator cannot be loaded, a note has the reason.
     try:

@@ -34,7 +34,7 @@ _REQUIRED_SHAPE: Final = ("layers", "hidden", "heads", "vocabulary", "context")
 
 
 def options_given(options: Mapping[str, Any], names: Iterable[str] = LAYOUT_FIELDS) -> list[str]:
-    """Return the command-line flags of the options in ``names`` that the user has set."""
+    """Return the command-line flags (such as --tensor) of the options in ``names`` that the user has set."""
     return [flag(name) for name in names if options.get(name) is not None]
 
 
@@ -44,7 +44,7 @@ def flag(name: str) -> str:
 
 
 def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> ParallelLayout:
-    """Return the layout ``base``, changed by ``options`` of `hpcdist plan`. "devices" sets the number of replicas.
+    """Return the parallel layout ``base``, changed by ``options`` of `hpcdist plan`.
 
     Raises UsageError for contradictory options, or if the product of the degrees is not the number of devices.
     """
@@ -63,9 +63,9 @@ def layout_from_options(options: Mapping[str, Any], base: ParallelLayout) -> Par
 
 
 def strategy_from_options(options: Mapping[str, Any], base: ParallelLayout) -> dict[str, Any]:
-    """Return the layout fields "strategy" and "servers", or {} if no option sets them. Raises UsageError.
+    """Return a dict with the layout fields "strategy" and "servers", or {} if no option sets them. Raises UsageError.
 
-    If the options set the same strategy as the layout ``base``, the default number of servers is ``base.servers``.
+    ``base``: layout before the options. It gives the number of servers if ``options`` set the same strategy.
     """
     stage, strategy, servers = options.get("zero"), options.get("strategy"), options.get("servers")
     if stage is not None:
@@ -152,7 +152,7 @@ def _replicas(options: Mapping[str, Any], layout: ParallelLayout) -> int:
 
 
 def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = False) -> PlanSubject:
-    """Return ``subject`` with Megatron's published kernel speed and memory, if cluster ``on`` was not measured."""
+    """Return ``subject`` with Megatron's published kernel speed and memory if cluster ``on`` was not measured."""
     # Only for transformers on GPUs for which the user chose no kernels. Layouts that Megatron does not support are
     # changed only with ``always``.
     is_measured = on.calibrated or not on.device.is_accelerator
@@ -170,9 +170,10 @@ def with_published_kernels(subject: PlanSubject, on: Cluster, *, always: bool = 
 
 
 def subject_from_options(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> PlanSubject:
-    """Return the model, layout and batch to plan, from the recipe ``path``, or from a model in ``options``.
+    """Return the model, layout and batch to plan, from the recipe file ``path``, or from a model in ``options``.
 
-    Raises UsageError for contradictory options, and ConfigurationError for an unsupported model.
+    ``overrides``: changes of the recipe. Raises UsageError for contradictory options, and ConfigurationError for an
+    unsupported model.
     """
     # Without recipe and model, the default recipe is used. UsageError: contradictory or missing options.
     # ConfigurationError: the recipe or model cannot be planned. StorageError: the recipe file is missing.
@@ -212,7 +213,7 @@ def subject_from_options(path: Path | None, overrides: tuple[str, ...], options:
 
 
 def read_cluster(named: str | None) -> Cluster:
-    """Return the cluster with the name ``named``, or in the file ``named``. Raises UsageError if ``named`` is None."""
+    """Return the cluster of this name, or from the file of this path. Raises UsageError if ``named`` is None."""
     from hpcdist.planner.cluster import toml_file
 
     if named is None:
@@ -221,7 +222,7 @@ def read_cluster(named: str | None) -> Cluster:
 
 
 def subject_of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> PlanSubject:
-    """Return model, layout and batch of ``recipe``, changed by command-line ``options``. ``name``: name in the plan."""
+    """Return model, layout and batch of ``recipe``, changed by command-line ``options``. ``name``: plan title."""
     planned = plan_of_recipe(recipe, name)
     batch = options.get("batch") or planned.global_batch
     layout = layout_from_options(options, planned.layout)

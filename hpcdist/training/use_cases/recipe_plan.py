@@ -47,7 +47,7 @@ _PLANNED_ROWS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSubject:
-    """Input of a plan: model, layout, global batch and steps. ``notes`` list settings that the plan ignores."""
+    """Input of a plan: model, layout, global batch and steps. ``notes``: texts about settings that the plan ignores."""
 
     description: ModelDescription
     layout: ParallelLayout
@@ -59,9 +59,9 @@ class PlanSubject:
 
 
 def plan_of_recipe(recipe: "Recipe", name: str) -> PlanSubject:
-    """Return ``recipe`` as input of a plan. ``parallel.data`` = 0 counts as one replica.
+    """Return ``recipe`` as input of a plan. ``name``: title of the plan. ``parallel.data`` = 0 counts as one replica.
 
-    Raises ConfigurationError if the planner cannot describe the recipe, and DataError if its data is unreadable.
+    Raises ConfigurationError if the planner does not support the recipe, and DataError if its data is unreadable.
     """
     _refuse(recipe)
     notes: list[str] = []

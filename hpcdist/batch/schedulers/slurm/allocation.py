@@ -23,7 +23,7 @@ _DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; * means that the 
 
 
 def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """Return (lost nodes, remaining nodes) of this Slurm job, or ([], []) if Slurm does not answer."""
+    """Return (names of lost nodes, names of usable nodes) of this Slurm job, or ([], []) if Slurm does not answer."""
     # A node is lost if Slurm removed it, reports it as down or not responding, or if a test process does not run in
     # time.
     job, before = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
@@ -39,9 +39,10 @@ def lost_nodes(environment: Mapping[str, str] = os.environ) -> tuple[list[str], 
 
 
 class SlurmAllocation:
-    """Nodes of the current Slurm job, and the number of nodes that a restart needs.
+    """Nodes of the current Slurm job. Its methods check if enough nodes are left to restart the training.
 
-    ``needed``: this number (None: any). If keyword-only ``whole`` is True, a restart needs all nodes of the job.
+    ``needed``: number of nodes that a restart needs, or None for any number. Keyword-only ``whole``: True if a restart
+    needs all nodes of the job.
     """
 
     def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
@@ -52,13 +53,13 @@ class SlurmAllocation:
         self._environment = environment
 
     def died(self) -> list[str]:
-        """Probe all nodes, and return the nodes lost since the previous call."""
+        """Probe all nodes of the job. Return the names of the nodes lost since the previous call."""
         before = self.lost
         self.lost, self.left = lost_nodes(self._environment)
         return [name for name in self.lost if name not in before]
 
     def shortage(self) -> str:
-        """Return the reason why too few nodes remain for a start, or "" if there are enough."""
+        """Return the reason why too few nodes remain for a restart, or "" if enough nodes remain."""
         if not self.lost or self._needed is None or len(self.left) >= self._needed:
             return ""
         return (
@@ -69,9 +70,10 @@ class SlurmAllocation:
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
     ) -> signal.Signals | None:
-        """Wait, up to SlurmdTimeout, until enough nodes answer for a restart. Return a stop signal, or None.
+        """Wait until enough nodes answer for a restart, or until Slurm's SlurmdTimeout has passed.
 
-        ``pause(seconds)`` waits, and returns a stop signal or None. ``say(text)`` prints a message.
+        Returns the signal that interrupted the wait, or None. ``pause(seconds)``: sleeps, and returns a received signal
+        or None. ``say(text)``: prints a message.
         """
         limit_s = 0.0
         began = time.monotonic()

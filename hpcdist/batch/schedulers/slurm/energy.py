@@ -41,7 +41,7 @@ class AccountedStep(NamedTuple):
     of_nodes: Mapping[str, float] = MappingProxyType({})  # joules of the nodes with the least and the most energy
 
     def shares(self) -> dict[str, float]:
-        """Return a dict from node name to energy in J. Unmeasured nodes get equal shares of the remaining energy."""
+        """Return a dict from node name to energy in J. Nodes without a measurement share the rest equally."""
         measured = {node: self.of_nodes[node] for node in self.nodes if node in self.of_nodes}
         rest = max(0.0, (self.joules or 0.0) - sum(measured.values()))
         others = [node for node in self.nodes if node not in measured]
@@ -65,9 +65,10 @@ def joules(text: str) -> float | None:
 
 
 def of_start(job: AccountedStep, steps: Sequence[AccountedStep]) -> AccountedEnergy:
-    """Return the energy of one finished execution of a job, summed over the job steps.
+    """Return the energy of one finished execution of a job, without counting overlapping job steps twice.
 
-    ``job`` and ``steps``: accounting records of this execution. If ``steps`` is empty, the energy in ``job`` is used.
+    ``job``: accounting record of the execution. ``steps``: records of its job steps. If ``steps`` is empty, the energy
+    in ``job`` is used.
     """
     if not steps:
         return AccountedEnergy(job.joules, "" if job.joules else NOT_MEASURED)
@@ -156,7 +157,7 @@ def _listed(nodes: Sequence[str]) -> str:
 
 
 def expand_hostlist(short: str) -> tuple[str, ...]:
-    """Return the nodes in a Slurm host list such as n[1-2,04], or () for "None assigned". Raises ConfigurationError."""
+    """Return the node names in a Slurm host list such as n[1-2,04]. Raises ConfigurationError for an invalid list."""
     if short in ("", "None assigned", "Unknown"):
         return ()
     if not _HOSTLIST.fullmatch(short):

@@ -135,7 +135,7 @@ def _accounted_step(row: list[str]) -> slurm_energy.AccountedStep:
 
 
 def job_names(jobs: Sequence[str] | None = None) -> dict[str, str]:
-    """Return a dict from job id to job name for ``jobs`` (None: all jobs of this user). Without Slurm it is empty."""
+    """Return a dict from job id to job name, or {} without Slurm. ``jobs`` None means all jobs of this user."""
     selection = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
     try:
         code, output, _ = _run("squeue", "--noheader", "--states=all", selection, "--Format=JobArrayID:|,Name:|")
@@ -160,10 +160,7 @@ def log_of(job: str) -> str:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """Cancel ``jobs`` (job or array task numbers) that have not ended.
-
-    Raises MissingCapabilityError if scancel is missing or fails.
-    """
+    """Cancel unfinished jobs. ``jobs``: ids of jobs or array tasks. Raises MissingCapabilityError on failure."""
     code, _, complaint = _run("scancel", *jobs)
     if code and "already completing or completed" not in complaint.lower():
         raise MissingCapabilityError(f"scancel failed: {complaint or f'exit code {code}'}; try again")

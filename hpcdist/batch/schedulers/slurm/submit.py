@@ -34,10 +34,10 @@ _USABLE: Final = re.compile(r"(alloc|comp|idle|mix|plan|power)[a-z_]*[^*a-z]*", 
 
 
 def submit(script: str, after: str | None = None) -> str:
-    """Submit ``script`` to Slurm and return the job number.
+    """Submit the job script text ``script`` to Slurm and return the job id.
 
-    ``after``: job to wait for, even if it fails. Raises ConfigurationError if Slurm would never run the job, and
-    MissingCapabilityError if Slurm does not answer.
+    ``after``: id of a job that must end first, even if it fails. Raises ConfigurationError if Slurm would never run the
+    job, and MissingCapabilityError if Slurm does not answer.
     """
     try:
         # Test first: sbatch accepts jobs that can never start, and leaves them pending.
@@ -80,7 +80,10 @@ def _sbatch(script: str, *options: str) -> str:
 
 
 def clean_environment(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return ``environment`` without variables that would override directives of ``script`` or srun in the job."""
+    """Return the environment variables for sbatch, a dict. ``script``: text of the job script.
+
+    Variables in ``environment`` that would override #SBATCH options of the script, or srun options, are left out.
+    """
     options = set(re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE))
     # For sbatch variables override directives, and --requeue and --no-requeue override each other.
     if options & {"--requeue", "--no-requeue"}:

@@ -40,7 +40,7 @@ class Quorum:
         self.dropped = 0  # number of dropped gradients
 
     def push(self, worker: int, clock: int, samples: int, divisor: int) -> list[ControlFields]:
-        """Record the gradient of ``worker`` for step number ``clock``. Return the list of new decisions.
+        """Record the gradient of ``worker`` for step number ``clock``. Return the decisions to apply or drop gradients.
 
         ``samples``: number of this worker's samples. ``divisor``: samples of all workers.
         """
@@ -58,7 +58,7 @@ class Quorum:
         return [ControlFields(self.clock, divisor / total if total else 0.0, workers=workers)]
 
     def leave(self, worker: int) -> list[ControlFields]:
-        """Record that ``worker`` has stopped pushing. Return the list of new decisions.
+        """Record that ``worker`` has stopped pushing. Return the resulting decisions to apply or drop gradients.
 
         If too few workers remain for an update, all gradients that wait for the update are dropped.
         """
@@ -205,7 +205,7 @@ class BackupExchange(AsynchronousServerExchange):
     def leave(self, clocks: Sequence[int], updates: int, calls: int) -> None:
         """Set the step counts of all workers to ``updates``, the number of server updates. Collective.
 
-        All workers must be paused. ``clocks``: step count of each worker so far.
+        All workers must be paused. ``clocks``: step count of each worker. ``calls``: number of pause requests.
         """
         super().leave([updates] * len(clocks), updates, calls)
         if self._quorum is not None:

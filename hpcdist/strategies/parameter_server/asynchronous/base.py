@@ -44,14 +44,11 @@ def per_push_context(context: RankContext, workers: int) -> RankContext:
 
 
 class ServerShard:
-    """The parameters that a server owns, with their optimizer. Local.
-
-    ``parts``: the server's ranges of the flat parameter vector, which contain whole tensors. The attribute ``inbox``
-    is the memory for received gradients.
-    """
+    """The parameters that a server owns, in whole tensors, with their optimizer. Local."""
 
     def __init__(self, context: RankContext, parts: Sequence[Range]) -> None:
         self.parts = parts
+        # ``inbox``: memory for received gradients.
         self.parameters, self.inbox = context.store("parameters", parts), context.store("gradients", parts)
         self.optimizer = context.build_optimizer(parts)
         self.busy_s = 0.0  # time spent in updates

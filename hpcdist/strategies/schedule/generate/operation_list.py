@@ -52,7 +52,7 @@ class ScheduleText:
         return self.splits or self.placement == "folded"
 
     def place(self, parts: Sequence[range]) -> StagePlacement:
-        """Return the placement of the model chunks ``parts`` (ranges of model units) on the ranks."""
+        """Return the placement of the model chunks ``parts`` (ranges of model layers) on the ranks."""
         return PLACEMENTS[self.placement](parts, len(self.passes))
 
 
@@ -173,7 +173,7 @@ def evaluation_operations(placement: StagePlacement, rank: int = 0) -> list[Oper
 def insert_gathers(
     steps: Sequence[Operation], needs: Mapping[int, Sequence[int]], *, keep: bool = False
 ) -> list[Operation]:
-    """Insert GATHER and FREE operations around the compute operations that use sharded parameters.
+    """Insert GATHER and FREE operations into ``steps``, around compute operations that use sharded parameters.
 
     ``needs`` maps each layer to the layers whose parameters it uses.
     """
@@ -258,10 +258,9 @@ def overlap_reductions(
 ) -> list[Operation]:
     """Replace each gradient reduction in ``steps`` by a nonblocking START, and a WAIT as late as possible.
 
-    At most ``most`` reductions are in flight (None: no limit).
+    ``units``: flat range of each layer. ``needs``: layers whose gradients a layer's backward pass writes. ``most``:
+    maximum number of reductions in flight (None: no limit).
     """
-    # ``units``: range of the flat parameter vector of each unit. ``needs``: units whose gradients its backward pass
-    # writes.
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
 

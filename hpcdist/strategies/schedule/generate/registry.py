@@ -43,7 +43,7 @@ def bubble(
     input_s: float = 1.0,
     weight_s: float = 1.0,
 ) -> float | None:
-    """Return the idle fraction of the slowest rank in a step, or None if there is no formula for ``schedule``."""
+    """Return the idle fraction of the slowest of ``stages`` ranks in a step; None if ``schedule`` has no formula."""
     # Fraction of the time from a rank's first to its last pass. Symbols: p ranks (``stages``), m micro-batches, v
     # chunks per rank; F, I, W: seconds of forward pass, input gradient (B in the papers) and weight gradients. Equal
     # stages and free messages are assumed. Papers: arXiv:1811.06965 (gpipe), 2104.04473 (1f1b, interleaved), 2401.10241
@@ -71,7 +71,7 @@ FILE: Final = "file"  # a schedule read from a file
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Pipeline schedule, an item of the table `SCHEDULES`."""
+    """Built-in pipeline schedule: functions for its passes and peak memory, and the numbers that it supports."""
 
     # ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks).
     passes: Callable[[int, int, int, int], Passes]
@@ -84,7 +84,7 @@ class Schedule:
     fewest: Callable[[int], int] = lambda ranks: 1  # minimum number of micro-batches
 
     def place(self, parts: Sequence[range], ranks: int) -> StagePlacement:
-        """Return the placement of the chunks ``parts`` (ranges of units) on ``ranks`` ranks, equally many per rank."""
+        """Return the placement of the chunks ``parts`` (ranges of layers) on ``ranks`` ranks, equally many per rank."""
         return (folded if self.folded else looped)(parts, ranks)
 
 

@@ -30,7 +30,7 @@ _BY_IDENTITY: Final = {id(way): code for way, code in CODES.items()}  # hashing 
 
 
 def compact(passes: Passes) -> np.ndarray:
-    """Return ``passes`` as an integer array with three rows: pass type, micro-batch and model chunk. Local."""
+    """Return ``passes`` as an integer array with three rows: pass type, micro-batch, local model chunk. Local."""
     if not passes:
         return np.zeros((3, 0), np.int64)
     ways, microbatches, chunks = zip(*passes, strict=True)
@@ -41,7 +41,10 @@ def compact(passes: Passes) -> np.ndarray:
 def program(
     passes: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> Program:
-    """Return the `Program` to simulate. ``passes``: one array per rank, made by `compact`. Local."""
+    """Return the operations and messages of a pipeline step, as a `Program` for the simulator. Local.
+
+    ``passes``: `compact` array of each rank. ``placement``: rank of each model chunk. ``costs``: seconds per pass.
+    """
     rows = [_Row(passes[rank], placement, rank, recompute) for rank in range(placement.stages)]
     count = 1 + max((int(row.microbatch.max(initial=0)) for row in rows), default=0)
     code, chunk, way = (np.concatenate([getattr(row, name) for row in rows]) for name in ("code", "chunk", "way"))
@@ -111,7 +114,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return one `Peak` per rank: the largest number of micro-batches in progress at a time. Local."""
+    """Return one `Peak` for each rank: its maximum numbers of micro-batches in progress, by state. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 

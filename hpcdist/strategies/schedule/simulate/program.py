@@ -31,9 +31,9 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """Seconds of each pass for one micro-batch, by layer of the model, and the cost of a message.
+    """Seconds of each pass for one micro-batch, by model layer, and the cost of a message.
 
-    ``backward_s``: unsplit backward pass. ``input_s`` and ``weight_s``: halves of a split backward pass.
+    ``backward_s``: unsplit backward pass. ``input_s``, ``weight_s``: input- and weight-gradient halves of a split pass.
     """
 
     forward_s: Sequence[float]
@@ -57,7 +57,7 @@ class StepCosts:
     def equal(
         cls, units: int, forward_s: float, input_s: float, weight_s: float, *, link: LinkCost | None = None
     ) -> "StepCosts":
-        """Return the costs of ``units`` equal model units. An unsplit backward pass takes ``input_s + weight_s``."""
+        """Return the costs of ``units`` equal layers. ``input_s`` and ``weight_s``: halves of a backward pass."""
         return cls(
             forward_s=[forward_s] * units,
             backward_s=[input_s + weight_s] * units,
@@ -68,7 +68,7 @@ class StepCosts:
 
     @property
     def rows(self) -> tuple[Sequence[float], ...]:
-        """One row each for FORWARD, BACKWARD, INPUT, WEIGHT and recomputed FORWARD: seconds of each model unit."""
+        """Five sequences of seconds by layer, for FORWARD, BACKWARD, INPUT, WEIGHT and recomputed FORWARD passes."""
         return self.forward_s, self.backward_s, self.input_s, self.weight_s, self.forward_s
 
 
@@ -117,7 +117,7 @@ class Times:
 
 
 def run(program: Program) -> Times:
-    """Return the simulated `Times` of the passes and messages in ``program``. Raises ScheduleError in a deadlock."""
+    """Simulate ``program`` and return the `Times` of its passes and messages. Raises ScheduleError in a deadlock."""
     entries = len(program.code)
     begin_s, end_s = np.full(entries, -1.0), np.full(entries, -1.0)
     cause, before = np.full(entries, -1, np.int64), np.full(entries, -1, np.int64)

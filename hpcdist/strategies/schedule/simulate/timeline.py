@@ -28,13 +28,13 @@ class StageTimes:
 
     @property
     def bubble(self) -> float:
-        """Fraction of ``span_s`` in which this rank is idle."""
+        """Fraction of the time from this rank's first pass to its last pass in which the rank is idle."""
         return max(0.0, (self.span_s - self.busy_s) / self.span_s) if self.span_s else 0.0  # sums are rounded
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Simulated step: a program, and the simulated start and end times of the program's entries."""
+    """Simulated step: a program, and the simulated start and end times of the program's operations."""
 
     program: Program
     times: Times
@@ -74,7 +74,7 @@ class StepTimeline:
 
     @property
     def makespan_rate(self) -> float:
-        """Mean idle fraction of the computing ranks, between the first and the last pass on any rank."""
+        """Idle fraction from the first to the last pass on any rank, averaged over the computing ranks."""
         computing = [stage for stage in self.stages if stage.span_s]
         whole_s = len(computing) * self.computes_s
         return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
@@ -103,7 +103,7 @@ class StepTimeline:
 
 @dataclass(frozen=True)
 class CriticalSegment:
-    """Segment of the critical path: operation ``entry`` of a `Program`, or the message that it receives."""
+    """Segment of the critical path: operation number ``entry`` of a `Program`, or the message it receives."""
 
     rank: int
     entry: int
@@ -150,7 +150,10 @@ def _program(lists: Sequence[Sequence[Operation]], placement: StagePlacement, co
 
 
 def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlacement, costs: StepCosts) -> StepTimeline:
-    """Simulate ``steps``, each pipeline rank's operations. Raises ScheduleError if a rank waits forever. Local."""
+    """Simulate a pipeline step and return its timeline. Raises ScheduleError if a rank waits forever. Local.
+
+    ``steps``: list of operations of each rank. ``placement``: rank of each model chunk. ``costs``: seconds per pass.
+    """
     program = _program(steps, placement, costs)
     return StepTimeline(program, programs.run(program))
 
@@ -158,6 +161,6 @@ def simulate_lists(steps: Sequence[Sequence[Operation]], placement: StagePlaceme
 def simulate_passes(
     rows: Sequence[np.ndarray], placement: StagePlacement, costs: StepCosts, *, recompute: bool = False
 ) -> StepTimeline:
-    """Simulate ``rows``, each pipeline rank's passes, from `compact`. Raises ScheduleError in a deadlock."""
+    """Return the timeline of ``rows``, each rank's passes as a `compact` array. Raises ScheduleError in a deadlock."""
     program = passes_simulate.program(rows, placement, costs, recompute=recompute)
     return StepTimeline(program, programs.run(program))

@@ -113,7 +113,6 @@ class DryRun:
         return steps[self._at[rank]] if self._at[rank] < len(steps) else None
 
     def _step(self, rank: int) -> bool:
-        """Run the next operation of ``rank``. Return False if the operation must wait for another rank."""
         op = self._now(rank)
         assert op is not None
         if op.kind in SENDS:

@@ -27,9 +27,10 @@ DUE: Final[dict[Kind | None, tuple[Kind, ...]]] = {
 def prove(
     passes: Sequence[Passes], placement: StagePlacement, microbatches: int, names: Sequence[str] | None = None
 ) -> list[Peak]:
-    """Return the largest numbers of micro-batches in progress of each rank. Raises ScheduleError for wrong ``passes``.
+    """Check the pipeline ``passes`` and return each rank's `Peak`: its largest numbers of micro-batches in progress.
 
-    ``placement``: rank of each model chunk. ``names``: rank names for errors.
+    ``passes``: list of passes of each rank. ``placement``: rank of each model chunk. ``names``: rank names for errors.
+    Raises ScheduleError for a deadlock, or for a missing or repeated pass.
     """
     # Wrong: ranks wait for each other in a cycle, or a micro-batch does not pass exactly once forward and once back
     # through every chunk.
@@ -156,7 +157,7 @@ class RankProgram:
     alone: bool  # no exchange is needed: there is no other replica or server
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (index, operation) of each operation of the types passed as arguments, in order of execution."""
+        """Return a list of (index, operation), ordered by index, of operations of the types ``*kinds`` (positional)."""
         entries = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
         return list(merge(*entries, key=itemgetter(0)))
 
@@ -192,14 +193,14 @@ GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
 def check_liveness(share: RankProgram) -> None:
-    """Raise ScheduleError if the program ``share`` of a rank uses freed parameters, or ends with old parameters."""
+    """Raise ScheduleError if a rank's program ``share`` uses freed parameters, or ends without updating them."""
     _check_gathers(share)
     _check_residence(share)
     _check_freshness(share)
 
 
 def gathered_peak(share: RankProgram) -> int:
-    """Return the largest number of units gathered at once in ``share``. Units that are never freed do not count."""
+    """Return the largest number of layers gathered at once in program ``share``. Layers never freed do not count."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     gathered = most = 0
     for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
@@ -209,7 +210,10 @@ def gathered_peak(share: RankProgram) -> int:
 
 
 def activation_peak(share: RankProgram) -> tuple[Peak, int]:
-    """Return the largest numbers of micro-batches in progress on a rank: all, and those with activations in memory."""
+    """Return a `Peak` of the micro-batches in progress, and the largest number of them with activations in memory.
+
+    ``share``: program (operations) of one rank.
+    """
     # The second result excludes micro-batches whose activations were freed and are not recomputed yet.
     chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}

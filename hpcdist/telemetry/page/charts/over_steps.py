@@ -21,7 +21,7 @@ MAX_RANK_ROWS: Final = 128  # rows in a chart of ranks; a row then shows the slo
 
 
 def charts(data: RunData) -> dict[str, list[Chart]]:
-    """Return the charts by HTML page section: "learning", "speed" and "step"."""
+    """Return a dict of chart lists, keyed by section of the HTML page: "learning", "speed" and "step"."""
     return {
         "learning": [_loss(data), _rate(data), *_end(data), *_routers(data)],
         "speed": [_throughput(data), _phases(data), _ranks(data)],
@@ -204,7 +204,7 @@ def _phases(data: RunData) -> Chart:
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the last step of each bin of steps, and a dict of each phase's mean milliseconds per bin."""
+    """Return arrays over bins of steps: the last step of each bin, and {phase: mean milliseconds in each bin}."""
     # Means are over the steps of a bin, and over all ranks except parameter servers.
     rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0

@@ -24,7 +24,7 @@ KIND_COLOURS: Final = {"gpu": draw.BLUE, "cpu": draw.RED, "dram": draw.GREEN, "n
 
 
 def charts(data: RunData) -> dict[str, list[Chart]]:
-    """Return the charts of the page's sections "resources" and "energy"."""
+    """Return a dict of chart lists for the sections "resources" and "energy" of the HTML page."""
     return {
         "resources": [_memory(data), _sent(data)],
         "energy": [_power(data), _joules(data), *_by_phase(data), _use(data)],

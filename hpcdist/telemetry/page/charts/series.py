@@ -65,7 +65,7 @@ def median(values: np.ndarray) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the moving mean over the last ``window`` values, ignoring NaN. The first means use fewer values."""
+    """Return the moving mean of the last ``window`` elements of ``values``, ignoring NaN. The first means use fewer."""
     if window <= 1 or not len(values):
         return values
     finite = np.isfinite(values)
@@ -81,7 +81,7 @@ MAX_RESUMES: Final = 40  # with more resumes, none is marked
 
 
 def observed_by_label(data: RunData, name: str) -> dict[str, ObservedSeries]:
-    """Return a dict: label (such as the number of a GPU) -> recorded values of the quantity ``name`` over time."""
+    """Return {label: recorded values} of the quantity ``name``. A label is, for example, the number of a GPU."""
     observed: Mapping[str, ObservedSeries] = {} if data.run is None else data.run.observed.series
     labelled = {
         key: series
@@ -92,7 +92,7 @@ def observed_by_label(data: RunData, name: str) -> dict[str, ObservedSeries]:
 
 
 def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
-    """Draw ``parts``, a dict from labels to series, as stacked areas. A value holds until the next observation."""
+    """Draw ``parts``, {label: recorded series}, as stacked areas. A value holds until the next recorded value."""
     at = np.unique(np.concatenate([series.step for series in parts.values()]))
     at = decimate(at, at.astype(float))[0]
     areas = {}
@@ -104,7 +104,7 @@ def stack_observed(axes: Any, parts: Mapping[str, ObservedSeries]) -> None:
 
 
 def stack_areas(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours: Mapping[str, str]) -> None:
-    """Draw ``parts``, a dict from names to y values at the x values ``at``, as stacked areas. NaN counts as 0."""
+    """Draw ``parts``, {name: y values at the x values ``at``}, as stacked areas. NaN counts as 0."""
     shown = {name: np.nan_to_num(part) for name, part in parts.items() if np.nansum(part) > 0}
     if len(at) == 1:  # one point has no area
         at, shown = np.array([at[0] - 0.5, at[0] + 0.5]), {name: np.repeat(part, 2) for name, part in shown.items()}
