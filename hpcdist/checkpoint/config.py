@@ -24,7 +24,7 @@ def _are_options(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Section ``[checkpoint]`` of a recipe: when to save, which ranks write, and which checkpoints to keep."""
+    """Section ``[checkpoint]``: when a run is saved, which ranks write, and which checkpoints are kept."""
 
     every_steps: int = key(0, "Steps between saves. 0: save only at the end.", ge=0)
     mtbf_s: float | str = key(

@@ -63,7 +63,7 @@ RULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
-    """Section ``[communication]`` of a recipe: the settings by which ranks exchange gradients."""
+    """Section ``[communication]``: how ranks exchange gradients."""
 
     algorithm: str = key(
         "auto",
