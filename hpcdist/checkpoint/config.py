@@ -48,6 +48,7 @@ class CheckpointConfig:
         choices=GROUPS,
         valid=_is_count,
         expected="a number of ranks of at least 1",
+        digits=True,
     )
     asynchronous: bool = key(False, "Train on while threads write a copy of the state. The copy needs memory.")
     incremental: bool = key(False, "Hard-link data that has not changed since the last save. Useful for frozen layers.")

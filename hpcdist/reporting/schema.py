@@ -49,7 +49,7 @@ class Key:
     - ``off``: value that is valid although it is out of bounds, usually 0.
     - ``choices``: the valid values, or the valid items of a list.
     - ``valid``: function that returns true for further valid values. ``expected``: description of these values.
-    - ``word``: text that a number key accepts instead of a number.
+    - ``word``: text that a number key accepts instead of a number. ``digits``: True if a text key accepts whole numbers.
     - ``path``: True if the value is a path. A text: only values that contain this text are paths.
     """
 
@@ -65,6 +65,7 @@ class Key:
     valid: Callable[[Any], object] | None = None
     expected: str = ""
     word: str = ""
+    digits: bool = False
     path: bool | str = False
 
     def bounds(self, *, signs: bool) -> str:
@@ -87,7 +88,7 @@ class Key:
             return self.valid is not None and bool(self.valid(value))
         return (
             not isinstance(value, str)
-            and math.isfinite(value)
+            and (isinstance(value, int) or math.isfinite(value))
             and (self.gt is None or value > self.gt)
             and (self.ge is None or value >= self.ge)
             and (self.lt is None or value < self.lt)
@@ -193,7 +194,7 @@ class Field(NamedTuple):
         value = plain_number(value)
         if value == self.key.word and self.key.word:
             return value
-        if self.type is str and self.key.valid and type(value) is int:
+        if self.key.digits and type(value) is int:
             value = str(value)
         try:
             value = msgspec.convert(value, self.type)
@@ -260,18 +261,21 @@ class TableFormat:
         """
         fields = fields_of(kind)
         check_names(table, fields, place)
-        return kind(
-            **{
-                field.name: self._value(table.get(key), field, f"{place}{key}", key)
-                for key, field in fields.items()
-                if field.default is dataclasses.MISSING or key in table
-            }
-        )
+        values = {
+            field.name: self._value(table.get(key), field, f"{place}{key}", key)
+            for key, field in fields.items()
+            if field.default is dataclasses.MISSING or key in table
+        }
+        try:
+            return kind(**values)
+        except ConfigurationError as error:
+            # The checks of a class do not know in which table of alike values the object is.
+            raise ConfigurationError(str(error) if place in str(error) else f"{place}{error}") from None
 
     def _value(self, raw: Any, field: Field, where: str, key: str) -> Any:
         if field.is_leaf:
             return self.leaf(raw, field, where)
-        if not raw and raw != {} and field.default is dataclasses.MISSING:
+        if (raw is None or raw == []) and field.default is dataclasses.MISSING:
             section = f"[[{where}]] is missing: at least one is needed" if field.is_list else f"[{where}] is missing"
             raise ConfigurationError(f"the section {section}")
         if field.is_list:

@@ -40,7 +40,7 @@ A layer with tied tensors stays gathered from its first use in a micro-batch to 
 update, and nothing for each use. A layer with a tensor that is tied to another pipeline rank also stays gathered.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -80,7 +80,7 @@ def allreduce(context: RankContext, shards: LogicalShards | None = None) -> Data
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
     reducer = Sum(context, update, background) if shards is None else TreeSum(context, update, shards)
-    return _replicated(context, update, reducer, background=background, shards=shards, whole_state=True)
+    return _replicated(context, update, reducer, background=background, shards=shards)
 
 
 def delayed(context: RankContext) -> DelayedExchange:
@@ -98,7 +98,7 @@ def compressed(context: RankContext, compression: Compression) -> DataExchange:
     if name == "onebit":
         return onebit(context, config, seed)
     update = _whole_update(context, None)
-    return _replicated(context, update, CodedSum(context, update, name, config, seed), whole_state=True)
+    return _replicated(context, update, CodedSum(context, update, name, config, seed))
 
 
 def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool = True) -> DataExchange:
@@ -106,7 +106,7 @@ def dgc(context: RankContext, config: CompressionConfig, *, masks_velocity: bool
     optimizer = replace(context.optimizer, momentum=0.0, nesterov=False)  # the compressor has the momentum
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = Dgc(context, update, config, masks_velocity=masks_velocity)
-    return _replicated(context, update, reducer, whole_state=True)
+    return _replicated(context, update, reducer)
 
 
 def onebit(context: RankContext, config: CompressionConfig, seed: int = 0) -> DataExchange:
@@ -114,7 +114,7 @@ def onebit(context: RankContext, config: CompressionConfig, seed: int = 0) -> Da
     optimizer = replace(context.optimizer, name="sgd", momentum=0.0)  # adds the decay and the learning rate
     update = _whole_update(replace(context, optimizer=optimizer), None)
     reducer = OneBit(context, update, config, seed)
-    return _replicated(context, update, reducer, whole_state=True, restores=(FROZEN,))
+    return _replicated(context, update, reducer, restores=(FROZEN,))
 
 
 def _background(context: RankContext) -> BackgroundCollectives | None:
@@ -151,11 +151,11 @@ def _replicated(
     *,
     background: BackgroundCollectives | None = None,
     shards: LogicalShards | None = None,
-    **traits: Any,
+    restores: Collection[str] = (),
 ) -> DataExchange:
     return DataExchange(
         context,
-        _traits(context, shards, identical=True, accumulates=shards is None, **traits),
+        _traits(context, shards, identical=True, accumulates=shards is None, whole_state=True, restores=restores),
         update,
         reducer,
         Gatherer(update),
@@ -291,19 +291,11 @@ class _Zero:
         parameters = self._shards()
         name, across_nodes = self.compression.config.parameters, self.compression.config.across_nodes
         if name == "none":
-            ahead = self.config.prefetch
-            return (
-                partial(
-                    CutGatherer,
-                    context,
-                    cuts=cuts,
-                    cut_units=self.cut_units,
-                    whole=whole,
-                    background=self.background,
-                    ahead=ahead,
-                ),
-                parameters,
+            background = self.background if self.config.prefetch else None
+            make = partial(
+                CutGatherer, context, cuts=cuts, cut_units=self.cut_units, whole=whole, background=background
             )
+            return make, parameters
         if self.degrees.parameters == 1 < context.data.size:
             raise ConfigurationError(
                 f"compression.parameters = {name!r} with zero.parameters = 1: each of the {context.data.size} data "
@@ -314,10 +306,18 @@ class _Zero:
         decoded = parameters if gathers.keeps_decoded and context.working is None else None
         if decoded is not None:
             parameters = context.store("parameters", owned)  # owners update exact weights elsewhere
-        make = partial(
-            CodedGatherer, context, cuts=cuts, cut_units=self.cut_units, whole=whole, gathers=gathers, decoded=decoded
+        return (
+            partial(
+                CodedGatherer,
+                context,
+                cuts=cuts,
+                cut_units=self.cut_units,
+                whole=whole,
+                gathers=gathers,
+                decoded=decoded,
+            ),
+            parameters,
         )
-        return make, parameters
 
     def _shards(self) -> FlatStore:
         context, cuts = self.context, self.cuts

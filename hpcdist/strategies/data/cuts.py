@@ -104,9 +104,7 @@ class Cuts:
         shard become undefined. Collective over these levels.
         """
         for level in range(start, stop):
-            comm, part = self.comms[level], self.cuts[layer][level]
-            if comm is not None and part:
-                self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
+            self.reduce_level(store, layer, level)
         if stop == OPTIMIZER and self.replicas is not None:
             self.sum_replicas(store, layer)
 
@@ -160,7 +158,7 @@ class Cuts:
     @property
     def at_once(self) -> bool:
         """True if all layers are sharded in one step, over the whole data axis."""
-        return [comm for comm in (*self.comms, self.replicas) if comm is not None] == [self._data]
+        return [comm for comm in self.comms if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
         """Return the result of `of_all`, with ranges relative to the start of ``layer``. Local."""

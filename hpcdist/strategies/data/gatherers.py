@@ -29,15 +29,13 @@ class CutGatherer(Gatherer):
         cuts: Cuts,
         cut_units: Collection[int],  # indices of the model stages whose parameters are gathered
         whole: TransientLayers,  # memory of the gathered layers
-        background: BackgroundCollectives | None = None,  # collectives that run while other layers are computed
-        ahead: int = 0,  # number of layers to prefetch in the background
+        background: BackgroundCollectives | None = None,  # gathers layers while other layers are computed
     ) -> None:
         super().__init__(update)
         self.cuts, self.gather_cuts = cuts, cuts.gather
         self._layer_of: Mapping[int, int] = {unit: context.model.stages[unit].layer for unit in context.units}
         self._cut_layers = {self._layer_of[unit] for unit in cut_units}
         self._whole, self._background = whole, background
-        self._gathers_in_background = background is not None and ahead > 0
         self.handlers = {Kind.GATHER: self.gather, Kind.FREE: self.free, Kind.REFRESH: self.refresh}
         if background is not None:
             self.handlers |= {Kind.START_GATHER: self.start_gather, Kind.WAIT_GATHER: self.wait_gather}
@@ -59,8 +57,7 @@ class CutGatherer(Gatherer):
         layer = self._layer_of[op.unit]
         if layer not in self._cut_layers:
             self.cuts.gather(self.parameters, layer, WHOLE, OPTIMIZER)
-        elif self._gathers_in_background:
-            assert self._background is not None
+        elif self._background is not None:
             self.start_gather(op)
             self._background.wait(layer)
         else:

@@ -139,7 +139,8 @@ def _resolve(sources: Iterable[settings.Settings | None]) -> ResolvedRecipe:
         recipe = Recipe(**{name: kind(**by_section[name]) for name, kind in SECTIONS.items()})
     except ConfigurationError as error:
         # A value from another file or the environment is easily forgotten: the message names its origin.
-        named = [f"{key} is from {place}" for key, place in origin.items() if key in str(error) and place != DEFAULT]
+        text = str(error).partition(". Meaning: ")[0]  # the meaning of a key may name other keys
+        named = [f"{key} is from {place}" for key, place in origin.items() if key in text and place != DEFAULT]
         raise ConfigurationError(f"{error} ({', '.join(named)})" if named else str(error)) from error
     return ResolvedRecipe(recipe, origin)
 

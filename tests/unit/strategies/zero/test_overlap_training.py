@@ -264,9 +264,10 @@ def test_different_branch_on_one_rank_is_named(comm, rng):
             run.step(data[1], 2, other)
 
 
-def test_intermediate_degrees_with_overlap_are_rejected():
+@pytest.mark.parametrize("degree", [1, 2])
+def test_smaller_degrees_with_overlap_are_rejected(degree):
     with pytest.raises(ConfigurationError, match=r"'thread' is not supported .* over all 4 data ranks"):
-        run_threads(4, lambda comm: Run(comm, 1, "thread", optimizer=2))
+        run_threads(4, lambda comm: Run(comm, 1, "thread", optimizer=degree))
 
 
 @cases(
