@@ -40,6 +40,7 @@ STEPS: Final = 1 << 20  # steps of the recipe; the learning rate does not matter
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results | None:
     comm = session.comm
+    harness.at_least(chosen, rounds=1, plain=1)
     keys = gpt_keys(chosen, **{"run.global_batch": chosen.samples * comm.size, "run.device": chosen.device})
     training = Training(session, [*texts(keys), "parallel.strategy=zero1"], STEPS)
     with tempfile.TemporaryDirectory(dir=chosen.directory or None) as temporary:

@@ -108,6 +108,8 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
         nbytes = parse_bytes(chosen.bytes)
     except ValueError as error:
         raise UsageError(f"--bytes {error}") from error
+    if chosen.directory and not Path(chosen.directory).is_dir():
+        raise StorageError(f"--directory {chosen.directory} does not exist; create this directory")
     with tempfile.TemporaryDirectory(dir=chosen.directory or None, prefix="checkpoint-") as temporary:
         folder = Path(comm.broadcast_object(temporary))  # on the file system of rank 0
         check_on_all_ranks(comm, lambda: check_space(folder, nbytes))

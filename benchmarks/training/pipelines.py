@@ -99,7 +99,7 @@ class Contender:
 
 def measure(chosen: argparse.Namespace, session: Session) -> Results:
     comm = session.comm
-    harness.at_least(chosen, steps=1, chunks=2)
+    harness.at_least(chosen, steps=1, chunks=2, layers=1, hidden=1, context=1, samples=1)
     if comm.size < 2:
         raise UsageError("a pipeline needs at least 2 ranks; choose --ranks 2")
     config = ModelConfig(
@@ -110,8 +110,10 @@ def measure(chosen: argparse.Namespace, session: Session) -> Results:
     seconds = agree(comm, pass_seconds(model, chosen.samples))
     message_s = time_of_message(comm, chosen.samples * chosen.context * chosen.hidden)
     rows: list[tuple[str, dict[str, np.ndarray]]] = []
-    for microbatches in chosen.microbatches:
+    for microbatches in dict.fromkeys(chosen.microbatches):
         rows += _alternate(chosen, comm, model, microbatches, seconds, message_s)
+    if all(name.startswith(ONE_RANK) for name, _ in rows):
+        raise UsageError("no schedule supports these sizes; choose another schedule, or more --layers")
     names = [name for name, _ in rows]
     arrays = {key: np.array([figures[key] for _, figures in rows]) for key in rows[0][1]}
     dims = dict.fromkeys(arrays, "contenders") | {"replayed": "contenders, rounds"}

@@ -284,7 +284,7 @@ def _check(command: tuple[str, ...], energy: bool) -> bool:
     # Returns True for a script or other program.
     rank_commands = ", ".join(name for name in COMMANDS if name not in _ONE_PROCESS_COMMANDS)
     # `bench` of a sweep starts ranks itself; the other benchmarks run on ranks.
-    measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint", "step")]
+    measured = [("bench", "collectives"), ("bench", "step")]
     measured += [("plan", "calibrate"), ("plan", "--calibrate")]
     script = command[0] not in COMMANDS and (command[0] in _OUR_PYTHON or shutil.which(command[0]) is not None)
     if not script and command[0] not in rank_commands.split(", ") and command[:2] not in measured:

@@ -758,7 +758,7 @@ def test_mpi_args_with_an_open_quotation_are_rejected(capsys):
 def test_run_rejects_commands_that_start_ranks_themselves(name, capsys):
     with pytest.raises(SystemExit) as leaving:
         main.main(["run", "-n", "2", name])
-    reference = capsys.readouterr().err.partition("; commands: ")[2].strip().split(", ")
+    reference = capsys.readouterr().err.partition("such commands are: ")[2].strip().split(", ")
     assert leaving.value.code == USAGE
     assert "train" in reference and name not in reference
 

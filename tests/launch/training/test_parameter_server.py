@@ -99,4 +99,4 @@ def test_non_finite_loss_names_the_worker(text, tmp_path):
     process = start(3, tmp_path / "run", text, run__steps=50, optimizer__clip_norm=0, **keys)
     _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
-    assert "NonFiniteError: worker " in stderr and "was not applied" in stderr
+    assert "NonFiniteError: non-finite loss or gradient: worker " in stderr and "was not applied" in stderr

@@ -116,7 +116,7 @@ def test_rank_bad_arguments_are_rejected(comm):
         hpcdist.all_gather(np.zeros(()), comm=comm)
     with pytest.raises(UsageError, match=f"{comm.size + 1} arrays for {comm.size} ranks"):
         hpcdist.all_to_all(np.zeros((comm.size + 1, 2)), comm=comm)
-    with pytest.raises(UsageError, match="pass what hpcdist.init"):
+    with pytest.raises(UsageError, match=r"pass the result of hpcdist.init\(\)"):
         hpcdist.allreduce(np.zeros(3), comm="world")
 
 

@@ -430,11 +430,11 @@ def test_rank_wait_for_a_collective_keeps_its_timeout(comm):
     ones = torch.ones(3)
     if comm.rank == 0:
         work = dist.all_reduce(ones, async_op=True)
-        with pytest.raises(DeadlineError, match=r"all_reduce of world/torch\d+ has not ended within 0\.05 s"):
+        with pytest.raises(DeadlineError, match=r"all_reduce on the communicator world/torch\d+ has not ended within 0\.05 s"):
             work.wait(timedelta(seconds=0.05))
         options = dist.BarrierOptions()
         options.timeout, options.asyncOp = timedelta(seconds=0.05), False
-        with pytest.raises(DeadlineError, match=r"barrier of world/torch\d+ has not ended within 0\.05 s"):
+        with pytest.raises(DeadlineError, match=r"barrier on the communicator world/torch\d+ has not ended within 0\.05 s"):
             dist.group.WORLD.barrier(options)
         comm.barrier()
         assert work.wait()
@@ -476,7 +476,7 @@ def test_rank_bad_arguments_raise_clear_errors(comm):
         dist.all_gather_single(ones, torch.ones(5))
     with pytest.raises(UsageError, match="output_split_sizes"):
         dist.all_to_all_single(ones, ones.clone(), [3] * comm.size, [4] + [0] * (comm.size - 1))
-    with pytest.raises(UsageError, match="algorithm 'rings' is unknown, did you mean ring"):
+    with pytest.raises(UsageError, match="algorithm: 'rings' is unknown, did you mean ring"):
         hpcdist.torch.Options(algorithm="rings")
 
 

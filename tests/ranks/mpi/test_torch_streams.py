@@ -323,7 +323,7 @@ def test_rank_tensors_on_different_devices_are_rejected(comm, group, side):
     assert group.bound_device_id == HERE
     group.allreduce([ones], options()).wait()
     for call in (lambda tensor: group.allreduce([tensor]), lambda tensor: group.send([tensor], 0, 0)):
-        with pytest.raises(UsageError, match=r"on cuda:1, but the group \S+ uses cuda:0; give"):
+        with pytest.raises(UsageError, match=r"on cuda:1, but earlier tensors of the process group \S+ were on cuda:0"):
             call(write_later(torch.ones(2), torch_double.OnAnother))
 
 
