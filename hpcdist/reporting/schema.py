@@ -49,7 +49,8 @@ class Key:
     - ``off``: value that is valid although it is out of bounds, usually 0.
     - ``choices``: the valid values, or the valid items of a list.
     - ``valid``: function that returns true for further valid values. ``expected``: description of these values.
-    - ``word``: text that a number key accepts instead of a number. ``digits``: True if a text key accepts whole numbers.
+    - ``word``: text that a number key accepts instead of a number. ``digits``: True if a
+      text key accepts whole numbers.
     - ``path``: True if the value is a path. A text: only values that contain this text are paths.
     """
 

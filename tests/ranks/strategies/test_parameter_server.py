@@ -270,5 +270,7 @@ def test_rank_ssp_with_bound_0_is_lock_step(comm, folder):
 
 
 def test_rank_as_many_backups_as_workers_are_rejected(comm, folder):
-    with pytest.raises(ConfigurationError, match=rf"backup_workers = {comm.size}, but there are {comm.size} workers"):
+    with pytest.raises(
+        ConfigurationError, match=rf"backup_workers = {comm.size}, but there are only {comm.size} workers"
+    ):
         _server_trainer(comm, folder, 1, "colocated", parameter_server__backup_workers=comm.size)
