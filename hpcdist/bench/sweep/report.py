@@ -214,8 +214,8 @@ def plot_inches(results: SweepResults) -> tuple[float, float]:
 def draw(figure: Any, results: SweepResults) -> None:
     """Draw the results of a sweep into the matplotlib ``figure``. Raises UsageError if no run was successful.
 
-    If exactly one numeric recipe key varies, this draws the loss over its values, otherwise a bar with the speed of
-    each configuration. Configurations with several numbers of ranks also get curves over the number of ranks.
+    If exactly one numeric recipe key varies and changes the loss, this draws the loss over its values. Otherwise it
+    draws the speed of each configuration, with curves over the number of ranks for several numbers of ranks.
     """
     measured = _measured(results)
     if (axis := swept(results, measured)) is not None:
@@ -255,17 +255,20 @@ class SweptKey:
 
 
 def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | None:
-    """Return the only numeric recipe key that varies in a sweep, or None. ``measured``: rows of successful trials."""
+    """Return the only numeric recipe key that varies and changes the loss, or None. ``measured``: successful trials."""
     recipes = {c.id: dict(_settings(tomllib.loads(c.recipe))) for c in results.configurations}
-    recipes = {row.id: recipes[row.id] | {"ranks": f"{row.ranks} ranks"} for row in measured}
+    recipes = {row.id: recipes[row.id] | {"ranks": counted(row.ranks, "rank")} for row in measured}
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
     varied = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes.values()}) > 1]
     numeric = [key for key in varied if all(_is_number(recipe.get(key)) for recipe in recipes.values())]
-    loss = next((n for n in ("val_loss", "train_loss") if all(getattr(r, n) is not None for r in measured)), None)
-    if len(numeric) != 1 or loss is None:
+    finite = [row for row in measured if row.train_loss is not None or row.val_loss is not None]
+    loss = next((n for n in ("val_loss", "train_loss") if all(getattr(r, n) is not None for r in finite)), None)
+    if len(numeric) != 1 or loss is None or len({getattr(row, loss) for row in finite}) < 2:
         return None
     others = [key for key in varied if key != numeric[0]]
-    labels = {row_id: ", ".join(str(recipe.get(key)) for key in others) for row_id, recipe in recipes.items()}
+    labels = {
+        row_id: ", ".join(str(recipe[key]) for key in others if key in recipe) for row_id, recipe in recipes.items()
+    }
     values = {row_id: float(recipe[numeric[0]]) for row_id, recipe in recipes.items()}
     return SweptKey(numeric[0], values, labels, loss)
 
@@ -282,20 +285,25 @@ def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + name, value
 
 
+def _value_text(value: float) -> str:
+    return f"{value:.0f}" if value.is_integer() else f"{value:g}"
+
+
 def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
-    points = sorted((axis.values[row.id], getattr(row, axis.loss), axis.labels[row.id]) for row in measured)
-    for index, label in enumerate(dict.fromkeys(axis.labels[row.id] for row in measured)):
+    finite = [row for row in measured if getattr(row, axis.loss) is not None]
+    points = sorted((axis.values[row.id], getattr(row, axis.loss), axis.labels[row.id]) for row in finite)
+    for index, label in enumerate(dict.fromkeys(axis.labels[row.id] for row in finite)):
         line = [(value, loss) for value, loss, of in points if of == label]
         axes.plot(
             *zip(*line, strict=True), "o-", color=plotting.CYCLE[index % len(plotting.CYCLE)], label=label or None
         )
     value, loss, label = min(points, key=lambda point: point[1])
     axes.plot([value], [loss], "*", color=plotting.ORANGE, markersize=15, label="best", zorder=3)
-    axes.annotate(f"{value:g}: {loss:.4f}", (value, loss), (0, -16), textcoords="offset points", ha="center")
+    axes.annotate(f"{_value_text(value)}: {loss:.4f}", (value, loss), (0, -16), textcoords="offset points", ha="center")
     values = sorted({value for value, _, _ in points})
     if values[0] > 0 and values[-1] > 10 * values[0]:
         axes.set_xscale("log")
-    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set_xticks(values, [_value_text(value) for value in values])
     axes.minorticks_off()
     axes.margins(y=0.15)
     axes.set_xlabel(axis.key)

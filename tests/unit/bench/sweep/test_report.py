@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,19 @@ def test_plot_of_one_numeric_axis_shows_the_loss_over_it(rates_file):
     drawn = rates_file.with_suffix(".svg").read_text()
     for text in ("optimizer.learning_rate", "validation loss", "ring", "tree", "best", "0.003: 2.1249"):
         assert f">{text}<" in drawn, text
+
+
+def test_key_that_does_not_change_the_loss_is_no_axis(rates_file):
+    read = report.read(rates_file)
+    rows = [replace(row, val_loss=2.0) for row in report.rows(read)]
+    assert report.swept(read, rows) is None
+
+
+def test_configuration_without_a_loss_is_left_out_of_the_axis(rates_file):
+    read = report.read(rates_file)
+    first, *rows = report.rows(read)
+    axis = report.swept(read, [replace(first, val_loss=None, train_loss=None), *rows])
+    assert (axis.key, axis.loss) == ("optimizer.learning_rate", "val_loss")
 
 
 def test_sweep_without_a_single_numeric_axis_has_none(sweep_file, rates_file, rng):
