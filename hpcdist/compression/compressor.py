@@ -252,7 +252,7 @@ class ErrorFeedback:
         return residual
 
     def keep(self) -> None:
-        """End a step whose update was applied, and keep the new residuals."""
+        """End a step whose update begins, and keep the new residuals."""
         self._open.clear()
 
     def rollback(self) -> None:

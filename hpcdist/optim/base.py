@@ -30,14 +30,14 @@ Decay: TypeAlias = float | kernels.TensorOptions  # weight decay of one tensor, 
 class SegmentWise(ABC):
     """Base class of optimizers of ``parts``, the ranges of the flat parameter vector that this rank owns. Local.
 
-    An update calls `direction`, then `apply`. If ``needs_norms`` is true, `apply` needs the sums of `partial_norms`
-    over the ranks.
+    An update calls `direction`, then `apply`. Fused optimizers such as AdamW do the whole update in `apply`. If
+    ``needs_norms`` is true, `apply` needs the sums of `partial_norms` over the ranks.
     """
 
     # names of the optimizer state vectors, which have the dtype of the master weights
     slot_names: ClassVar[tuple[str, ...]] = ()
     needs_norms: ClassVar[bool] = False
-    slots_in_apply: ClassVar[bool] = False  # True if `apply` updates the slots, False if `direction` does
+    slots_in_apply: ClassVar[bool] = False  # True if only `apply` uses the slots
 
     def __init__(
         self,

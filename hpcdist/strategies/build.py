@@ -1,4 +1,7 @@
-"""Construction from a recipe: the exchange, the executor and the proven operations of one rank."""
+"""Construction of the executor and of the proven operations of one rank, and of servers, gossip and local SGD.
+
+`data.catalogue` constructs allreduce and ZeRO; `hpcdist.training.build.assemble.build_exchange` selects the strategy.
+"""
 
 import pickle
 from collections.abc import Callable, Sequence

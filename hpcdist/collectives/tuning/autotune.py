@@ -1,4 +1,6 @@
-"""Autotuner of the allreduce: a cost model proposes candidates, a tournament selects, and a cache stores the result.
+"""Autotuner of the allreduce and of its halves, the reduce-scatter and the all-gather of ZeRO.
+
+A cost model proposes candidates, a tournament selects, and a cache stores the result.
 
 The largest size is measured first. Sizes beyond the time budget are left out. All ranks decide by the same times, so
 they make the same calls.

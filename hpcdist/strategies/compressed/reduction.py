@@ -2,7 +2,8 @@
 
 With n values on p ranks, and c bytes of payload per value, a rank sends
 
-  QuantisedReduction  2 (p-1)/p c n    two compression errors for any p (qgZ of ZeRO++, Wang et al., arXiv:2306.10209)
+  QuantisedReduction  2 (p-1)/p c n    an allreduce: two compression errors for any p
+                      (p-1)/p c n      a reduce-scatter: one error (qgZ of ZeRO++, Wang et al., arXiv:2306.10209)
   GatheredReduction   (p-1) c n
   PayloadAllreduce    2 (p-1)/p c n
 
@@ -201,9 +202,9 @@ class QuantisedReduction(CompressedReduction):
         return sent
 
     def all_gather(self, values: Array, part: Range, shares: Sequence[Range]) -> None:
-        """All-gather gradients in compressed form: rank r sends the range ``shares[r]``. Collective.
+        """All-gather values in compressed form: rank r sends the range ``shares[r]``. Collective.
 
-        ``values``: gradients of the range ``part``. Received ranges are decoded into ``values``.
+        ``values``: gradients or parameters of the range ``part``. Received ranges are decoded into ``values``.
         """
         comm = self.comm
         _compare(comm, "all_gather", self.coder, part, shares)

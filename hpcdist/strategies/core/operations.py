@@ -90,7 +90,7 @@ class Kind(Enum):
     RECV_ACTIVATION = "recv_activation"  # from the rank of the unit before
     SEND_GRADIENT = "send_gradient"  # to the rank of the unit before
     RECV_GRADIENT = "recv_gradient"  # from the rank of the unit
-    GATHER = "gather"  # (unit): gather its whole parameters over the data axis
+    GATHER = "gather"  # (unit): gather its whole parameters over the data axis, before each use or after the update
     START_GATHER = "start_gather"  # (unit): start a GATHER, in flight until WAIT_GATHER
     WAIT_GATHER = "wait_gather"  # (unit): complete a START_GATHER
     FREE = "free"  # (unit): free its whole parameters; the shards stay (`CutGatherer.free`)
@@ -116,7 +116,7 @@ class Kind(Enum):
     SUM_ROWS = "sum_rows"  # sum gradients of unsharded tensors over the tensor axis (sequence parallelism)
     AGREE = "agree"  # agree on loss, norm, overflow and stop requests; comes after every REDUCE
     COMPRESS = "compress"  # (range): exchange gradient payloads, after AGREE
-    DIRECTION = "direction"  # (range): turn gradients into update directions
+    DIRECTION = "direction"  # (range): turn gradients into update directions; fused optimizers do this in APPLY
     NORMS = "norms"  # sum norms of tensors that several ranks share, for layer-wise rates
     APPLY = "apply"  # (range): update parameters along the directions
     REFRESH = "refresh"  # (unit): send its new parameters to the ranks that keep shards of them

@@ -83,7 +83,7 @@ class ShardedUpdate:
         self.optimizer.begin_step()
 
     def direction(self, op: Operation) -> None:
-        """Replace the gradients in the range of ``op`` by the optimizer's update directions. Local."""
+        """Compute the optimizer's update directions from the gradients in the range of ``op``. Local."""
         self.optimizer.direction(op.part, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:

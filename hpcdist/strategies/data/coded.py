@@ -292,7 +292,7 @@ class CodedScatter(Scatter):
             self._over_replicas.allreduce(values.range(cuts[OPTIMIZER]), cuts[OPTIMIZER])
 
 
-_NEAREST: Final = CompressionConfig(error_feedback=True)  # selects rounding to nearest
+_NEAREST: Final = CompressionConfig(error_feedback=True)  # selects rounding to nearest; parameters have no feedback
 
 
 class CompressedGathers:
@@ -319,6 +319,7 @@ class CompressedGathers:
                 self._cuts.gather(store, layer, level, level + 1)
 
     def _decode(self, store: FlatStore, layer: int, level: int) -> None:
+        # Collective: encodes and sends this rank's share, and decodes the shares of all ranks.
         part, local = (self._cuts.cuts[layer][cut] for cut in (level, level + 1))
         if not part:
             return

@@ -55,7 +55,7 @@ class Residuals:
         self._old: list[FlatStore] = []  # residuals of another number of ranks, while a checkpoint is read
 
     def keep(self) -> None:
-        """End a step whose update was applied: the new residuals replace the residuals of the previous step."""
+        """End a step whose update begins: the new residuals replace the residuals of the previous step."""
         self.feedback.keep()
 
     def settle(self) -> None:
@@ -199,7 +199,7 @@ class Feedback:
         self.is_open = False
 
     def keep(self) -> None:
-        """Keep the new residuals, after the step's update was applied."""
+        """Keep the new residuals, because the step's update begins."""
         self.is_open = False
         for residuals in self.residuals:
             residuals.keep()
