@@ -127,11 +127,15 @@ class Watchdog:
         self._leave(FAILURE)
 
     def _announce(self, text: str) -> bool:
+        complete = self._marker.with_name(f"{self._marker.name}.{self.recorder.rank}")
         try:
             if self._old_marker is not None and self._identity() == self._old_marker:
                 self._marker.unlink(missing_ok=True)
-            with self._marker.open("x") as file:
-                file.write(text)
+            complete.write_text(text)
+            try:
+                os.link(complete, self._marker)  # the marker appears with its text, so no rank sees two versions of it
+            finally:
+                complete.unlink()
         except FileExistsError:
             return False
         except OSError:
