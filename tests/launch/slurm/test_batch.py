@@ -70,7 +70,7 @@ def test_job_stopped_and_requeued_on_two_nodes_has_the_same_bits(jobs, mpi):
     assert output.count("4 ranks on 2 nodes") == 2  # in both starts
     one, two = (report.report(jobs.folder / name) for name in ("whole", "stopped"))
     assert two.figures["sessions"] == 2 and two.figures["steps"] == STEPS
-    assert np.array_equal(one.metrics.steps["loss"], two.metrics.steps["loss"])
+    assert np.array_equal(one.run.steps["loss"], two.run.steps["loss"])
     assert one.figures["val_loss"] == two.figures["val_loss"]
 
 

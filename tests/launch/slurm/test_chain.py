@@ -51,7 +51,7 @@ def test_chain_that_loses_a_node_trains_the_same_bits(jobs):
     assert "the job is complete" in jobs.log(third)
     once, thrice = (report.report(jobs.folder / name) for name in ("whole", "chained"))
     assert (once.figures["sessions"], thrice.figures["sessions"]) == (1, 3)
-    assert np.array_equal(once.metrics.steps["loss"], thrice.metrics.steps["loss"])
+    assert np.array_equal(once.run.steps["loss"], thrice.run.steps["loss"])
     assert once.figures["val_loss"] == thrice.figures["val_loss"]
 
     for number in (idle, jobs.begin("--out=chained", "--no-check")):
