@@ -51,7 +51,7 @@ def check_messages(layout, result):
 def test_keys_tile_any_layout_for_any_number_of_servers(sizes, servers):
     layout = layout_of(*sizes)
     if layout.size // ALIGN_ELEMENTS < servers:
-        with pytest.raises(ConfigurationError, match=f"{servers} servers, but .* to at most"):
+        with pytest.raises(ConfigurationError, match=f"{servers} parameter servers, but .* to at most"):
             partition_keys(layout, servers)
     else:
         check(layout, servers)
