@@ -192,8 +192,8 @@ for error in (None, SystemExit(3), ValueError("of a child")):
             raise error
         sys.exit()
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert os.path.exists(run + "/lock")  # the lock of rank 0, which waits in the allreduce below until all ranks come
 codes.append(int(hpcdist.allreduce(np.ones(1))[0]))
-assert os.path.exists(run + "/lock")  # of rank 0, which still runs
 print(*codes, flush=True)
 """
     ended = launch(2, program, HPCDIST_RUN_DIR=str(tmp_path / "run"))
