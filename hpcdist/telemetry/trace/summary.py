@@ -379,8 +379,8 @@ def _wait_lines(values: Mapping[str, Any]) -> list[str]:
     ]
     lines.append("longest waits")
     lines += [
-        f"  {format_seconds(wait['seconds']):>9}  rank {wait['rank']} in {wait['in']} for rank {wait['for']}, "
-        f"which was at {wait['doing']}"
+        f"  {format_seconds(wait['seconds']):>9}  rank {wait['rank']} in {wait['in']} for rank {wait['for']} "
+        f"({wait['doing']})"
         for wait in values["longest_waits"]
     ]
     return lines
