@@ -371,7 +371,7 @@ class WaitGraph:
             return f"{text}, nor any operation before"
         last = record.events[-1]
         busy = "computes, waits for something other than a message, or took another branch"
-        return f"{text}: after {last} it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
+        return f"{text}: after {last}, it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
 
     def unexplained(self) -> list[Finding]:
         """Return findings about ranks that wait in an operation or missed a deadline, without a known cause."""
