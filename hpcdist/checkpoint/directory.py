@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic
 

@@ -14,10 +14,9 @@ from hpcdist.arrays.dtypes import dtype_of, fault_in, name_of
 from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest, two_phase
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
-from hpcdist.checkpoint.saving import two_phase
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, whole_number

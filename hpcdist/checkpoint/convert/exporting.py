@@ -18,8 +18,8 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor, stored_tensors
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5.overlay import pwrite_all

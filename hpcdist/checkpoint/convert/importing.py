@@ -23,7 +23,7 @@ from hpcdist.checkpoint.convert.exporting import piece_in_file
 from hpcdist.checkpoint.convert.safetensors import INDEX_SUFFIX, MAX_TENSORS, SUFFIX, SafetensorsReader
 from hpcdist.checkpoint.convert.torch_state import TorchReader
 from hpcdist.checkpoint.listing import StoredTensor
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 

@@ -18,8 +18,8 @@ import numpy as np
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.convert.exporting import export_metadata, key_of, new_files, write_file, write_tensors
-from hpcdist.checkpoint.format.manifest import Manifest, unique_keys
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.checkpoint.manifest import Manifest, unique_keys
 from hpcdist.hdf5.overlay import pread_all, pwrite_all
 from hpcdist.reporting import regular
 

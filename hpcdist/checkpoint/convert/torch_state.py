@@ -16,8 +16,8 @@ import numpy as np
 from hpcdist.arrays.dtypes import BFLOAT16, FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.checkpoint.convert.exporting import export_metadata, new_files, write_file, write_tensors
-from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.models.config import FOREIGN
 from hpcdist.reporting import atomic

@@ -16,10 +16,9 @@ from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, first_gap, grouped_alike, intersect_runs, runs
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint import listing
-from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest, StoredPiece
-from hpcdist.checkpoint.format.shard import BlockConsumer, BlockReader, DamagedError
+from hpcdist.checkpoint import listing, manifest
+from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredPiece
+from hpcdist.checkpoint.shard import BlockConsumer, BlockReader, DamagedError
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError, StorageError

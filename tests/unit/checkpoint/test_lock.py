@@ -18,7 +18,7 @@ from harness.jobs import LIMIT_S, call_command
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import lock, state
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
-from hpcdist.checkpoint.saving.two_phase import SavePlan, commit, save
+from hpcdist.checkpoint.two_phase import SavePlan, commit, save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic

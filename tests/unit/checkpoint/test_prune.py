@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint.directory import VAL_LOSS, Retention, loss_of
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import solo
 
 

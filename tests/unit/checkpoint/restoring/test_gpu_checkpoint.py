@@ -9,7 +9,7 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "bias", (5,))])

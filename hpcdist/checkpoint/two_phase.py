@@ -15,15 +15,15 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import xxhash
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint import manifest, shard
 from hpcdist.checkpoint.directory import Retention
-from hpcdist.checkpoint.format import manifest, shard
-from hpcdist.checkpoint.format.manifest import Slot, StoredPiece
-from hpcdist.checkpoint.format.shard import WrittenShards
-from hpcdist.checkpoint.format.shard_layout import BlockSource, IncomingBlocks, blocks_of, first_holders, send_blocks
 from hpcdist.checkpoint.lock import lost
+from hpcdist.checkpoint.manifest import Slot, StoredPiece
+from hpcdist.checkpoint.shard import BlockSource, IncomingBlocks, WrittenShards, blocks_of, first_holders, send_blocks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import Overlay
@@ -81,8 +81,9 @@ class IncrementalWriter:
         same = {}
         for slot, source in zip(slots, sources, strict=True):
             entry = self.entries.get(slot)
-            # Empty pieces have no digest to compare, and cost nothing to write.
-            if entry is not None and slot.nbytes and shard.block_digests(source()) == entry.digests:
+            if entry is None or not slot.nbytes:
+                continue  # empty pieces have no digest to compare, and cost nothing to write
+            if entry.digests == tuple(xxhash.xxh3_128_hexdigest(block.data) for block in source()):
                 same[slot] = entry
         return same
 

@@ -23,7 +23,7 @@ import numpy as np
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.checkpoint.partner.memory_copy import INCOMPLETE, CopyLayout, MemoryCopy, memory_bytes, signature
+from hpcdist.checkpoint.memory_copy import INCOMPLETE, CopyLayout, MemoryCopy, memory_bytes, signature
 from hpcdist.comm.communicator import Communicator
 
 TAG: Final = 7102

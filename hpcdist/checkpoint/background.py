@@ -26,11 +26,10 @@ from hpcdist.arrays.gpu import device, staging
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
-from hpcdist.checkpoint.format.manifest import BLOCK_BYTES
-from hpcdist.checkpoint.format.shard import read_fully
-from hpcdist.checkpoint.format.shard_layout import BlockSource, blocks_of
-from hpcdist.checkpoint.saving import two_phase
-from hpcdist.checkpoint.saving.two_phase import GroupGather, IncrementalWriter, SavePlan, ShardOutcome, agree, group_of
+from hpcdist.checkpoint import two_phase
+from hpcdist.checkpoint.manifest import BLOCK_BYTES
+from hpcdist.checkpoint.shard import BlockSource, blocks_of, read_fully
+from hpcdist.checkpoint.two_phase import GroupGather, IncrementalWriter, SavePlan, ShardOutcome, agree, group_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MissingCapabilityError, StorageError
 from hpcdist.hdf5.overlay import pwrite_all

@@ -14,8 +14,8 @@ from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.partner import memory_copy, redundancy
-from hpcdist.checkpoint.partner.redundancy import PartnerStore, partner_ranks, recover
+from hpcdist.checkpoint import memory_copy, partner
+from hpcdist.checkpoint.partner import PartnerStore, partner_ranks, recover
 from hpcdist.checkpoint.restoring import messages
 from hpcdist.checkpoint.restoring import reshard as redistributing
 from hpcdist.checkpoint.restoring.reshard import reshard
@@ -111,7 +111,7 @@ def test_recover_without_a_dead_rank_or_with_a_new_rank(comm, nodes):
 class DiesAt:
     """Kills this thread at its line number ``count`` in the modules under test. Counts the executed lines."""
 
-    FILES = tuple(module.__file__ for module in (redundancy, memory_copy, redistributing, messages))
+    FILES = tuple(module.__file__ for module in (partner, memory_copy, redistributing, messages))
 
     def __init__(self, count=None):
         self.lines, self._count = 0, count
@@ -298,7 +298,7 @@ def test_memory_of_copies_is_two_states_and_counted(nodes):
 def test_pieces_and_scalars_may_change_between_steps(rng, monkeypatch, nodes):
     """On one rank and on several, with many blocks and messages."""
     monkeypatch.setattr(memory_copy, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(redundancy, "MESSAGE_BYTES", 512)
+    monkeypatch.setattr(partner, "MESSAGE_BYTES", 512)
     plans = [[(int(rng.integers(0, 3)), int(rng.integers(0, 5))) for _ in range(8)] for _ in range(3)]
 
     def body(comm):

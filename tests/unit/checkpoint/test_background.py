@@ -11,10 +11,10 @@ from harness.jobs import LIMIT_S
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import background, two_phase
+from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving import background, two_phase
-from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
-from hpcdist.checkpoint.saving.two_phase import SavePlan
+from hpcdist.checkpoint.two_phase import SavePlan
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training.recipe.recipe import load
@@ -118,7 +118,7 @@ def test_background_failure_is_raised_on_all_ranks_at_a_step(tmp_path, monkeypat
             place = {"write": "shard.write", "commit": "names.commit", "unforeseen": "shard.write"}.get(where)
             if place:
                 monkeypatch.setattr(
-                    f"hpcdist.checkpoint.saving.two_phase.{place}",
+                    f"hpcdist.checkpoint.two_phase.{place}",
                     raise_programming_error if where == "unforeseen" else raise_no_space,
                 )
             else:

@@ -14,10 +14,10 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import manifest, shard
 from hpcdist.checkpoint.config import CheckpointConfig
-from hpcdist.checkpoint.format import manifest, shard
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.hdf5.virtual import rectangles

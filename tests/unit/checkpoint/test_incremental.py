@@ -11,11 +11,11 @@ from harness.inputs import newest_intact_checkpoint
 from harness.marks import on_threads
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.background import BackgroundCheckpoints
+from hpcdist.checkpoint.listing import verify
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
-from hpcdist.checkpoint.saving.two_phase import IncrementalWriter, SavePlan, save_planned
-from hpcdist.checkpoint.verify import verify
+from hpcdist.checkpoint.two_phase import IncrementalWriter, SavePlan, save_planned
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training.recipe.recipe import load
@@ -111,7 +111,7 @@ def test_failed_save_is_not_linked_to(tmp_path, monkeypatch):
 
         comm.barrier()
         if comm.rank == 0:
-            monkeypatch.setattr("hpcdist.checkpoint.saving.two_phase.names.commit", raise_no_space)
+            monkeypatch.setattr("hpcdist.checkpoint.two_phase.names.commit", raise_no_space)
         comm.barrier()
         with pytest.raises(StorageError, match="No space left"):
             save_planned(plan_of(tmp_path, comm, 2), state.pieces(), comm, "rank", kept)

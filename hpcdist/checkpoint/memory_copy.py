@@ -22,7 +22,7 @@ from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up, cut
-from hpcdist.checkpoint.format.manifest import Slot
+from hpcdist.checkpoint.manifest import Slot
 
 BLOCK_BYTES: Final = 1 << 20  # unit of copying and digesting: stays in the cache (empirical)
 MIN_SCALAR_ROOM: Final = 4096  # capacity for the scalars in bytes

@@ -13,10 +13,10 @@ import pytest
 from harness.inputs import newest_intact_checkpoint
 from harness.marks import cases
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
-from hpcdist.checkpoint.saving.two_phase import SavePlan, save
+from hpcdist.checkpoint.two_phase import SavePlan, save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 
