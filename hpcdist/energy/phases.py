@@ -10,7 +10,7 @@ from typing import Any, Final
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.mpi.world import init
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.errors import ConfigurationError, UsageError
 
 VARIABLES: Final = "HPCDIST_SET__ENERGY__"  # prefix of the variables that set keys of [energy]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hpcdist.checkpoint.lock import LOCK_FILE
-from hpcdist.cli.doctor import report
+from hpcdist.cli.doctor.command import exit_code, show
 from hpcdist.comm import start
 from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks, mpi_library
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
@@ -39,7 +39,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         session = start.start(examined=True)
     except HpcdistError as error:
         if launched is None or not launched.rank:
-            report.show([_world_failure(launched, error)], as_json)
+            show([_world_failure(launched, error)], as_json)
         failfast.agreed_exit(FAILURE)  # every rank fails alike, or this rank is alone
     comm, directory = session.comm, (out or Path()).absolute()
     deadline = gather.StageDeadline(f"rank {comm.rank} on {socket.gethostname()}")
@@ -63,8 +63,8 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         if recipe is not None:
             checks.append(_packages(recipe))
         nodes = gathered.table.labels
-        report.show(checks, as_json, ranks=comm.size, nodes=nodes)
-        code = report.exit_code(checks)
+        show(checks, as_json, ranks=comm.size, nodes=nodes)
+        code = exit_code(checks)
     code = comm.broadcast_object(code)
     deadline.stop()
     session.leave(code)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.energy.accounts.part_time_sensor import UNKNOWN_SENSOR, sensor_of
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.sources import nvml, pm_counters, rapl, utilisation
+from hpcdist.energy.part_time_sensor import UNKNOWN_SENSOR, sensor_of
+from hpcdist.energy.sources import nvml, sysfs, utilisation
 from hpcdist.energy.sources.counters import EnergyCounter
 from hpcdist.energy.sources.nvml import cuda_visible
 from hpcdist.energy.sources.utilisation import RankProcess
@@ -86,7 +86,7 @@ def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computin
     else:
         sources.missing["gpu"] = f"energy.sources = {config.sources!r}"
     if config.wants("rapl"):
-        zones, missing = rapl.find(Path(config.powercap))
+        zones, missing = sysfs.find_rapl(Path(config.powercap))
         sources.counters += zones
         sources.missing |= missing
     else:
@@ -117,7 +117,7 @@ def _add_gpus(sources: NodeSources, config: EnergyConfig, ranks: Mapping[str, in
 
 
 def _add_cray(sources: NodeSources, config: EnergyConfig) -> None:
-    counters, missing = pm_counters.find(Path(config.pm_counters))
+    counters, missing = sysfs.find_cray(Path(config.pm_counters))
     if not counters:
         if config.sources == "cray":
             sources.missing |= missing
@@ -170,8 +170,8 @@ def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[st
             rows += _gpu_rows(driver, environment)
     except MissingCapabilityError as error:
         rows.append({"kind": "gpu", "name": "nvml", "reason": str(error)})
-    by_source = {"rapl": rapl.find(Path(config.powercap)), "pm_counters": pm_counters.find(Path(config.pm_counters))}
-    for name, (counters, missing) in by_source.items():
+    rapl, cray = sysfs.find_rapl(Path(config.powercap)), sysfs.find_cray(Path(config.pm_counters))
+    for name, (counters, missing) in (("rapl", rapl), ("pm_counters", cray)):
         rows += [{"kind": counter.kind, "name": counter.name, "reason": None} for counter in counters]
         rows += [{"kind": kind, "name": name, "reason": reason} for kind, reason in missing.items()]
     rows.append({"kind": "any", "name": "declared", "reason": MODEL_NOTE})

@@ -15,10 +15,10 @@ import numpy as np
 
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
-from hpcdist.energy.accounts import energy_metrics
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
+from hpcdist.energy import energy_metrics
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.energy_metrics import CarbonIntensity
+from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly

@@ -15,9 +15,9 @@ import numpy as np
 from hpcdist.batch import carbon, ledger
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy as slurm_energy
-from hpcdist.energy.accounts import energy_metrics, phase_shares
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, StartHistory
+from hpcdist.energy import energy_metrics, phase_shares
 from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.energy_metrics import CarbonIntensity, StartHistory
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import json_number

@@ -35,7 +35,7 @@ LAYOUT = Layout.of(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
+    for module in ("manifest", "shard", "restoring.restore"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 256)
     monkeypatch.setattr(shard, "PART_BYTES", 128)
 

@@ -86,7 +86,7 @@ def test_restore_on_any_number_of_ranks_is_bit_equal(tmp_path, rng, saved, resto
 
 
 def test_column_shards_are_restored_as_row_shards(tmp_path, rng, monkeypatch):
-    for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
+    for module in ("manifest", "shard", "restoring.restore"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     monkeypatch.setattr("hpcdist.checkpoint.shard.READ_BYTES", 192)
     monkeypatch.setattr("hpcdist.checkpoint.shard.PART_BYTES", 320)

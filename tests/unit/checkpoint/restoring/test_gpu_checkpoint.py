@@ -48,8 +48,8 @@ def test_each_gpu_piece_is_copied_once(gpu, tmp_path):
     gpu.LOG.clear()
     path = run_threads(1, lambda comm: save(tmp_path, 1, pieces, {}, comm))[0]
     copied = {
-        (gpu.D2H, "shard_layout._of_device"): len(pieces),
-        (gpu.SYNCHRONISE, "shard_layout._wait_for_copy"): len(pieces),
+        (gpu.D2H, "shard._of_device"): len(pieces),
+        (gpu.SYNCHRONISE, "shard._wait_for_copy"): len(pieces),
     }
     assert gpu.LOG.sites() == copied and gpu.LOG.nbytes(gpu.D2H) == sum(piece.array.nbytes for piece in pieces)
     gpu.LOG.clear()

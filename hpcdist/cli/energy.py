@@ -21,7 +21,7 @@ from hpcdist.errors import INTERRUPTED, OK, STORAGE
 from hpcdist.reporting.jsonable import jsonable
 
 if TYPE_CHECKING:
-    from hpcdist.energy.monitor.monitor import EnergyWatch, WatchInterval
+    from hpcdist.energy.monitor import EnergyWatch, WatchInterval
 
 REFRESH_S: Final = 1.0
 MAX_SOURCES: Final = 4  # if there are more sources, a line shows one value per kind
@@ -76,7 +76,7 @@ def watch(
     counters.
     """
     from hpcdist.energy.config import EnergyConfig
-    from hpcdist.energy.monitor.monitor import EnergyWatch  # late: --help must not load numpy
+    from hpcdist.energy.monitor import EnergyWatch  # late: --help must not load numpy
 
     config = EnergyConfig(interval_s=interval, powercap=str(powercap), pm_counters=str(pm_counters))
     watch = EnergyWatch(config, output)
@@ -220,9 +220,9 @@ def _total(totals: Mapping[str, Any]) -> str:
 
 # name -> ("module:attribute" of the click command, its line in the overview)
 COMMANDS: Final = {
-    "sources": ("hpcdist.cli.energy.group:sources", "List the energy counters of this machine."),
-    "watch": ("hpcdist.cli.energy.group:watch", "Print the current power, or the joules of a command."),
-    "report": ("hpcdist.cli.energy.report:command", "Account for the energy of a run."),
+    "sources": ("hpcdist.cli.energy:sources", "List the energy counters of this machine."),
+    "watch": ("hpcdist.cli.energy:watch", "Print the current power, or the joules of a command."),
+    "report": ("hpcdist.cli.runs.energy:command", "Account for the energy of a run."),
 }
 
 

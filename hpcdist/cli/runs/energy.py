@@ -47,7 +47,7 @@ def command(
     """
     _check(carbon_intensity, carbon_source, carbon_date, options["forecast"])
     # Late: --help must not load numpy.
-    from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
+    from hpcdist.energy.energy_metrics import CarbonIntensity
     from hpcdist.training.use_cases.energy_figures import EnergyReportOptions, figures
 
     intensity = None

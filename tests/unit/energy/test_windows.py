@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcdist.energy.monitor.windows import PhaseWindows
+from hpcdist.energy.node_rows import PhaseWindows
 
 S = 1_000_000_000
 

@@ -20,12 +20,9 @@ from hpcdist.comm.failure.rank_failures import barrier_with_deadline
 from hpcdist.comm.launch.environment import boot_id
 from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor import tables
-from hpcdist.energy.monitor.live import LiveFigures, MeanPower
-from hpcdist.energy.monitor.sampler import DrainedSamples, EnergySampler, SourceSamples
-from hpcdist.energy.monitor.tables import NodeRows
-from hpcdist.energy.monitor.windows import PhaseWindows
+from hpcdist.energy.node_rows import GROUP, LiveFigures, MeanPower, NodeRows, PhaseWindows, append_rows
 from hpcdist.energy.report import NODE, NodeContribution, SourceResult
+from hpcdist.energy.sampler import DrainedSamples, EnergySampler, SourceSamples
 from hpcdist.energy.sources import nvml
 from hpcdist.energy.sources.discovery import GpuClaim, NodeSources, claim_gpus, open_node_sources
 from hpcdist.energy.sources.utilisation import NodeUtilisation, this_process
@@ -99,7 +96,7 @@ class EnergyWatch:
             return
         try:
             with files.edit(self._output, SCHEMA, VERSION) as file:
-                tables.append(file, self._session, [row])
+                append_rows(file, self._session, [row])
         except StorageError as error:
             self._output, self.lost_output = None, str(error)
 
@@ -171,9 +168,9 @@ def _claim_visible() -> GpuClaim:
 
 def _next_session(output: Path) -> int:
     with files.edit(output, SCHEMA, VERSION) as file:
-        if tables.GROUP not in file:
+        if GROUP not in file:
             return 0
-        sessions = np.asarray(file[f"{tables.GROUP}/sources/session"])
+        sessions = np.asarray(file[f"{GROUP}/sources/session"])
     return int(sessions.max(initial=-1)) + 1
 
 

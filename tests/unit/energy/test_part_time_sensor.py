@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.operations.folded_energy import WorkIntervals, estimate, naive_j
 from harness.marks import cases
-from hpcdist.energy.accounts.part_time_sensor import UNKNOWN_SENSOR, PowerSensor, SensorShift, sensor_of
+from hpcdist.energy.part_time_sensor import UNKNOWN_SENSOR, PowerSensor, SensorShift, sensor_of
 from stubs import synthetic_load
 
 A100 = PowerSensor(0.1, 0.025)

@@ -5,10 +5,9 @@ from dataclasses import replace
 import h5py
 import numpy as np
 
-from hpcdist.energy.monitor import tables as monitor_tables
-from hpcdist.energy.monitor.sampler import DrainedSamples
-from hpcdist.energy.monitor.tables import NodeRows
-from hpcdist.energy.monitor.windows import PhaseWindow
+from hpcdist.energy import node_rows
+from hpcdist.energy.node_rows import NodeRows, PhaseWindow
+from hpcdist.energy.sampler import DrainedSamples
 from hpcdist.energy.sources.counters import SourceInfo
 from hpcdist.energy.sources.utilisation import BYTES, COLUMNS
 from hpcdist.hdf5 import datasets, files
@@ -39,7 +38,7 @@ def test_tables_are_appended_over_flushes_and_sessions(tmp_path):
         (1, [rows(0, [])]),
     ):
         with files.edit(path, "hpcdist.metrics", 1) as file:
-            monitor_tables.append(file, session, nodes)
+            node_rows.append_rows(file, session, nodes)
     with h5py.File(path) as file:
         group = file["energy"]
         samples = {name: group["samples"][name][...].tolist() for name in group["samples"].attrs["columns"]}
@@ -81,13 +80,13 @@ def test_file_of_earlier_version_is_extended(tmp_path):
     path = tmp_path / "metrics.h5"
     with files.edit(path, "hpcdist.metrics", 1) as file:
         for name in ("sources", "samples", "windows"):
-            monitor_tables.TABLES[name].create(file)
+            node_rows.TABLES[name].create(file)
         before = {"t_mono_ns": 1, "session": 0, "node": 0, "source": 0, "energy_mj": 5}
         datasets.extend(file, "energy/samples", {name: np.array([value]) for name, value in before.items()})
         source = {"session": 0, "node": 0, "source": 0, "kind": b"gpu", "name": b"GPU-0"}
         datasets.extend(file, "energy/sources", {name: np.array([value]) for name, value in source.items()})
     with files.edit(path, "hpcdist.metrics", 1) as file:
-        monitor_tables.append(file, 1, [rows(0, [(7, 0, 8)])])
+        node_rows.append_rows(file, 1, [rows(0, [(7, 0, 8)])])
     with h5py.File(path) as file:
         assert file["energy/samples/energy_mj"][...].tolist() == [5, 8]
         assert file["energy/samples/session"][...].tolist() == [0, 1]
@@ -102,10 +101,10 @@ def test_source_tables_are_created_only_with_sources(tmp_path):
     empty = replace(node.drained, samples=node.drained.samples[:0], powers=node.drained.powers[:0])
     bare = replace(node, sources=[], windows=[], drained=replace(empty, gaps=node.drained.gaps[:0]))
     with files.edit(path, "hpcdist.metrics", 1) as file:
-        monitor_tables.append(file, 0, [bare])
+        node_rows.append_rows(file, 0, [bare])
     with h5py.File(path) as file:
         assert sorted(file["energy"]) == ["sampler", "utilisation"] and len(file["energy/utilisation/cpu"]) == 1
     with files.edit(path, "hpcdist.metrics", 1) as file:
-        monitor_tables.append(file, 1, [node])
+        node_rows.append_rows(file, 1, [node])
     with h5py.File(path) as file:
-        assert sorted(file["energy"]) == sorted(monitor_tables.TABLES) and len(file["energy/samples/energy_mj"]) == 1
+        assert sorted(file["energy"]) == sorted(node_rows.TABLES) and len(file["energy/samples/energy_mj"]) == 1

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.energy.accounts import part_time_sensor
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor
-from hpcdist.energy.accounts.phase_shares import PHASE_NAMES, PhaseGrid, PhaseShares, RankPhases
+from hpcdist.energy import part_time_sensor
+from hpcdist.energy.part_time_sensor import PowerSensor
+from hpcdist.energy.phase_shares import PHASE_NAMES, PhaseGrid, PhaseShares, RankPhases
 from hpcdist.energy.report import UPDATES
 
 PERIOD_TOLERANCE: Final = 0.02  # relative error of the expected period

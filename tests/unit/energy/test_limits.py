@@ -20,27 +20,27 @@ import pytest
 from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
-from hpcdist.energy.power_limits import apply, devices
-from hpcdist.energy.power_limits import journal as kept
-from hpcdist.energy.power_limits.devices import check_value
+from hpcdist.energy import limit_devices, limit_journal, power_limits
+from hpcdist.energy.limit_devices import check_value
+from hpcdist.energy.limit_journal import ChangedLimit
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 
 PRELUDE = """
 import atexit, json, os, signal, sys, threading, time
 from pathlib import Path
-from hpcdist.energy.power_limits import apply, devices, journal
+from hpcdist.energy import limit_devices, limit_journal, power_limits
 from hpcdist.energy.sources import nvml
-from hpcdist.energy.power_limits.devices import GPU_CLOCK, GPU_POWER
-from hpcdist.energy.power_limits.devices import check_value
+from hpcdist.energy.limit_devices import GPU_CLOCK, GPU_POWER
+from hpcdist.energy.limit_devices import check_value
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError
 
 FOLDER = Path(os.environ["FOLDER"])
 
 def power(driver, *numbers):
-    return devices.gpu_limits(driver, [f"GPU-{number:02d}" for number in numbers], GPU_POWER)
+    return limit_devices.gpu_limits(driver, [f"GPU-{number:02d}" for number in numbers], GPU_POWER)
 
 def clocks(driver, *numbers):
-    return devices.gpu_limits(driver, [f"GPU-{number:02d}" for number in numbers], GPU_CLOCK)
+    return limit_devices.gpu_limits(driver, [f"GPU-{number:02d}" for number in numbers], GPU_CLOCK)
 
 def error_text(call):
     try:
@@ -49,7 +49,7 @@ def error_text(call):
         return f"{type(error).__name__}: {error}"
 
 def enter(limits):
-    with apply.limited(limits, FOLDER):
+    with power_limits.limited(limits, FOLDER):
         return "changed"
 
 def print_json(value):
@@ -102,11 +102,11 @@ def test_limits_hold_for_chosen_gpus_only_inside_the_context(program, workspace,
 with nvml.NvmlDriver() as driver:
     knobs = power(driver, *{chosen}, {chosen[0]})
     before = [knob.now() for knob in power(driver, *range(12))]
-    with apply.limited([(knob, {watts}.0) for knob in knobs], FOLDER) as in_force:
+    with power_limits.limited([(knob, {watts}.0) for knob in knobs], FOLDER) as in_force:
         inside = [knob.now() for knob in power(driver, *range(12))]
-        records = len(journal.records(FOLDER)[0])
+        records = len(limit_journal.records(FOLDER)[0])
     after = [knob.now() for knob in power(driver, *range(12))]
-print_json([list(in_force), before, inside, after, records, len(journal.records(FOLDER)[0])])
+print_json([list(in_force), before, inside, after, records, len(limit_journal.records(FOLDER)[0])])
 """
     in_force, before, inside, after, records, records_after = program([gpu(number) for number in range(12)], source)
     assert in_force == [watts] * 3, "a GPU that is named twice is limited once"
@@ -120,7 +120,7 @@ def test_earlier_limit_is_restored_instead_of_default(program, workspace):
     source = """
 with nvml.NvmlDriver() as driver:
     (knob,) = power(driver, 0)
-    with apply.limited([(knob, 150.0)], FOLDER):
+    with power_limits.limited([(knob, 150.0)], FOLDER):
         inside = knob.now()
     print_json([inside, knob.now()])
 """
@@ -130,7 +130,7 @@ with nvml.NvmlDriver() as driver:
 def test_clocks_are_locked_and_unlocked(program, workspace):
     source = """
 with nvml.NvmlDriver() as driver:
-    with apply.limited([(clocks(driver, 0)[0], 1200.0)], FOLDER) as in_force:
+    with power_limits.limited([(clocks(driver, 0)[0], 1200.0)], FOLDER) as in_force:
         inside = [line.split()[4:] for line in open(os.environ["NVML_STUB"] + ".set")]
     print_json([inside, list(in_force), error_text(lambda: check_value(clocks(driver, 0)[0], 2000.0))])
 """
@@ -160,9 +160,9 @@ with nvml.NvmlDriver() as driver:
     both = power(driver, 0, 1)
     print_json([
         error_text(lambda: enter([(knob, 200.0) for knob in both])),
-        error_text(lambda: apply.check_permitted(both, FOLDER)),
-        error_text(lambda: apply.check_permitted(clocks(driver, 1), FOLDER)),
-        apply.check_permitted(power(driver, 0), FOLDER),
+        error_text(lambda: power_limits.check_permitted(both, FOLDER)),
+        error_text(lambda: power_limits.check_permitted(clocks(driver, 1), FOLDER)),
+        power_limits.check_permitted(power(driver, 0), FOLDER),
     ])
 """
     *words, permitted = program([gpu(0), denied], source)
@@ -205,7 +205,7 @@ def test_limits_are_restored_after_every_kind_of_exit(program, workspace, ending
     source = f"""
 with nvml.NvmlDriver() as driver:
     limits = [(power(driver, 0)[0], 200.0), (power(driver, 1)[0], 250.0), (clocks(driver, 1)[0], 900.0)]
-    with apply.limited(limits, FOLDER):
+    with power_limits.limited(limits, FOLDER):
         print_json([line.split()[0:2] for line in open(os.environ["NVML_STUB"] + ".set")])
         {ENDINGS[ending]}
 """
@@ -238,7 +238,7 @@ with nvml.NvmlDriver() as driver:
     def interrupted(value):{put}
     knobs[{number}].put = interrupted
     print_json("outside")
-    with apply.limited([(knob, 200.0) for knob in knobs], FOLDER):
+    with power_limits.limited([(knob, 200.0) for knob in knobs], FOLDER):
         print_json("inside")
         {ending}
 """
@@ -251,7 +251,7 @@ def test_limits_of_a_thread_are_restored_at_process_exit(program, workspace):
 driver = nvml.NvmlDriver()
 inside = threading.Event()
 def work():
-    with apply.limited([(power(driver, 0)[0], 200.0)], FOLDER):
+    with power_limits.limited([(power(driver, 0)[0], 200.0)], FOLDER):
         inside.set()
         time.sleep(600)
 threading.Thread(target=work, daemon=True).start()
@@ -265,7 +265,7 @@ print_json(power(driver, 0)[0].now())
 def test_forked_child_does_not_restore_limits(program):
     source = """
 with nvml.NvmlDriver() as driver:
-    with apply.limited([(power(driver, 0)[0], 200.0)], FOLDER):
+    with power_limits.limited([(power(driver, 0)[0], 200.0)], FOLDER):
         child = os.fork()
         if child == 0:
             sys.exit(0)
@@ -279,11 +279,11 @@ def test_unrestorable_limit_is_reported_and_stays_in_record(program, workspace):
     source = """
 with nvml.NvmlDriver() as driver:
     def body():
-        with apply.limited([(knob, 200.0) for knob in power(driver, 0, 1)], FOLDER):
+        with power_limits.limited([(knob, 200.0) for knob in power(driver, 0, 1)], FOLDER):
             path = Path(os.environ["NVML_STUB"])
             path.write_text(path.read_text().replace("210:1980\\n", "210:1980 denied\\n", 1))
     message = error_text(body)
-    ((change,),) = [record.changes for record in journal.records(FOLDER)[0]]
+    ((change,),) = [record.changes for record in limit_journal.records(FOLDER)[0]]
     print_json([message, change.device, change.before])
     atexit._clear()  # it would try and report once more
 """
@@ -297,13 +297,13 @@ with nvml.NvmlDriver() as driver:
 KILLED = """
 with nvml.NvmlDriver() as driver:
     limits = [(power(driver, 0)[0], 200.0), (power(driver, 1)[0], 250.0), (clocks(driver, 1)[0], 900.0)]
-    with apply.limited(limits, FOLDER):
+    with power_limits.limited(limits, FOLDER):
         print_json("inside")
         os.kill(os.getpid(), signal.SIGKILL)
 """
 RESTORE = """
 lines = []
-well = apply.put_back(FOLDER, lines.append)
+well = power_limits.put_back(FOLDER, lines.append)
 print_json([well, lines])
 """
 
@@ -353,14 +353,14 @@ def test_record_that_cannot_be_restored_is_kept(program, workspace):
 def test_concurrent_sweep_of_the_same_gpu_is_rejected(program, workspace):
     source = """
 import subprocess
-with nvml.NvmlDriver() as driver, apply.limited([(power(driver, 0)[0], 200.0)], FOLDER):
+with nvml.NvmlDriver() as driver, power_limits.limited([(power(driver, 0)[0], 200.0)], FOLDER):
     other = subprocess.run([sys.executable, "-c", os.environ["OTHER"]], capture_output=True, text=True)
     print_json(json.loads(other.stdout.splitlines()[-1]))
 """
     other = f"""{PRELUDE}
 with nvml.NvmlDriver() as driver:
     lines = []
-    well = apply.put_back(FOLDER, lines.append)
+    well = power_limits.put_back(FOLDER, lines.append)
     message = error_text(lambda: enter([(power(driver, 0)[0], 150.0)]))
     print_json([message, enter([(power(driver, 1)[0], 150.0)]), well, lines])
 """
@@ -410,10 +410,10 @@ def test_packages_are_limited_together_and_restored(powercap, tmp_path):
     part = powercap / "intel-rapl:0:0"
     part.mkdir()
     (part / "name").write_text("dram\n")
-    knobs = devices.cpu_limits(powercap)
+    knobs = limit_devices.cpu_limits(powercap)
     assert [knob.name for knob in knobs] == ["intel-rapl:0 (package-0)", "intel-rapl:1 (package-1)"]
     assert knobs[0].window_s == pytest.approx(27.98, abs=0.01) and knobs[0].allowed().most == 200
-    with apply.limited([(knob, 90.0) for knob in knobs], tmp_path) as in_force:
+    with power_limits.limited([(knob, 90.0) for knob in knobs], tmp_path) as in_force:
         assert in_force == (90.0, 90.0)
         assert read_limit(zones[0]) == "90000000" and read_limit(zones[1], 1) == "90000000", "long-term limit"
         assert read_limit(zones[0], 1) == "250000000" and read_limit(zones[1], 0) == "140000000", "short-term limit"
@@ -424,7 +424,7 @@ def test_packages_are_limited_together_and_restored(powercap, tmp_path):
 def test_processor_limit_out_of_range_is_rejected(powercap):
     zone(powercap, 0)
     zone(powercap, 1, most_w=0)
-    first, second = devices.cpu_limits(powercap)
+    first, second = limit_devices.cpu_limits(powercap)
     for watts in (0.0, -1.0, 201.0, float("nan")):
         with pytest.raises(ConfigurationError, match=r"expected more than 0 to 200 W"):
             check_value(first, watts)
@@ -435,12 +435,12 @@ def test_processor_limit_out_of_range_is_rejected(powercap):
 
 def test_processors_without_limits_are_rejected(powercap, tmp_path):
     with pytest.raises(MissingCapabilityError, match="nowhere does not exist"):
-        devices.cpu_limits(powercap / "nowhere")
+        limit_devices.cpu_limits(powercap / "nowhere")
     with pytest.raises(MissingCapabilityError, match="has no processor package"):
-        devices.cpu_limits(powercap)
+        limit_devices.cpu_limits(powercap)
     zone(powercap, 0, constraints=())  # as on AMD
     zone(powercap, 1, enabled="0")
-    bare, off = devices.cpu_limits(powercap)
+    bare, off = limit_devices.cpu_limits(powercap)
     with pytest.raises(MissingCapabilityError, match="has an energy counter but no power limit"):
         check_value(bare, 90.0)
     with pytest.raises(MissingCapabilityError, match="write 1 to .*enabled as root"):
@@ -449,11 +449,11 @@ def test_processors_without_limits_are_rejected(powercap, tmp_path):
 
 def test_firmware_that_ignores_the_limit_is_detected(powercap, tmp_path, monkeypatch):
     zones = [zone(powercap, 0), zone(powercap, 1)]
-    knobs = devices.cpu_limits(powercap)
+    knobs = limit_devices.cpu_limits(powercap)
     put = knobs[1].put
     monkeypatch.setattr(knobs[1], "put", lambda value: put(value if value == 150_000_000 else 125_000_000))
     with pytest.raises(MissingCapabilityError, match="90 W was set, but the device reports 125 W"):
-        apply.limited([(knob, 90.0) for knob in knobs], tmp_path).__enter__()
+        power_limits.limited([(knob, 90.0) for knob in knobs], tmp_path).__enter__()
     assert [read_limit(path) for path in zones] == ["150000000"] * 2, "the changed limits are restored"
     assert not list(tmp_path.glob("*.json"))
 
@@ -466,7 +466,7 @@ def test_missing_permission_error_names_the_cure(powercap, tmp_path):
     os.seteuid(65534)
     try:
         with pytest.raises(MissingCapabilityError, match=r"may be written by root only; run this as root .*--sweep"):
-            apply.check_permitted(devices.cpu_limits(powercap), records)
+            power_limits.check_permitted(limit_devices.cpu_limits(powercap), records)
     finally:
         os.seteuid(0)
         shutil.rmtree(records)
@@ -477,7 +477,7 @@ def test_no_limit_changes_if_record_cannot_be_written(powercap, tmp_path):
     path = zone(powercap, 0)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="so no limit was changed; set XDG_STATE_HOME"):
-        apply.limited([(devices.cpu_limits(powercap)[0], 90.0)], tmp_path / "file" / "limits").__enter__()
+        power_limits.limited([(limit_devices.cpu_limits(powercap)[0], 90.0)], tmp_path / "file" / "limits").__enter__()
     assert read_limit(path) == "150000000"
 
 
@@ -485,23 +485,23 @@ def test_no_limit_changes_if_record_cannot_be_written(powercap, tmp_path):
 
 
 def test_record_of_earlier_boot_is_dropped_and_of_other_host_kept(powercap, tmp_path):
-    change = kept.ChangedLimit("rapl-power", zone(powercap, 0).name, str(powercap), 150_000_000, 90_000_000)
-    written = kept.write(tmp_path, [change])
+    change = limit_journal.ChangedLimit("rapl-power", zone(powercap, 0).name, str(powercap), 150_000_000, 90_000_000)
+    written = limit_journal.write(tmp_path, [change])
     content = json.loads(written.read_text())
     content["boot_id"] = "another"
     written.write_text(json.dumps(content))
     lines = []
-    assert apply.put_back(tmp_path, lines.append) and "was restarted since" in lines[0]
+    assert power_limits.put_back(tmp_path, lines.append) and "was restarted since" in lines[0]
     assert not written.exists(), "a reboot has reset the limits"
     content["host"] = "elsewhere"
     written.write_text(json.dumps(content))
     written.chmod(0o600)
     assert (
-        apply.put_back(tmp_path, lines.append)
+        power_limits.put_back(tmp_path, lines.append)
         and "of elsewhere; run `python -m benchmarks power --restore` there" in lines[1]
     )
     assert written.exists()
-    with apply.limited([(devices.cpu_limits(powercap)[0], 100.0)], tmp_path):
+    with power_limits.limited([(limit_devices.cpu_limits(powercap)[0], 100.0)], tmp_path):
         pass  # neither record blocks a change
 
 
@@ -514,23 +514,25 @@ def test_record_of_earlier_boot_is_dropped_and_of_other_host_kept(powercap, tmp_
 )
 def test_untrusted_record_is_reported_and_not_used(powercap, tmp_path, spoil):
     path = zone(powercap, 0, limit_w=90)
-    written = kept.write(tmp_path, [kept.ChangedLimit("rapl-power", path.name, str(powercap), 150_000_000, 90_000_000)])
+    written = limit_journal.write(
+        tmp_path, [ChangedLimit("rapl-power", path.name, str(powercap), 150_000_000, 90_000_000)]
+    )
     spoil(written)
     lines = []
-    assert not apply.put_back(tmp_path, lines.append)
+    assert not power_limits.put_back(tmp_path, lines.append)
     assert "cannot be read as a record of limits" in lines[0] and read_limit(path) == "90000000"
 
 
 def test_process_start_is_none_after_exit(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        begun = kept.process_start(child.pid)
+        begun = limit_journal.process_start(child.pid)
         assert begun is not None and int(begun) > 0
         child.communicate(timeout=LIMIT_S)
         end = time.monotonic() + LIMIT_S
-        while kept.process_start(child.pid) is not None:
+        while limit_journal.process_start(child.pid) is not None:
             assert time.monotonic() < end
     finally:
         child.kill()
         child.wait()
-    assert kept.process_start(os.getpid()) != begun
+    assert limit_journal.process_start(os.getpid()) != begun

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.energy.accounts import energy_metrics
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
+from hpcdist.energy import energy_metrics
+from hpcdist.energy.energy_metrics import CarbonIntensity
 
 
 def test_emissions_are_kwh_times_pue_times_intensity(rng):

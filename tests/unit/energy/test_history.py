@@ -9,11 +9,10 @@ import pytest
 
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.base import JobState
-from hpcdist.cli.energy import report as energy_report
-from hpcdist.energy.accounts import energy_metrics
-from hpcdist.energy.monitor import tables
-from hpcdist.energy.monitor.sampler import DrainedSamples
-from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.cli.runs import energy as energy_report
+from hpcdist.energy import energy_metrics
+from hpcdist.energy.node_rows import NodeRows, append_rows
+from hpcdist.energy.sampler import DrainedSamples
 from hpcdist.energy.sources.counters import SourceInfo
 from hpcdist.energy.sources.utilisation import COLUMNS
 from hpcdist.errors import HpcdistError, StorageError, UsageError
@@ -50,7 +49,7 @@ def write_run(path, starts=((1, 20),), nodes=1, sources=SOURCES, loss=lambda ste
                 writer.append(step=step, loss=loss(step), learning_rate=0.1, tokens=64, **row)
             seconds = STEP_S * (last - first + 1)
             rows = [node_rows(node, sources, seconds, **more) for node in range(nodes)]
-            writer.include(lambda file, session, rows=rows: tables.append(file, session, rows))
+            writer.include(lambda file, session, rows=rows: append_rows(file, session, rows))
     return path
 
 

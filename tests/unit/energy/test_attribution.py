@@ -9,10 +9,10 @@ import pytest
 
 from harness.marks import cases
 from hpcdist.comm.record.spans import PHASES
-from hpcdist.energy.accounts import phase_shares
-from hpcdist.energy.accounts.attribution import Attribution, CounterSamples, update_brackets
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor
-from hpcdist.energy.accounts.phase_shares import flatten_spans
+from hpcdist.energy import phase_shares
+from hpcdist.energy.attribution import Attribution, CounterSamples, update_brackets
+from hpcdist.energy.part_time_sensor import PowerSensor
+from hpcdist.energy.phase_shares import flatten_spans
 
 WATTS = {"compute": 400.0, "communication": 150.0, "update": 250.0, "data": 80.0, "checkpoint": 120.0, "idle": 60.0}
 WHOLE = PowerSensor(0.1, 0.1)

@@ -6,8 +6,8 @@ import time
 import numpy as np
 
 from harness.jobs import LIMIT_S
-from hpcdist.energy.monitor import sampler as sampling
-from hpcdist.energy.monitor.sampler import EDGE_ATTEMPTS, EnergySampler
+from hpcdist.energy import sampler as sampling
+from hpcdist.energy.sampler import EDGE_ATTEMPTS, EnergySampler
 from hpcdist.energy.sources.counters import NoPowerReading, SensorReadError
 
 

@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.energy.monitor.live import LiveFigures, MeanPower
-from hpcdist.energy.monitor.sampler import DrainedSamples
-from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.energy.node_rows import LiveFigures, MeanPower, NodeRows
+from hpcdist.energy.sampler import DrainedSamples
 from hpcdist.energy.sources.utilisation import COLUMNS, SHARES
 
 S = 1_000_000_000

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.energy import monitor as monitors
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor import monitor as monitors
-from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.energy.sources import counters
 from hpcdist.energy.sources.counters import IntegratedPower, SourceInfo
 from hpcdist.energy.sources.discovery import NodeSources

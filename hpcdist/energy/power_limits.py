@@ -1,8 +1,8 @@
 """Apply power limits and clocks temporarily, and restore them however the process ends.
 
     with nvml.NvmlDriver() as driver:
-        requested = [(limit, 250.0) for limit in devices.gpu_limits(driver, uuids, devices.GPU_POWER)]
-        with apply.limited(requested) as in_force:
+        requested = [(limit, 250.0) for limit in limit_devices.gpu_limits(driver, uuids, limit_devices.GPU_POWER)]
+        with power_limits.limited(requested) as in_force:
             ...  # trains under 250 W
 
 After a SIGKILL, `put_back` restores the limits from a journal record, which is written before the first change.
@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.energy.power_limits import devices, journal
-from hpcdist.energy.power_limits.devices import CPU_POWER, CpuPowerLimit, DeviceLimit, check_value, is_equal_limit
-from hpcdist.energy.power_limits.journal import ChangedLimit, JournalRecord
+from hpcdist.energy import limit_devices, limit_journal
+from hpcdist.energy.limit_devices import CPU_POWER, CpuPowerLimit, DeviceLimit, check_value, is_equal_limit
+from hpcdist.energy.limit_journal import RESTORE_COMMAND, ChangedLimit, JournalRecord
 from hpcdist.energy.sources import nvml
 from hpcdist.errors import HpcdistError, MissingCapabilityError
 
@@ -112,9 +112,9 @@ class TemporaryLimits:
     def begin(self) -> None:
         """Record the changes in the journal, and set the limits. If this fails, restore all limits and raise."""
         changes = [change for _, change in self._wanted]
-        with journal.locked_journal(self._folder):
-            refuse_changed(journal.records(self._folder)[0], changes)
-            self._path = journal.write(self._folder, changes)
+        with limit_journal.locked_journal(self._folder):
+            refuse_changed(limit_journal.records(self._folder)[0], changes)
+            self._path = limit_journal.write(self._folder, changes)
         try:
             for knob, change in self._wanted:
                 knob.put(change.asked)
@@ -142,9 +142,9 @@ class TemporaryLimits:
         self._left = failed
         if failed:
             # The journal record keeps only these limits.
-            self._path = journal.write(self._folder, [change for _, change in failed], self._path)
+            self._path = limit_journal.write(self._folder, [change for _, change in failed], self._path)
             raise MissingCapabilityError(
-                f"device limits are still changed: {'; '.join(reasons)}; to restore, run {journal.RESTORE_COMMAND}"
+                f"device limits are still changed: {'; '.join(reasons)}; to restore, run {RESTORE_COMMAND}"
             )
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
     """
     # ConfigurationError: a value is out of range. StorageError: no journal record can be written.
     # MissingCapabilityError: a limit cannot be set or restored, or another process has changed it.
-    change = TemporaryLimits(requested, journal.directory() if folder is None else folder)
+    change = TemporaryLimits(requested, limit_journal.directory() if folder is None else folder)
     atexit.register(change.end)  # in case of an exception between the statements below
     try:
         with raise_on_signals(change.end):
@@ -210,7 +210,7 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
             )
         raise MissingCapabilityError(
             f"the limits of {devices} were changed at {record.created_utc} by process {record.pid}, which was killed "
-            f"before it restored the limits; first run {journal.RESTORE_COMMAND}"
+            f"before it restored the limits; first run {RESTORE_COMMAND}"
         )
 
 
@@ -223,8 +223,8 @@ def put_back(folder: Path, say: Callable[[str], None]) -> bool:
         say("no changed limits were left")
         return True
     well = True
-    with journal.locked_journal(folder), ExitStack() as stack:
-        records, unreadable = journal.records(folder)
+    with limit_journal.locked_journal(folder), ExitStack() as stack:
+        records, unreadable = limit_journal.records(folder)
         for line in unreadable:
             say(line)
             well = False
@@ -239,7 +239,7 @@ def put_back(folder: Path, say: Callable[[str], None]) -> bool:
 def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None]) -> bool:
     if not record.is_of_this_start:
         if record.host != os.uname().nodename:
-            say(f"{record.path.name}: of {record.host}; run `{journal.RESTORE_COMMAND}` there")
+            say(f"{record.path.name}: of {record.host}; run `{RESTORE_COMMAND}` there")
             return True
         say(f"{record.path.name}: {record.host} was restarted since, which resets limits")
         record.path.unlink(missing_ok=True)
@@ -262,9 +262,9 @@ def _put_back(record: JournalRecord, stack: ExitStack, say: Callable[[str], None
 
 def _put_one_back(change: ChangedLimit, stack: ExitStack) -> str:
     knob: DeviceLimit
-    if change.kind in devices.GPU_LIMIT_KINDS:
+    if change.kind in limit_devices.GPU_LIMIT_KINDS:
         stack.enter_context(nvml.NvmlDriver())  # NVML counts inits: handles are valid until the last shutdown
-        knob = devices.GPU_LIMIT_KINDS[change.kind](change.device)
+        knob = limit_devices.GPU_LIMIT_KINDS[change.kind](change.device)
     elif change.kind == CPU_POWER:
         knob = CpuPowerLimit(Path(change.place), change.device)
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from hpcdist.energy.sources import nvml, rapl
+from hpcdist.energy.sources import nvml, sysfs
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 UNPRIVILEGED_HINT: Final = "vary a recipe key, which needs no permission: --sweep KEY=V1,V2"
@@ -293,7 +293,7 @@ class CpuPowerLimit:
 
 def cpu_limits(root: Path) -> list[CpuPowerLimit]:
     """Return the power limits of all processors in RAPL directory ``root``. Raises MissingCapabilityError."""
-    zones = sorted(path.name for path in root.glob(rapl.ZONES) if path.name.count(":") == 1)
+    zones = sorted(path.name for path in root.glob(sysfs.ZONES) if path.name.count(":") == 1)
     limits = [CpuPowerLimit(root, zone) for zone in zones]
     limits = [limit for limit in limits if "(package" in limit.name]
     if not limits:
