@@ -13,10 +13,9 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -48,12 +47,10 @@ class SnapshotMemory:
         return self._memory.nbytes
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor data of this rank's writer group to memory.
+        """Copy the tensors of ``delivery`` to this memory. Return a function for each tensor, which yields its bytes.
 
-        Returns, for each tensor part, a function that yields its bytes. ``delivery``: gathers the data from the group's
-        other ranks, which must call `GroupGather.bring`.
+        After this call, the caller may change its tensors. The other ranks of the group must call `GroupGather.bring`.
         """
-        # After this call, the caller may change its tensors.
         sizes = [slot.nbytes for slot in delivery.slots]
         self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
         buffers, start = [], 0
@@ -110,11 +107,7 @@ class SnapshotFile:
         self._fd = -1
 
     def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensor data of this rank's writer group to this file.
-
-        Returns, for each tensor part, a function that reads it. ``delivery``: as in `SnapshotMemory.fill`. Raises
-        StorageError if the file cannot be written.
-        """
+        """Copy the tensors of ``delivery`` to this file, like `SnapshotMemory.fill`. Raises StorageError."""
         try:
             self._reserve(sum(slot.nbytes for slot in delivery.slots))
             sources: list[BlockSource] = []
@@ -153,17 +146,6 @@ class SnapshotFile:
             yield block
 
 
-Result = TypeVar("Result")
-
-
-class SavePhase(Enum):
-    """Phase of the checkpoint in progress. All ranks are in the same phase."""
-
-    IDLE = 0
-    WRITING = 1
-    COMMIT = 2
-
-
 class WriterThread(threading.Thread):
     """Thread that calls ``work``, which writes a shard file, and stores its result or error text."""
 
@@ -193,79 +175,70 @@ class BackgroundCheckpoints:
     ) -> None:
         self._comm, self._incremental = comm, incremental
         self._spare = SnapshotMemory(ledger) if local_directory is None else SnapshotFile(local_directory)
-        self._phase = SavePhase.IDLE
+        self._plan: SavePlan | None = None  # the checkpoint in progress; equal on all ranks
+        self._commits = False  # all shards of the plan are written
         self._task: WriterThread | None = None
-        self._own = ShardOutcome()
-        self._plan: SavePlan | None = None
+        self._outcome = ShardOutcome()  # of a rank without a task
 
     @property
     def is_busy(self) -> bool:
         """True if a checkpoint is in progress. The value is equal on all ranks. Local."""
-        return self._phase is not SavePhase.IDLE
+        return self._plan is not None
 
     def numbers(self) -> np.ndarray:
-        """Return an array of two flags of this rank, 0 or 1: (is writing or committing now, has failed). Local."""
+        """Return (1.0 if this rank's thread is running, 1.0 if the thread has failed), each else 0.0. Local."""
         if self._task is not None and self._task.is_alive():
             return np.array([1.0, 0.0])
-        outcome = self._own if self._task is None else self._task.outcome
+        outcome = self._outcome if self._task is None else self._task.outcome
         return np.array([0.0, float(self.is_busy and bool(outcome.error))])
 
     def begin(self, plan: SavePlan, pieces: Sequence[Piece], writers: str) -> None:
-        """Start to save the checkpoint ``plan``, after the previous checkpoint is complete. Collective.
+        """Finish the previous checkpoint, then start to save the checkpoint ``plan``. Collective.
 
-        ``pieces``: tensor parts of this rank, which may change after this call. ``writers``: as in `group_of`. Raises
-        StorageError on all ranks if a write failed.
+        ``pieces``: this rank's tensors, which may change after this call. ``writers``: as in `group_of`. Raises
+        StorageError on all ranks if the previous save failed.
         """
         self.finish()
         group = group_of(self._comm, writers)
         two_phase.prepare(plan, group, self._comm)
         delivery = GroupGather(group, pieces)
-        self._plan, self._own, self._phase = plan, ShardOutcome(), SavePhase.WRITING
+        self._plan, self._commits, self._outcome = plan, False, ShardOutcome()
         if not group.writes:
-            self._own = ShardOutcome(delivery.bring())
+            self._outcome = ShardOutcome(delivery.bring())
             return
         try:
             slots, sources = delivery.slots, self._spare.fill(delivery)
         except (OSError, MemoryError) as error:
-            self._own = ShardOutcome(f"no snapshot: {error or type(error).__name__}")
+            self._outcome = ShardOutcome(f"no snapshot: {error or type(error).__name__}")
             delivery.end()
             return
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 
-    def goes_on(self, sums: np.ndarray) -> bool:
-        """Return True if all ranks have finished a phase of the save, or a rank failed: `settle` then has work. Local.
+    def settle(self, sums: np.ndarray) -> Path | None:
+        """Start the commit if all ranks have written their shards. Return the path of a committed checkpoint, or None.
 
-        ``sums``: results of the method `numbers`, summed over all ranks.
+        ``sums``: results of `numbers`, summed over all ranks. Raises StorageError on all ranks if a rank failed.
         """
         working, failed = sums.tolist()
-        return self.is_busy and bool(failed or not working)
-
-    def settle(self, sums: np.ndarray) -> Path | None:
-        """Start the commit if all ranks have written their data. Does not wait.
-
-        Returns the checkpoint's path if it is committed, else None. ``sums``: results of `numbers`, summed over all
-        ranks. Raises StorageError on all ranks if a rank failed.
-        """
-        return self._go_on() if self.goes_on(sums) else None
+        return self._advance() if self.is_busy and (failed or not working) else None
 
     def finish(self) -> Path | None:
         """Wait for the save in progress. Return the checkpoint's path, or None without a save. Raises StorageError."""
         path = None
         while self.is_busy:
-            path = self._go_on()
+            path = self._advance()
         return path
 
     def abandon(self) -> None:
         """Give up the save in progress after a rank died. Waits for the writer thread, ignores its errors. Local."""
         self._joined()
-        self._phase = SavePhase.IDLE
+        self._plan = None
 
-    def _go_on(self) -> Path | None:
-        plan, phase = self._plan, self._phase
+    def _advance(self) -> Path | None:
+        plan, self._plan = self._plan, None  # None in case of an error
         assert plan is not None
         local_outcome = self._joined()
-        self._phase = SavePhase.IDLE  # in case of an error
-        if phase is SavePhase.COMMIT:
+        if self._commits:
             agree(self._comm, local_outcome.error if self._comm.rank == 0 else "")
             if self._incremental is not None:
                 self._incremental.settle()
@@ -273,14 +246,14 @@ class BackgroundCheckpoints:
         outcomes = two_phase.gather(self._comm, local_outcome)
         if any(outcome.error for outcome in outcomes):
             agree(self._comm, two_phase.commit(plan, outcomes) if self._comm.rank == 0 else "")
-        self._phase, self._own = SavePhase.COMMIT, ShardOutcome()
+        self._plan, self._commits, self._outcome = plan, True, ShardOutcome()
         if self._comm.rank == 0:
             self._task = WriterThread(lambda: ShardOutcome(two_phase.commit(plan, outcomes)))
         return None
 
     def _joined(self) -> ShardOutcome:
         if self._task is None:
-            return self._own
+            return self._outcome
         self._task.join()
         outcome, self._task = self._task.outcome, None
         return outcome

@@ -36,7 +36,7 @@ NEWER: Final = "newer"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Kind, name, dtype and shape of a whole tensor in a checkpoint, which may be stored in several parts."""
+    """Whole tensor in a checkpoint, which may be stored in several slices."""
 
     kind: str
     name: str
@@ -56,7 +56,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Directory of a complete, damaged or unfinished checkpoint. Data digests are not verified."""
+    """Directory of a complete, damaged or unfinished checkpoint. The digests of its data are not verified."""
 
     path: Path
     step: int
@@ -81,7 +81,7 @@ class ListedCheckpoint:
 
 
 def checkpoints_directory(run_dir: Path) -> Path:
-    """Return ``run_dir/checkpoints`` if it exists, else ``run_dir`` if it has checkpoints, else raise StorageError."""
+    """Return ``run_dir/checkpoints``, or ``run_dir`` if it contains checkpoints itself. Raises StorageError."""
     inside = run_dir / "checkpoints"
     if inside.is_dir():
         return inside
@@ -128,7 +128,7 @@ def load_parameters(path: Path) -> Manifest:
 
 
 def select(path: Path) -> Path:
-    """Return ``path`` if it is a checkpoint directory, else the newest complete checkpoint of the run in ``path``.
+    """Return ``path`` if it is a checkpoint, else the newest complete checkpoint of the run in ``path``.
 
     Raises StorageError if the run has no complete checkpoint.
     """
@@ -141,7 +141,7 @@ def select(path: Path) -> Path:
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
-    """Return the tensors in a checkpoint, sorted by kind, layer and name. ``loaded``: its manifest.
+    """Return the tensors in the manifest ``loaded``, sorted by kind, layer and name.
 
     ``kinds``: kinds to return, such as "parameters" or "optimizer.m", or None for all.
     """
@@ -159,7 +159,7 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 
 def summary(listed: ListedCheckpoint) -> dict[str, Any]:
-    """Return the step, completeness and size of a checkpoint, and the size of each kind of tensor, as a JSON object."""
+    """Return the step, state and size of the checkpoint ``listed``, and the size of each kind of tensor, as JSON."""
     loaded = listed.manifest
     figures: dict[str, Any] = {
         "path": str(listed.path),
@@ -187,20 +187,17 @@ def summary(listed: ListedCheckpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """Result of the verification of a checkpoint. ``damage``: texts on damaged blocks.
-
-    ``not_covered``: texts on data without a stored hash, which cannot be verified.
-    """
+    """Result of the verification of a checkpoint."""
 
     path: Path
     state: str
-    damage: tuple[str, ...]
+    damage: tuple[str, ...]  # error texts
     read_bytes: int
-    not_covered: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = ()  # files without a stored digest
 
 
 def verify(path: Path) -> VerifyResult:
-    """Read and verify the whole checkpoint at ``path``. The result lists all damage, not only the first."""
+    """Read and verify every byte of the checkpoint at ``path``. The result lists all damage."""
     listed = inspect(path)
     loaded = listed.manifest
     if loaded is None:
@@ -272,7 +269,7 @@ def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPi
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Checkpoints of a run to remove (``doomed``) and to keep (``kept``), the newest first."""
+    """Checkpoints to remove (``doomed``) and to keep (``kept``), newest first."""
 
     doomed: tuple[ListedCheckpoint, ...]
     kept: tuple[ListedCheckpoint, ...]
@@ -280,7 +277,7 @@ class PrunePlan:
 
 @contextmanager
 def exclude_jobs(run_dir: Path) -> Iterator[None]:
-    """Context manager that prevents other jobs from starting in ``run_dir``. Raises StorageError if one runs there."""
+    """Context manager that prevents jobs from starting in ``run_dir``. Raises StorageError if a job is running."""
     folder, lock = checkpoints_directory(run_dir), RunLock()
     lock.take(
         folder.parent if folder.name == "checkpoints" else folder,
@@ -294,11 +291,10 @@ def exclude_jobs(run_dir: Path) -> Iterator[None]:
 
 
 def plan_pruning(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
-    """Return the checkpoints in ``run_dir`` to keep and to remove. ``rule``: rule that selects checkpoints to keep.
+    """Return the checkpoints in ``run_dir`` to keep by ``rule`` and to remove. ``damaged``: also remove damaged ones.
 
-    ``damaged``: True to also remove damaged checkpoints. Raises StorageError if every checkpoint is damaged.
+    Reads checkpoints in full, newest first, until one is intact. Raises StorageError if every checkpoint is damaged.
     """
-    # Checkpoints are read in full, newest first, until one is intact.
     checkpoints = [listed for listed in list_checkpoints(run_dir) if listed.path.suffix == ""]
     complete = [listed for listed in checkpoints if listed.state == COMPLETE]
     while complete and verify(complete[0].path).damage:
@@ -320,7 +316,7 @@ def plan_pruning(run_dir: Path, rule: Retention, damaged: bool = False) -> Prune
 
 
 def prune(plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
-    """Remove the ``doomed`` checkpoints of ``plan``. Return (removed paths, dict from path to error text)."""
+    """Remove the ``doomed`` checkpoints of ``plan``. Return (removed paths, {path that remains: error text})."""
     gone, failed = [], {}
     for checkpoint in plan.doomed:
         try:

@@ -49,12 +49,12 @@ _DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: unique_keys(p
 
 
 class NewerVersionError(StorageError):
-    """Error for a manifest that a later hpcdist version wrote, and that this version cannot read."""
+    """Error: a later version of hpcdist wrote the manifest, and this version cannot read it."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Description of one stored part of a tensor: name, dtype and position in the tensor, without the data."""
+    """Description of a tensor, or of a slice of a tensor, that one rank saves. It has no data."""
 
     kind: str
     tensor: str
@@ -65,21 +65,21 @@ class Slot:
 
     @classmethod
     def of(cls, piece: Piece) -> "Slot":
-        """Return the `Slot` (description) of the tensor part ``piece``."""
+        """Return the `Slot` that describes ``piece``."""
         flat = piece.flat.start, piece.flat.stop
         return cls(piece.kind, piece.tensor, name_of(piece.array.dtype), piece.global_shape, piece.box, flat)
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor part in bytes."""
+        """Size of the data in bytes."""
         return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
 
     def blocks(self) -> list[int]:
-        """Return the block sizes in bytes. A tensor part is stored as a sequence of blocks."""
+        """Return the sizes in bytes of the blocks in which the data is stored."""
         return [min(BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, BLOCK_BYTES)]
 
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape of the HDF5 dataset that stores this tensor part."""
+        """Return the shape of the HDF5 dataset that stores the data."""
         # ``flat`` counts within the box: the elements have the shape of the box only if ``flat`` covers it.
         extent = tuple(stop - start for start, stop in self.box)
         if Range(*self.flat) != Range(0, math.prod(extent)):
@@ -89,7 +89,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class StoredPiece(Slot):
-    """Stored part of a tensor, at byte ``offset`` of ``file``. ``digests``: xxh3-128 hash of each 16 MiB block."""
+    """Slice of a tensor that is stored at byte ``offset`` of ``file``. ``digests``: xxh3-128 hash of each block."""
 
     file: str
     dataset: str
@@ -98,11 +98,11 @@ class StoredPiece(Slot):
 
     @property
     def name(self) -> str:
-        """Name of the tensor, for error messages."""
+        """Kind and name of the tensor, for error messages."""
         return f"{self.kind}/{self.tensor}"
 
     def runs(self) -> Runs:
-        """Return the ranges of elements in this part of the tensor, as indices into the flattened whole tensor."""
+        """Return the ranges of stored elements, as indices into the flattened tensor."""
         return runs(self.shape, self.box, Range(*self.flat))
 
 
@@ -139,14 +139,14 @@ class _Shards(_Header):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(_Shards):
-    """Content of a checkpoint's ``manifest.json``: stored tensor parts, shard files and their digests."""
+    """Content of a checkpoint's ``manifest.json``: the stored slices of tensors, the shard files, and their digests."""
 
     scalars: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)  # description of the run
 
 
 def inconsistency(manifest: Manifest) -> str:
-    """Return the reason why ``manifest`` is unusable, to follow its file name in a message, or "" if it is usable."""
+    """Return the reason why ``manifest`` is invalid, to be printed after its file name, or "" if it is valid."""
     if not (0 <= manifest.step < MAX_SIZE and 1 <= manifest.world < MAX_SIZE):
         return f"is not valid: step {_short(manifest.step)} of {_short(manifest.world)} ranks"
     for name, size in manifest.files.items():
@@ -225,10 +225,10 @@ def build(
     pieces: Iterable[StoredPiece],
     about: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Return the manifest of a checkpoint. Raises StorageError if ``pieces`` do not cover every tensor.
+    """Return the manifest of a checkpoint. Raises StorageError if ``pieces`` lack an element of a tensor.
 
-    ``world``: number of ranks. ``scalars``: non-tensor state. ``files``: size of each shard in bytes. ``pieces``:
-    stored tensor parts. ``about``: description of the run.
+    ``world``: number of ranks. ``scalars``: JSON values to restore. ``files``: bytes of each shard. ``about``:
+    description of the run.
     """
     entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
     by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[StoredPiece]] = {}
@@ -259,10 +259,7 @@ def build(
 
 
 def encode(manifest: Manifest) -> str:
-    """Return the text of ``manifest.json`` for ``manifest``.
-
-    Raises UsageError if the non-tensor state is not JSON, and StorageError if it is too large.
-    """
+    """Return the text of ``manifest``. Raises UsageError if its scalars are not JSON, StorageError if too large."""
     plain = {name: msgspec.to_builtins(getattr(manifest, name)) for name in ("pieces", "index", "unused")}
     try:
         for name, values in (("scalars", manifest.scalars), ("about", manifest.about)):
@@ -278,7 +275,7 @@ def encode(manifest: Manifest) -> str:
 
 
 def seal(body: dict[str, Any]) -> str:
-    """Return the text of a manifest: ``body``, with its digest added at the end."""
+    """Return the text of a manifest: ``body`` followed by its digest."""
     text = _canonical(body)
     return f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
 
@@ -293,8 +290,8 @@ def _canonical(body: dict[str, Any]) -> str:
 
 
 def load(directory: Path) -> Manifest:
-    """Read and check the manifest in ``directory``, without reading shard files. Raises StorageError."""
-    # In the result, all pieces lie inside their tensors and shards, even if someone manipulated the file.
+    """Return the manifest in ``directory``, checked without reading shards. Raises StorageError if it is invalid."""
+    # All pieces lie inside their tensors and shards, even if someone manipulated the file.
     path = directory / FILE_NAME
     try:
         data = _read(path)
@@ -346,7 +343,7 @@ def _shard_bytes(directory: Path) -> int:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return ``pairs`` as a dict. Raises ValueError for a repeated key."""
+    """Return ``pairs``, the (key, value) pairs of a JSON object, as a dict. Raises ValueError for a repeated key."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError(

@@ -36,29 +36,20 @@ _Move = tuple[int, slice, np.ndarray]
 
 
 def signature(pieces: Sequence[Piece]) -> list[tuple[Any, ...]]:
-    """Return a list that is equal for two lists of tensor parts with the same names, shapes, ranges and dtypes."""
+    """Return a list that is equal for ``pieces`` with equal names, shapes, ranges and dtypes."""
     return [(p.kind, p.tensor, p.flat, p.box, p.global_shape, p.array.dtype) for p in pieces]
 
 
 class CopyLayout:
-    """Layout of an in-memory copy of ``pieces``: byte range of each tensor part, and descriptions as JSON."""
+    """Layout of an in-memory copy: ``ranges[i]`` is the byte range of ``pieces[i]``. ``scalars``: JSON, encoded."""
 
     def __init__(self, pieces: Sequence[Piece], scalars: bytes) -> None:
         self.signature = signature(pieces)
         slots = [Slot.of(piece) for piece in pieces]
         self.text = msgspec.json.encode(slots)
-        self.places, self._nbytes = _places(slots)
+        self.ranges, nbytes = _byte_ranges(slots)
         self.room = max(MIN_SCALAR_ROOM, 2 * len(scalars))
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Sizes in bytes of a copy's three sections: tensor data, non-tensor state, descriptions of the tensors."""
-        return self._nbytes, self.room, len(self.text)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Total size of a copy in bytes."""
-        return memory_bytes(*self.sizes)
+        self.sizes = nbytes, self.room, len(self.text)  # as in `MemoryCopy.lay_out`
 
 
 class MemoryCopy:
@@ -86,26 +77,26 @@ class MemoryCopy:
     def lay_out(self, nbytes: int, room: int, names: int) -> None:
         """Write the sizes of this copy's sections to its header, and mark the copy as incomplete.
 
-        ``nbytes``: bytes of tensor data. ``room``: bytes for non-tensor state. ``names``: bytes for tensor
-        descriptions.
+        ``nbytes``: bytes of tensor data. ``room``: bytes reserved for the JSON scalars. ``names``: bytes of the JSON
+        descriptions of the tensors.
         """
         self._laid_out = nbytes, room, names
         self._head[_STEP] = 0
         self._head[_NBYTES : _NAMES + 1] = self._laid_out
 
-    def prepare(self, names: CopyLayout, pieces: Sequence[Piece]) -> None:
-        """Prepare this memory for copies of the tensor parts ``pieces``. ``names``: layout of the copy."""
-        self.lay_out(*names.sizes)
-        self._moves = list(_moves(names, pieces, self.data))
+    def prepare(self, layout: CopyLayout, pieces: Sequence[Piece]) -> None:
+        """Prepare this memory for copies of ``pieces`` in the given ``layout``."""
+        self.lay_out(*layout.sizes)
+        self._moves = list(_moves(layout, pieces, self.data))
 
     def front(self, names: bool) -> np.ndarray:
-        """Return a view of this copy's header and non-tensor state, and of tensor descriptions if ``names`` is True."""
+        """Return a view of this copy without tensor data. ``names``: include the descriptions of the tensors."""
         nbytes, room, _ = self._sizes()
         return self.memory[: _front(*self._sizes()) if names else _texts(nbytes) + room]
 
     @property
     def data(self) -> np.ndarray:
-        """View of the bytes of the tensor data in this copy."""
+        """View of the bytes of all pieces in this copy."""
         start = _front(*self._sizes())
         return self.memory[start : start + int(self._head[_NBYTES])]
 
@@ -113,8 +104,7 @@ class MemoryCopy:
         return int(self._head[_NBYTES]), int(self._head[_ROOM]), int(self._head[_NAMES])
 
     def fill(self, pieces: Sequence[Piece]) -> Iterator[int]:
-        """Copy ``pieces`` (tensor parts) to this memory, and yield the number of copied bytes after each block."""
-        # The digest of each block is stored, too.
+        """Copy ``pieces`` and their digests to this memory. Yield the total of copied bytes after each block."""
         data, digests = self.data, self._digests()
         arrays = [piece.array for piece in pieces]
         for index, block in enumerate(cut(Range(0, data.size), BLOCK_BYTES)):
@@ -127,17 +117,20 @@ class MemoryCopy:
             digests[index] = np.frombuffer(_digest(data[block.slice]), np.uint8)
             yield block.stop
 
-    def tell(self, names: CopyLayout, scalars: bytes, step: int) -> None:
-        """Write the encoded JSON ``scalars`` and the tensor descriptions in ``names`` to this copy, with a hash."""
-        # The hash also covers ``step``.
-        start = _texts(names.sizes[0])
+    def write_texts(self, layout: CopyLayout, scalars: bytes, step: int) -> None:
+        """Write the encoded JSON ``scalars`` and the descriptions of the tensors in ``layout``, with their digest.
+
+        ``step``: training step after which the state is copied; the digest covers it, too.
+        """
+        start = _texts(layout.sizes[0])
         self._head[_SCALARS] = len(scalars)
         self.memory[start : start + len(scalars)] = np.frombuffer(scalars, np.uint8)
-        self.memory[start + names.room : start + names.room + len(names.text)] = np.frombuffer(names.text, np.uint8)
+        names = start + layout.room
+        self.memory[names : names + len(layout.text)] = np.frombuffer(layout.text, np.uint8)
         self.memory[_HEAD - _DIGEST : _HEAD] = np.frombuffer(self._front_digest(step), np.uint8)
 
     def damage(self) -> str:
-        """Return a message that names the damaged section of a complete copy, or "" if all digests match."""
+        """Return a text on the damaged bytes of this complete copy, or "" if all digests match."""
         if not self._is_sound() or self.memory[_HEAD - _DIGEST : _HEAD].tobytes() != self._front_digest(self.step):
             return "its names or scalars do not match their digest"
         data = self.data
@@ -147,17 +140,17 @@ class MemoryCopy:
         return ""
 
     def scalars(self) -> dict[str, Any]:
-        """Return the non-tensor state in this copy, a dict of JSON values."""
+        """Return the scalars in this copy, a dict of JSON values."""
         start = _texts(int(self._head[_NBYTES]))
         scalars: dict[str, Any] = json.loads(self.memory[start : start + int(self._head[_SCALARS])].tobytes())
         return scalars
 
     def pieces(self) -> list[Piece]:
-        """Return the tensor parts in this copy as views of its memory."""
+        """Return the pieces in this copy, as views of its memory."""
         slots, data = self._slots(), self.data
         return [
             Piece(s.kind, s.tensor, s.shape, s.box, Range(*s.flat), data[where.slice].view(dtype_of(s.dtype)))
-            for s, where in zip(slots, _places(slots)[0], strict=True)
+            for s, where in zip(slots, _byte_ranges(slots)[0], strict=True)
         ]
 
     def _slots(self) -> list[Slot]:
@@ -167,9 +160,8 @@ class MemoryCopy:
 
     def _within(self, block: Range) -> str:
         slots = self._slots()
-        overlapping = [
-            f"{s.kind}/{s.tensor}" for s, where in zip(slots, _places(slots)[0], strict=True) if where.intersect(block)
-        ]
+        ranges, _ = _byte_ranges(slots)
+        overlapping = [f"{s.kind}/{s.tensor}" for s, where in zip(slots, ranges, strict=True) if where.intersect(block)]
         return ", ".join(overlapping[:3]) + (", ..." if len(overlapping) > 3 else "")
 
     def _digests(self) -> np.ndarray:
@@ -206,14 +198,11 @@ def _front(nbytes: int, room: int, names: int) -> int:
 
 
 def memory_bytes(nbytes: int, room: int, names: int) -> int:
-    """Return the total size in bytes of a `MemoryCopy` with ``nbytes`` bytes of tensor data. Local.
-
-    ``room``: bytes reserved for non-tensor state. ``names``: bytes for the descriptions of the tensors.
-    """
+    """Return the total size of a `MemoryCopy` in bytes. The arguments are the sizes of `MemoryCopy.lay_out`. Local."""
     return _front(nbytes, room, names) + nbytes
 
 
-def _places(slots: Sequence[Slot]) -> tuple[list[Range], int]:
+def _byte_ranges(slots: Sequence[Slot]) -> tuple[list[Range], int]:
     starts = list(accumulate((align_up(slot.nbytes, ALIGN_BYTES) for slot in slots), initial=0))
     return [Range(start, start + slot.nbytes) for start, slot in zip(starts, slots, strict=False)], starts[-1]
 
@@ -222,14 +211,14 @@ def _digest(data: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(data.data)
 
 
-def _moves(names: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
+def _moves(layout: CopyLayout, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[list[_Move]]:
     # Yield, for each block of BLOCK_BYTES bytes of ``data``, the copies that fill it: (index of the piece, slice of its
     # elements, target view).
     number = 0  # of the first piece that ends after the start of the block
     for block in cut(Range(0, data.size), BLOCK_BYTES):
         moves: list[_Move] = []
-        while number < len(pieces) and names.places[number].start < block.stop:
-            where, dtype = names.places[number], pieces[number].array.dtype
+        while number < len(pieces) and layout.ranges[number].start < block.stop:
+            where, dtype = layout.ranges[number], pieces[number].array.dtype
             inside = where.intersect(block)
             part = inside.shift(-where.start)  # whole elements: pieces and blocks start at multiples of 64 bytes
             if part:

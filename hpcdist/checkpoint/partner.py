@@ -31,9 +31,9 @@ MESSAGE_BYTES: Final = 16 << 20  # a multiple of the digested blocks
 
 
 def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
-    """Return a list: for each rank, the partner rank that keeps a copy of its state. Local.
+    """Return a list: item r is the rank that keeps a copy of the state of rank r. Local.
 
-    ``members``: the ranks of each node.
+    ``members``: list of ranks for each node.
     """
     nodes = sorted(members, key=len, reverse=True)
     order = [rank for node in nodes for rank in node]
@@ -53,23 +53,20 @@ def partner_ranks(members: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass
 class CopyGeneration:
-    """Copies of several ranks' states after the same training step. ``of``: dict from rank to the copy of its state.
+    """Copies of several ranks' states after the same training step."""
 
-    ``names``: layout of this rank's copy. ``shared``: True if the copies are in shared memory.
-    """
-
-    names: CopyLayout | None = None  # of this rank's pieces
-    of: dict[int, MemoryCopy] = field(default_factory=dict)
-    shared: bool = False
+    layout: CopyLayout | None = None  # of this rank's copy
+    of: dict[int, MemoryCopy] = field(default_factory=dict)  # copy of the state of each rank
+    shared: bool = False  # the copies are in shared memory
 
     def step(self, owner: int) -> int:
-        """Return the training step of the copied state of rank ``owner``, or `INCOMPLETE` without a complete copy."""
+        """Return the step of the copied state of rank ``owner``, or `INCOMPLETE` if there is no complete copy."""
         return self.of[owner].step if owner in self.of else INCOMPLETE
 
     def takes(self, pieces: Sequence[Piece], scalars: bytes) -> bool:
-        """Return True if the allocated memory can hold copies of ``pieces`` and of the encoded JSON ``scalars``."""
-        names = self.names
-        return names is not None and len(scalars) <= names.room and signature(pieces) == names.signature
+        """Return True if the allocated memory fits copies of ``pieces`` and of the encoded JSON ``scalars``."""
+        layout = self.layout
+        return layout is not None and len(scalars) <= layout.room and signature(pieces) == layout.signature
 
 
 class HeldCopies:
@@ -80,7 +77,7 @@ class HeldCopies:
         self.generations = [CopyGeneration(), CopyGeneration()]
 
     def held(self) -> list[tuple[int, int, bool]]:
-        """Return a triple for each complete copy: (training step, rank whose state it is, True if in shared memory)."""
+        """Return a triple for each complete copy: (training step, rank of the state, True if in shared memory)."""
         return [
             (copy.step, owner, generation.shared)
             for generation in self.generations
@@ -94,7 +91,7 @@ class HeldCopies:
         return next(copy for copy in copies if copy is not None and copy.step == step)
 
     def kept(self) -> list[tuple[int, MemoryCopy]]:
-        """Return pairs (rank whose state it is, copy) for the complete copies in this rank's own memory."""
+        """Return pairs (rank of the state, copy) for the complete copies that this rank's memory holds."""
         return [
             (owner, copy)
             for generation in self.generations
@@ -104,7 +101,7 @@ class HeldCopies:
 
 
 class PartnerStore:
-    """Store of copies of each rank's state in the memory of a partner rank of ``comm``, on another node if possible."""
+    """Store that copies each rank's state to the memory of a partner rank of ``comm``, if possible on another node."""
 
     def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
         self._comm, self._ledger = comm, ledger
@@ -112,9 +109,9 @@ class PartnerStore:
         self._keepers: list[int] = []
 
     def keep(self, step: int, pieces: Sequence[Piece], scalars: Mapping[str, Any]) -> None:
-        """Copy this rank's state after the training step ``step`` to local memory and to its partner rank. Collective.
+        """Copy this rank's state after the training step ``step`` to its memory and to its partner rank. Collective.
 
-        ``pieces``: tensor parts. ``scalars``: non-tensor state. After an error, the previous copies are still complete.
+        ``pieces``: its tensors. ``scalars``: its JSON values. After an error, the previous copies are still complete.
         """
         encoded = json.dumps(scalars).encode()
         target = min(self.copies.generations, key=lambda generation: generation.step(self._comm.rank))
@@ -124,46 +121,46 @@ class PartnerStore:
         self._comm.allreduce(changed, "max")
         if changed[0]:
             self._prepare(target, pieces, CopyLayout(pieces, encoded))
-        names = target.names
-        assert names is not None
+        layout = target.layout
+        assert layout is not None
         if target.shared:
             local_copy = target.of[self._comm.rank]
             local_copy.drop()
             deque(local_copy.fill(pieces), maxlen=0)
-            local_copy.tell(names, encoded, step)
+            local_copy.write_texts(layout, encoded, step)
             local_copy.finish(step)
         else:
             self._send(target, step, pieces, encoded, anew=bool(changed[0]))
 
     def checked(self) -> str:
-        """Verify all copies in this rank's memory. Return a text on the damaged copies, or "". Local."""
+        """Verify all copies in this rank's memory. Return an error text, or "" if no copy is damaged. Local."""
         damages = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
         return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
 
-    def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], names: CopyLayout) -> None:
+    def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], layout: CopyLayout) -> None:
         comm, nodes = self._comm, self._comm.nodes()
         target.of.clear()  # free the old memory first
-        target.names, target.shared = names, False
-        block = comm.shared(names.memory_bytes) if nodes.count == 1 else None
+        target.layout, target.shared = layout, False
+        block = comm.shared(memory_bytes(*layout.sizes)) if nodes.count == 1 else None
         if block is not None and block.is_shared:
             target.shared = True
             target.of.update((rank, MemoryCopy(view)) for rank, view in enumerate(block.views))
         else:
             self._keepers = partner_ranks(nodes.members)
-            sizes: list[tuple[int, int, int]] = comm.allgather_object(names.sizes)
+            sizes: list[tuple[int, int, int]] = comm.allgather_object(layout.sizes)
             for rank, keeper in enumerate(self._keepers):
                 if comm.rank in (rank, keeper):
                     target.of[rank] = MemoryCopy(np.zeros(memory_bytes(*sizes[rank]), np.uint8))
                     target.of[rank].lay_out(*sizes[rank])
-        target.of[comm.rank].prepare(names, pieces)
+        target.of[comm.rank].prepare(layout, pieces)
         for rank, copy in target.of.items():
             if self._ledger is not None and (rank == comm.rank or not target.shared):
                 self._ledger.track(copy.memory, "buddy_copies" if rank == comm.rank else "partner_copies")
 
     def _send(self, target: CopyGeneration, step: int, pieces: Sequence[Piece], encoded: bytes, *, anew: bool) -> None:
         # ``encoded``: scalars after ``step``. ``anew``: also send the tensor descriptions.
-        comm, local_copy, names = self._comm, target.of[self._comm.rank], target.names
-        assert names is not None
+        comm, local_copy, layout = self._comm, target.of[self._comm.rank], target.layout
+        assert layout is not None
         requests = []
         for owner, copy in target.of.items():
             copy.drop()
@@ -178,7 +175,7 @@ class PartnerStore:
             if keeper != comm.rank and (done - sent == MESSAGE_BYTES or done == local_copy.data.size):
                 requests.append(comm.isend(local_copy.data[sent:done], keeper, TAG))
                 sent = done
-        local_copy.tell(names, encoded, step)
+        local_copy.write_texts(layout, encoded, step)
         if keeper != comm.rank:
             requests.append(comm.isend(local_copy.front(anew), keeper, TAG))
         for request in requests:
@@ -189,7 +186,7 @@ class PartnerStore:
 
 @dataclass(frozen=True)
 class RecoveredState:
-    """Training state after ``step`` that was recovered from copies. ``held``: recovered tensor parts on this rank."""
+    """Training state after ``step``, recovered from copies. ``held``: the recovered pieces on this rank."""
 
     step: int
     scalars: dict[str, Any]
@@ -197,12 +194,11 @@ class RecoveredState:
 
 
 def recover(comm: Communicator, old_rank: int | None, copies: HeldCopies | None) -> RecoveredState | None:
-    """Return the newest state for which intact copies of all ranks exist, or None. Collective over ``comm``.
+    """Return the newest state of which intact copies of all ranks exist, or None. Collective over ``comm``.
 
     ``old_rank``: rank of this process before the failure. ``copies``: copies in its memory. Both are None for a new
-    process.
+    process. The returned pieces share the memory of ``copies``.
     """
-    # All ranks get the same step and scalars. Tensors share the memory of ``copies``. Damage is reported on stderr.
     assert old_rank == (None if copies is None else copies.rank), (
         f"the copies are those of another rank than {old_rank}"
     )

@@ -39,15 +39,14 @@ MAX_OPEN_FILES: Final = 64  # limits the descriptors of a rank that restores fro
 
 
 def file_name(writer: int, writers: int) -> str:
-    """Return the relative path of shard number ``writer`` of a checkpoint with ``writers`` shards."""
-    # Consecutive shards are in different subdirectories.
+    """Return the relative path of shard number ``writer`` of ``writers``. Consecutive shards have other folders."""
     name = f"shard-{writer:05d}.h5"
     spread = directories(writers)
     return f"{spread[writer % len(spread)]}/{name}" if spread else name
 
 
 def directories(writers: int) -> list[str]:
-    """Return the subdirectories of a checkpoint with ``writers`` shards, a list of names; [] for few shards."""
+    """Return the names of the subdirectories for ``writers`` shards, or [] if few shards need no subdirectory."""
     if writers <= PER_DIRECTORY:
         return []
     # The smallest power of two of directories with at most PER_DIRECTORY shards each.
@@ -63,7 +62,7 @@ class DamagedError(StorageError):
 
 
 class BlockReader:
-    """Context manager that reads blocks of the shard files in ``directory`` and verifies their hashes."""
+    """Context manager that reads blocks of the shards in ``directory`` and compares them with their digests."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -79,9 +78,9 @@ class BlockReader:
         self._open.clear()
 
     def read(self, entry: StoredPiece, block: int, take: BlockConsumer | None = None) -> int:
-        """Read and verify block number ``block`` of the stored tensor part ``entry``. Return its size in bytes.
+        """Read and verify block number ``block`` of ``entry``, and return its size in bytes. Raises DamagedError.
 
-        ``take(elements)``: function that copies elements; called several times. Raises DamagedError for damage.
+        ``take(first, elements)`` is called for consecutive elements of the block. ``first``: index in ``entry``.
         """
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
@@ -96,12 +95,12 @@ class BlockReader:
             raise DamagedError(f"{byte_range} are damaged: the digest does not match")
         return count
 
-    def digest_of(self, name: str, parts: Iterable[Range]) -> tuple[int, str]:
-        """Return (number of bytes, hash) of the byte ranges ``parts`` of the file ``name``. Raises OSError."""
+    def digest_of(self, name: str, ranges: Iterable[Range]) -> tuple[int, str]:
+        """Return (number of bytes read, digest) of the byte ``ranges`` of the file ``name``. Raises OSError."""
         fd, digest, count = self._fd(name), xxhash.xxh3_128(), 0
-        for part in (part for whole in parts for part in cut(whole, READ_BYTES)):
-            view = self._memory.data[: part.size]
-            read = read_fully(fd, view, part.start)
+        for block in (block for byte_range in ranges for block in cut(byte_range, READ_BYTES)):
+            view = self._memory.data[: block.size]
+            read = read_fully(fd, view, block.start)
             digest.update(view[:read])
             count += read
         return count, digest.hexdigest()
@@ -139,7 +138,7 @@ class BlockReader:
 
 
 def read_fully(fd: int, view: memoryview, start: int) -> int:
-    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the bytes read: fewer at the end of the file."""
+    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the number of bytes read: less at its end."""
     done = 0
     while done < len(view) and (read := os.preadv(fd, [view[done:]], start + done)):
         done += read
@@ -147,7 +146,7 @@ def read_fully(fd: int, view: memoryview, start: int) -> int:
 
 
 def size_mismatch(directory: Path, manifest: Manifest) -> str:
-    """Return a message on the first shard file that is missing or has a wrong size, or "" if all files are right."""
+    """Return an error text on the first shard in ``directory`` that is missing or has a wrong size, or ""."""
     for name, size in manifest.files.items():
         try:
             actual = (directory / name).stat().st_size
@@ -163,7 +162,7 @@ TAG: Final = 0
 
 
 def blocks_of(array: Any) -> Iterator[np.ndarray]:
-    """Yield the bytes of ``array`` (array on host or GPU, or `FileSlice`) in blocks. Local."""
+    """Yield the bytes of ``array`` in blocks. ``array`` is on the host, on a GPU, or a `FileSlice`. Local."""
     if isinstance(array, FileSlice):
         return _of_file(array)
     return _of_device(array) if backend.is_device(array) else _of_host(array)
@@ -205,7 +204,7 @@ def _wait_for_copy(copy: tuple[np.ndarray, Any]) -> np.ndarray:
 
 
 class IncomingBlocks:
-    """Receiver of byte blocks from the rank ``peer``, with two buffers. ``sizes``: size of each block in bytes."""
+    """Receiver of blocks from rank ``peer``, with two buffers. ``sizes``: bytes of each block."""
 
     def __init__(self, comm: Communicator, peer: int, sizes: Sequence[int]) -> None:
         self._comm, self._peer, self._sizes = comm, peer, deque(sizes)
@@ -215,12 +214,12 @@ class IncomingBlocks:
         self._used: np.ndarray | None = None
 
     def blocks(self, count: int) -> Iterator[np.ndarray]:
-        """Yield the next ``count`` byte blocks from the peer rank. A block is valid until the next one is requested."""
+        """Yield the next ``count`` blocks. Each block is valid until the next block is requested."""
         for _ in range(count):
             yield self._next()
 
     def drain(self) -> None:
-        """Receive and discard all remaining blocks, so that the sends of ``peer`` complete."""
+        """Receive and discard all remaining blocks, so that the sends of the peer complete."""
         while self._posted or self._sizes:
             self._next()
 
@@ -238,9 +237,9 @@ class IncomingBlocks:
 
 
 def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Send ``arrays`` to the rank ``peer`` in blocks. Return an error message, or "" on success.
+    """Send ``arrays`` to rank ``peer`` in blocks of ``sizes`` bytes. Return an error text, or "" on success.
 
-    ``sizes``: size of each block in bytes. If an array cannot be read from its file, zeros are sent instead.
+    If an array cannot be read from its file, zeros are sent instead.
     """
     sent, error = 0, ""
     try:
@@ -256,7 +255,7 @@ def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Seq
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return the HDF5 dataset name of each tensor part in ``slots``, a list of descriptions of tensor parts."""
+    """Return the name of the HDF5 dataset of each of ``slots``."""
     datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
@@ -270,14 +269,14 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
     return list(datasets)
 
 
-def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return a list of flags for each rank: True for a tensor part that this rank must write.
+def first_holders(slots_by_rank: Sequence[Sequence[Slot]]) -> list[list[bool]]:
+    """Return a list of flags for each rank: True if the rank must write its slot.
 
-    ``groups[r]``: descriptions of the tensor parts on rank r. The lowest rank that has a part writes it.
+    ``slots_by_rank[r]``: slots of rank r. The lowest rank that has a slot writes it.
     """
     seen: set[Slot] = set()
     flags = []
-    for slots in groups:
+    for slots in slots_by_rank:
         flags.append([slot not in seen for slot in slots])
         assert len(set(slots)) == len(slots), "a rank must not save a piece twice"
         seen.update(slots)
@@ -286,7 +285,7 @@ def first_holders(groups: Sequence[Sequence[Slot]]) -> list[list[bool]]:
 
 @dataclass(frozen=True)
 class WrittenShards:
-    """Shard files that one writer wrote or hard-linked for a checkpoint: sizes, contents and hashes."""
+    """Shard files that one writer has written or hard-linked for a checkpoint."""
 
     files: dict[str, int] = field(default_factory=dict)  # size in bytes
     entries: Sequence[StoredPiece] = ()  # tensor data of this checkpoint in the files
@@ -329,10 +328,10 @@ def write(
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
 ) -> WrittenShards:
-    """Write tensor parts to the shard file ``name`` in ``directory``. Raises StorageError.
+    """Write the shard ``name`` in ``directory``, and return its description. Raises StorageError.
 
-    Returns a description of the file. ``slots``: descriptions of the parts. ``sources``: functions that yield the data
-    of each part. ``about``: attributes of the file. ``opens``: function that creates the file at a path.
+    ``slots``: datasets of the shard. ``sources[i]``: function that yields the bytes of ``slots[i]``. ``about``:
+    attributes of the file. ``opens``: function that creates the file.
     """
     datasets = {
         dataset: _StoredPieceBlocks(slot, source)
@@ -359,9 +358,9 @@ def write(
 
 
 def write_index(directory: Path, entries: Iterable[StoredPiece], step: int) -> IndexFile | None:
-    """Write an HDF5 index file, which shows the stored tensor parts ``entries`` as whole tensors.
+    """Write an HDF5 index file that shows ``entries`` as whole tensors. Return its description.
 
-    Returns its description. On failure, warns on stderr and returns None.
+    On failure, or if there are too many entries, return None. A failure is printed to stderr.
     """
     pieces = [entry for entry in entries if entry.nbytes]
     if len(pieces) > MAX_INDEX_PIECES:

@@ -30,8 +30,8 @@ FOLDER: Final = "checkpoints"
 class Sharded:
     """This rank's part of an array that is distributed over the ranks.
 
-    ``start``: index of the first element of the part in the whole array. ``shape``: shape of the whole array, required
-    with ``start``. By default, parts are rows in rank order. Raises UsageError if ``start`` or ``shape`` is invalid.
+    ``start``: index of the part's first element in the whole array. ``shape``: shape of the whole array. By default,
+    parts are rows in rank order. Raises UsageError for an invalid ``start`` or ``shape``.
     """
 
     array: Array
@@ -70,11 +70,11 @@ State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
 
 
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: AnyComm = None) -> Path:
-    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over keyword-only ``comm``.
+    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over the keyword ``comm``.
 
-    ``state``: dict with the same names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a
-    JSON value from rank 0. Keyword-only ``step``: by default newest + 1. Raises UsageError for invalid arguments, and
-    StorageError on all ranks if a rank cannot write.
+    ``state``: dict with equal names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a JSON
+    value of rank 0. The keyword ``step`` is by default the newest step + 1. Raises UsageError for invalid arguments,
+    and StorageError on all ranks if a rank cannot write.
     """
     # Until this program ends, no other job can save in ``directory``.
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
@@ -98,10 +98,10 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
-    """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over keyword-only ``comm``.
+    """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over the keyword ``comm``.
 
-    ``state``: the arrays to fill, whole or `Sharded`. None: every rank gets all arrays, as new numpy arrays. Damaged
-    checkpoints are reported and skipped. Raises StorageError if an array is missing or differs in shape or dtype.
+    ``state``: dict of arrays to fill, whole or `Sharded`. None: every rank gets all arrays, as new numpy arrays.
+    Damaged checkpoints are reported and skipped. Raises StorageError if an array is missing or different.
     """
     where = communicator_of(comm)
 
@@ -112,7 +112,7 @@ def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = N
 
 
 def is_array(value: object) -> bool:
-    """Return True if ``value`` is to be saved as an array, False if as JSON. Local."""
+    """Return True if ``value`` is saved as an array, and False if as JSON. Local."""
     return isinstance(value, Sharded | np.ndarray | np.generic) or backend.is_device(value)
 
 

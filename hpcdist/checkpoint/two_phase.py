@@ -34,15 +34,11 @@ MAX_UNUSED_RATIO: Final = 8
 
 @dataclass
 class IncrementalWriter:
-    """Writer of checkpoints that writes only changed tensor data, and hard-links older shard files for the rest.
+    """Writer of shards that writes only changed tensor data, and hard-links older shards for unchanged data."""
 
-    ``directory``: last checkpoint. ``entries``: dict from each tensor part to its stored data there. ``shards``: its
-    files.
-    """
-
-    directory: Path | None = None
-    entries: dict[Slot, StoredPiece] = field(default_factory=dict)
-    shards: WrittenShards = field(default_factory=WrittenShards)
+    directory: Path | None = None  # of the last checkpoint
+    entries: dict[Slot, StoredPiece] = field(default_factory=dict)  # its stored data
+    shards: WrittenShards = field(default_factory=WrittenShards)  # its files
     _written: tuple[Path, dict[Slot, StoredPiece], WrittenShards] | None = None  # by the save in progress
 
     def write(
@@ -54,11 +50,9 @@ class IncrementalWriter:
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> WrittenShards:
-        """Write changed tensor data to the shard file ``name``, and hard-link older files for unchanged data. Local.
+        """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
 
-        ``directories``: (temporary, final) path of the checkpoint. ``slots[i]``: description of tensor part i.
-        ``sources[i]``: function that yields its data. ``about``: attributes of the file. ``opens``: function that
-        creates it. Raises StorageError.
+        ``directories``: (temporary, final) path of the checkpoint. The other arguments are those of `shard.write`.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -115,7 +109,7 @@ class IncrementalWriter:
         return WrittenShards(files, (), outside, unused), linked
 
     def settle(self) -> None:
-        """Record that the last `write` is committed, so that the next `write` can link to its files. Local."""
+        """Record that the last `write` is committed, so that the next `write` may link to its shards. Local."""
         if self._written is not None:
             self.directory, self.entries, self.shards = self._written
         self._written = None
@@ -123,15 +117,11 @@ class IncrementalWriter:
 
 @dataclass(frozen=True)
 class WriterGroup:
-    """Group of ranks whose tensor data the group's first rank writes into one shard file.
+    """Group of ranks whose tensors the group's first rank writes into one shard."""
 
-    ``comm``: communicator of the group, or None for a single rank. ``index``: number of the group. ``count``: number of
-    groups.
-    """
-
-    comm: Communicator | None
-    index: int
-    count: int
+    comm: Communicator | None  # None: a single rank
+    index: int  # number of the group
+    count: int  # number of groups
 
     @property
     def writes(self) -> bool:
@@ -140,9 +130,9 @@ class WriterGroup:
 
 
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
-    """Return this rank's group of ranks that write one shard together. The first call is collective over ``comm``.
+    """Return the group of ranks that share a shard with this rank. The first call is collective over ``comm``.
 
-    ``writers``: "rank" (each rank is a group), "node", or a number of groups.
+    ``writers``: "rank" for one group per rank, "node" for one per node, or a number of groups.
     """
     count = comm.size
     if writers.isdecimal():
@@ -162,10 +152,10 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
 
 
 class GroupGather:
-    """Gather of tensor data on the writer rank of ``group``. Constructing it is collective over the group.
+    """Gather of ``pieces`` on the writer rank of ``group``. Collective construction over the group.
 
-    ``pieces``: tensor parts of this rank. Other ranks call `bring`. The writer calls each function of `sources` once,
-    in order, then `end`, even after an error.
+    The writer calls each function of `sources` once, in order, and then `end`, even after an error. Other ranks call
+    `bring`.
     """
 
     def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
@@ -184,11 +174,11 @@ class GroupGather:
 
     @property
     def slots(self) -> list[Slot]:
-        """Descriptions of the tensor parts in this group's shard file, ordered by rank."""
+        """Descriptions of the data in this group's shard, ordered by rank."""
         return [slot for slots in self._slots for slot in slots]
 
     def sources(self) -> list[BlockSource]:
-        """Return, for each tensor part in `slots`, a function that yields its bytes in blocks."""
+        """Return a function for each of `slots`, which yields its bytes in blocks."""
         local_sources: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
         theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
         return local_sources + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
@@ -207,24 +197,24 @@ class GroupGather:
         return self._incoming
 
     def bring(self) -> str:
-        """Send this rank's tensor parts to the writer rank of its group. Return an error text, or ""."""
+        """Send this rank's pieces to the writer rank of its group. Return an error text, or "" on success."""
         assert self._group.comm is not None
         rank = self._group.comm.rank
         sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
         return send_blocks(self._group.comm, 0, self.arrays, sizes)
 
     def end(self) -> None:
-        """On the writer, receive and discard the tensor data not yet read, so that the sending ranks can continue."""
+        """Receive and discard the data not read yet, so that the sending ranks can continue. For the writer only."""
         if len(self._slots) > 1:
             self._arriving(len(self._slots) - 1).drain()
 
 
 @dataclass(frozen=True)
 class ShardOutcome:
-    """Result of writing a shard on one rank: an error text or "", and the written files if this rank is a writer."""
+    """Result of the save on one rank."""
 
-    error: str = ""
-    written: WrittenShards | None = None
+    error: str = ""  # "" on success
+    written: WrittenShards | None = None  # None if this rank is not a writer
 
 
 @dataclass(frozen=True)
@@ -261,13 +251,11 @@ def save(
     writers: str = "rank",
     about: dict[str, Any] | None = None,
 ) -> Path:
-    """Save the checkpoint of ``step`` and return its path ``directory/step-N``. Collective over ``comm``.
+    """Save the checkpoint of ``step`` N and return its path ``directory/step-N``. Collective over ``comm``.
 
-    ``pieces``: tensor parts of this rank. ``scalars``: non-tensor state. ``keep``: number of checkpoints to keep, or a
-    rule. Raises StorageError on all ranks if a rank cannot write.
+    ``pieces``: this rank's tensors. ``scalars``: JSON values of rank 0. ``keep``: number of newest checkpoints to keep,
+    or a rule. Raises StorageError on all ranks if a rank cannot write; existing checkpoints are then unchanged.
     """
-    # Only rank 0 uses ``scalars``, the retention rule ``keep`` and ``about``. After an error, existing checkpoints are
-    # unchanged.
     return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
 
@@ -280,8 +268,8 @@ def save_planned(
 ) -> Path:
     """Save the checkpoint ``plan`` and return its path. Collective over ``comm``.
 
-    ``pieces``: tensor parts of this rank. ``writers``: as in `group_of`. ``incremental``: writer of changed data only,
-    or None to write all; requires ``writers`` "rank".
+    ``pieces``: this rank's tensors. ``writers``: as in `group_of`. ``incremental``: writer of changed data only, for
+    ``writers`` "rank", or None to write all data.
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
@@ -317,10 +305,10 @@ def write(
     sources: Sequence[BlockSource],
     incremental: IncrementalWriter | None = None,
 ) -> ShardOutcome:
-    """Write one shard file with the tensor data of the ranks in ``group``. Return the result, or an error text. Local.
+    """Write the shard of ``group``, and return the result or the error. Local.
 
-    ``slots[i]``: description of tensor part i. ``sources[i]``: function that yields its bytes. ``incremental``: writer
-    of changed data only, or None.
+    ``sources[i]``: function that yields the bytes of ``slots[i]``. ``incremental``: writer of changed data only, or
+    None to write all data.
     """
     name = shard.file_name(group.index, group.count)
     about = {"step": plan.step, "rank": group.index}
@@ -335,7 +323,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return a list of all ranks' results; ranks other than 0 get only the error texts. Collective."""
+    """Return the results of all ranks. Ranks other than 0 get only the error texts. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:
@@ -359,7 +347,7 @@ def agree(comm: Communicator, error: str) -> None:
 def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
     """Commit the checkpoint ``plan`` if no rank has an error. Return an error text, or "" on success. Local.
 
-    ``outcomes``: result of each rank. After an error, the temporary directory is removed.
+    ``outcomes``: results of all ranks. After an error, the temporary directory is removed.
     """
     # If another job has taken over the directory, the unfinished checkpoint is not removed.
     taken = lost(plan.directory.parent)
