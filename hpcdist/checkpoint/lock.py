@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record.flight_recorder import start_ticks
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
@@ -178,7 +179,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": pid,
         "started": _started(pid),
-        "machine": _text("/proc/sys/kernel/random/boot_id") + _link("/proc/self/ns/pid"),
+        "machine": boot_id() + _pid_namespace(),
         "job": environment.get("SLURM_JOB_ID", ""),
         "restarts": environment.get("SLURM_RESTART_COUNT", "0"),
     }
@@ -252,15 +253,8 @@ def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
     atomic.discard(aside)
 
 
-def _text(path: str) -> str:
+def _pid_namespace() -> str:
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""

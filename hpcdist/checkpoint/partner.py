@@ -90,15 +90,6 @@ class HeldCopies:
         copies = (generation.of.get(owner) for generation in self.generations)
         return next(copy for copy in copies if copy is not None and copy.step == step)
 
-    def kept(self) -> list[tuple[int, MemoryCopy]]:
-        """Return pairs (rank of the state, copy) for the complete copies that this rank's memory holds."""
-        return [
-            (owner, copy)
-            for generation in self.generations
-            for owner, copy in generation.of.items()
-            if copy.step != INCOMPLETE and (owner == self.rank or not generation.shared)
-        ]
-
 
 class PartnerStore:
     """Store that copies each rank's state to the memory of a partner rank of ``comm``, if possible on another node."""
@@ -134,8 +125,14 @@ class PartnerStore:
 
     def checked(self) -> str:
         """Verify all copies in this rank's memory. Return an error text, or "" if no copy is damaged. Local."""
-        damages = ((owner, copy, copy.damage()) for owner, copy in self.copies.kept())
-        return "; ".join(_damage_report(owner, copy.step, damage) for owner, copy, damage in damages if damage)
+        reports = []
+        for generation in self.copies.generations:
+            for owner, copy in generation.of.items():
+                # In shared memory, each rank verifies its own copy.
+                if copy.step != INCOMPLETE and (owner == self._comm.rank or not generation.shared):
+                    damage = copy.damage()
+                    reports += [_damage_report(owner, copy.step, damage)] if damage else []
+        return "; ".join(reports)
 
     def _prepare(self, target: CopyGeneration, pieces: Sequence[Piece], layout: CopyLayout) -> None:
         comm, nodes = self._comm, self._comm.nodes()

@@ -30,10 +30,10 @@ JITTER: Final = 0.01  # of a period: deviation of updates from a strict period
 
 
 def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return bounds of the update times of an energy counter: pairs of arrays (earliest, latest), in ns.
+    """Return possible update times of an energy counter: a list of pairs of arrays (earliest, latest), in ns.
 
     ``seen_ns[i]``: time of the first reading after update i. ``before_ns[i]``: time of the preceding reading.
-    ``update_s``: expected seconds between updates, or NaN. Each pair is one possible sequence of updates.
+    ``update_s``: expected seconds between updates, or NaN.
     """
     expected = update_s * 1e9
     span = float(seen_ns[-1] - seen_ns[0])
@@ -89,16 +89,14 @@ PLACEMENTS: Final = np.linspace(0, 1, 17)  # relative positions in the brackets
 MAX_ERROR_SHARE: Final = 0.25  # of all joules of the source: with a larger standard error, a phase is unknown
 FOLDS: Final = 16  # groups of intervals of the jackknife, each left out once
 MIN_FOLDED: Final = 160  # intervals for a jackknife: ten per fold
-MAX_SHARE_OF_INTERVAL: Final = (
-    0.5  # of the squared seconds of a phase in one fold; with more, its error is not estimated
-)
+MAX_SHARE_OF_INTERVAL: Final = 0.5  # of a phase's squared seconds in one fold; with more, its error is not estimated
 CONSECUTIVE: Final = 10  # intervals per fold in a row, because neighbouring intervals share the moment between them
 TIMEOUT_NS: Final = 60_000_000_000  # limit of the wait for a rank or source that reports nothing
 
 
 @dataclass(frozen=True)
 class CounterSamples:
-    """New samples of one energy counter, with their times. `Attribution.add` ignores repeated samples."""
+    """New samples of one energy counter. `Attribution.add` ignores repeated samples."""
 
     name: str
     kind: str
@@ -114,9 +112,7 @@ class _SourceSums:
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     energy_mj: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     ranks: tuple[int, ...] | None = None
-    grams: np.ndarray = field(
-        default_factory=lambda: np.zeros((FOLDS, len(PHASE_NAMES), len(PHASE_NAMES)))
-    )  # of each fold
+    grams: np.ndarray = field(default_factory=lambda: np.zeros((FOLDS, len(PHASE_NAMES), len(PHASE_NAMES))))
     rights: np.ndarray = field(default_factory=lambda: np.zeros((FOLDS, len(PHASE_NAMES))))
     square: float = 0.0
     rows: int = 0
@@ -140,9 +136,9 @@ class _SourceSums:
 
 
 class Attribution:
-    """Estimate of the joules per training phase on one node. All methods are local.
+    """Estimate of the joules of each training phase on one node. All methods are local.
 
-    ``sensor_of(name, kind)`` returns the `PowerSensor` of the energy counter with this name and kind.
+    ``sensor_of(name, kind)``: function that returns the `PowerSensor` of an energy counter.
     """
 
     def __init__(self, sensor_of: Callable[[str, str], PowerSensor]) -> None:
@@ -151,7 +147,7 @@ class Attribution:
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
     def add(self, ranks: Sequence[np.ndarray], counters: Sequence[CounterSamples]) -> None:
-        """Add the samples ``counters``, and each rank's new spans, ``ranks[i]``: rows of (phase, begin, end) in ns."""
+        """Add new samples, and the new spans of each rank: ``ranks[i]`` has rows of (phase, begin, end) in ns."""
         self._ranks += [RankPhases() for _ in range(len(ranks) - len(self._ranks))]
         for rank, spans in zip(self._ranks, ranks, strict=True):
             rank.add(spans)
@@ -185,9 +181,9 @@ class Attribution:
             rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
-        """Return a list of dicts, one per energy counter: ``name``, ``kind``, and ``activities`` (joules per phase).
+        """Return a dict for each energy counter: ``name``, ``kind``, and ``activities``, a result of `phase_joules`.
 
-        If keyword-only ``final`` is False, the newest samples are left for a later call.
+        If the keyword ``final`` is False, the newest samples are left for a later call.
         """
         if final:
             self._settle(True)
@@ -272,9 +268,9 @@ def _add_rows(sums: _SourceSums, mixtures: PhaseShares, moments: np.ndarray, jou
 
 
 def phase_joules(sums: _SourceSums) -> dict[str, dict[str, Any]]:
-    """Return {phase name: result} for one energy counter. ``sums``: least squares sums over its intervals.
+    """Return {phase name: figures} of one energy counter. ``sums``: least squares sums over its intervals.
 
-    A result has "joules", "error_j" (standard error), "seconds" and "reason" (explanation of unreliable joules).
+    The figures are "joules", "error_j" (standard error), "seconds", and "reason", which explains unreliable joules.
     """
     used = np.flatnonzero(sums.seconds > 0)
     if not len(used):

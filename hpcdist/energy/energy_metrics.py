@@ -11,13 +11,14 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.energy.node_rows import GROUP, TABLES
 from hpcdist.energy.report import NODE
-from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5 import files
+from hpcdist.hdf5.datasets import texts
 from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import json_number
 
-GROUP: Final = "energy"
-SAMPLES: Final = f"{GROUP}/samples"
+SAMPLES: Final = TABLES["samples"].name
 BLOCK: Final = 1 << 16  # rows read at once
 MOST_BLOCKS: Final = 1024  # with more samples, a start may appear shorter by the time of a block
 POINTS: Final = (64, 16384)  # samples of a source to keep: per block at least, and of all blocks about
@@ -32,7 +33,7 @@ MIN_LOSSES: Final = 5  # in this average
 
 @dataclass(frozen=True)
 class SourceHistory:
-    """Joules of one energy source over time, from a first start or restart of a run."""
+    """Joules of one energy source over time, in one start of a run."""
 
     node: int  # index
     kind: str
@@ -45,23 +46,20 @@ class SourceHistory:
 
     @property
     def total_j(self) -> float:
-        """Joules from the first to the last sample, or NaN if samples are missing in between."""
+        """Joules from the first to the last sample, or NaN if samples between them are missing."""
         return math.nan if self.gaps or not len(self.joules) else float(self.joules[-1])
 
 
 @dataclass(frozen=True)
 class StartHistory:
-    """Energy histories of all energy sources from one first start or restart of a run.
+    """Energy of all sources over time, in one start of a run."""
 
-    ``courses``: history of each source. ``session``: number of the start or restart, from 0.
-    """
-
-    session: int
-    courses: tuple[SourceHistory, ...]
+    session: int  # number of the start, from 0
+    courses: tuple[SourceHistory, ...]  # history of each source
 
     @property
     def counted(self) -> tuple[SourceHistory, ...]:
-        """Energy sources that make up the total: node-wide counters if every node has one, else all other sources."""
+        """Energy sources of the total: the counters of whole nodes if every node has one, else all other sources."""
         nodes = {course.node for course in self.courses}
         if nodes and nodes == {course.node for course in self.courses if course.kind == NODE}:
             return tuple(course for course in self.courses if course.kind == NODE)
@@ -69,16 +67,16 @@ class StartHistory:
 
     @property
     def seconds(self) -> float:
-        """Length of the measurement in seconds, on the node that was measured longest."""
+        """Seconds of the measurement, on the node that was measured longest."""
         return max((float(course.seconds[-1]) for course in self.courses if len(course.seconds)), default=0.0)
 
     @property
     def joules(self) -> float:
-        """Joules used in this start or restart of the run. NaN if samples or energy sources are missing."""
+        """Joules used in this start of the run, or NaN if samples or energy sources are missing."""
         return math.fsum(course.total_j for course in self.counted) if self.counted else math.nan
 
     def until(self, seconds: np.ndarray) -> np.ndarray:
-        """Return an array: the joules used in the first ``seconds[i]`` seconds of this launch, or NaN if unknown."""
+        """Return an array: item i is the joules used in the first ``seconds[i]`` seconds of this start, or NaN."""
         joules = np.zeros(len(seconds)) if self.counted else np.full(len(seconds), math.nan)
         for course in self.counted:
             if course.gaps or not len(course.seconds):
@@ -88,11 +86,12 @@ class StartHistory:
 
 
 def read(path: Path) -> list[StartHistory]:
-    """Return the energy history of each start or restart of a run from its metrics file ``path``; [] without data."""
+    """Return the energy of each start of a run from its metrics file ``path``, or [] if there is no energy data."""
     with files.open_read(path) as file, regular.damage(path, f"its {GROUP} is damaged, or of another program"):
         if SAMPLES not in file:
             return []
-        sources, samples, gaps = _sources(file), _samples(file), _gaps(file)
+        sources, samples = _sources(file), _samples(file)
+        gaps = _places(TABLES["gaps"].read(file)) if TABLES["gaps"].name in file else []
     starts: dict[int, list[SourceHistory]] = {}
     for key, (kind, name, note, declared) in sources.items():
         rows = samples.get(key, np.empty((0, 2), np.int64))
@@ -110,88 +109,61 @@ def _places(table: dict[str, np.ndarray]) -> list[_Place]:
 
 
 def _sources(file: Any) -> dict[_Place, tuple[str, str, str, bool]]:
-    table = datasets.read(file, f"{GROUP}/sources")
+    table, rows = TABLES["sources"].read(file), TABLES["about"].read(file)
     about: dict[_Place, tuple[str, bool]] = {}
-    if f"{GROUP}/about" in file:  # not in older files
-        rows = datasets.read(file, f"{GROUP}/about")
-        about = dict(
-            zip(_places(rows), zip(map(_text, rows["note"]), map(bool, rows["declared"]), strict=True), strict=True)
-        )
+    if rows:  # older files lack this table
+        notes = zip(texts(rows["note"]), rows["declared"].astype(bool).tolist(), strict=True)
+        about = dict(zip(_places(rows), notes, strict=True))
     return {
-        place: (_text(kind), _text(name), *about.get(place, ("", False)))
-        for place, kind, name in zip(_places(table), table["kind"], table["name"], strict=True)
+        place: (kind, name, *about.get(place, ("", False)))
+        for place, kind, name in zip(_places(table), texts(table["kind"]), texts(table["name"]), strict=True)
     }
-
-
-def _gaps(file: Any) -> set[_Place]:
-    return set(_places(datasets.read(file, f"{GROUP}/gaps"))) if f"{GROUP}/gaps" in file else set()
 
 
 def _samples(file: Any) -> dict[_Place, np.ndarray]:
     columns = [file[f"{SAMPLES}/{name}"] for name in _COLUMNS]
-    rows = min(column.shape[0] for column in columns)
-    blocks = -(-rows // BLOCK)
+    num_rows = min(column.shape[0] for column in columns)
+    blocks = -(-num_rows // BLOCK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, MOST_BLOCKS)).astype(int)) if blocks else ()
     parts_by_source: dict[_Place, list[np.ndarray]] = {}
     for block in chosen:
-        part = slice(block * BLOCK, min(rows, (block + 1) * BLOCK))
+        part = slice(block * BLOCK, min(num_rows, (block + 1) * BLOCK))
         times, session, node, source, energy = (column[part] for column in columns)
         places, which = np.unique(np.stack([session, node, source], axis=1), axis=0, return_inverse=True)
         for index, place in enumerate(places):
             keep = np.flatnonzero(which.ravel() == index)
-            keep = keep[_thinned(len(keep), max(POINTS[0], POINTS[1] // len(chosen)))]
+            count = min(len(keep), max(POINTS[0], POINTS[1] // len(chosen)))
+            keep = keep[np.unique(np.linspace(0, len(keep) - 1, count).astype(int))]
             parts_by_source.setdefault(tuple(map(int, place)), []).append(np.stack([times[keep], energy[keep]], axis=1))  # type: ignore[arg-type]
-    return {place: _ordered(np.concatenate(parts)) for place, parts in parts_by_source.items()}
-
-
-def _thinned(count: int, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
-
-
-def _ordered(rows: np.ndarray) -> np.ndarray:
-    return rows[np.argsort(rows[:, 0], kind="stable")]
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    rows_by_source = {place: np.concatenate(parts) for place, parts in parts_by_source.items()}
+    return {place: rows[np.argsort(rows[:, 0], kind="stable")] for place, rows in rows_by_source.items()}
 
 
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the joules that a run had used at each of n times, as an array of shape (n,).
-
-    Time i is ``seconds[i]`` seconds after start number ``session[i]`` of the run.
-    """
+    """Return an array: the joules that a run has used until ``seconds[i]`` seconds after start ``session[i]``."""
     joules = np.full(len(seconds), math.nan)
-    before = 0.0
+    earlier_j = 0.0  # of earlier starts
     for start in starts:
         is_here = session == start.session
-        joules[is_here] = before + start.until(seconds[is_here])
-        # joules of earlier starts
-        before += start.joules
+        joules[is_here] = earlier_j + start.until(seconds[is_here])
+        earlier_j += start.joules
     return joules
 
 
 @dataclass(frozen=True)
 class CarbonIntensity:
-    """Carbon intensity in grams of CO2 equivalents per kWh (NaN if unknown), with lower and upper limits."""
+    """Carbon intensity of the grid, in grams of CO2 equivalents per kWh, with lower and upper limits. NaN: unknown."""
 
     g_per_kwh: float = math.nan
     source: str = ""
     date: str = ""
-    low: float = math.nan
+    low: float = math.nan  # unknown: equal to the intensity
     high: float = math.nan
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """Lower and upper limit of the carbon intensity in g/kWh. An unknown limit equals the intensity itself."""
-        low = self.g_per_kwh if math.isnan(self.low) else self.low
-        high = self.g_per_kwh if math.isnan(self.high) else self.high
-        return low, high
 
 
 @dataclass(frozen=True)
 class Emissions:
-    """Emissions in ``grams`` of CO2 equivalents, with lower and upper limits. If unknown: NaN, and the ``reason``."""
+    """Emissions in grams of CO2 equivalents, with lower and upper limits. NaN: unknown, for the given ``reason``."""
 
     grams: float
     low: float
@@ -200,21 +172,22 @@ class Emissions:
 
 
 def kwh(energy_j: float, pue: float = 1.0) -> float:
-    """Convert ``energy_j``, joules of the nodes, to kWh of the site. ``pue``: power usage effectiveness, at least 1."""
+    """Return the kWh of the site for ``energy_j``, joules of the nodes. ``pue``: power usage effectiveness."""
     return energy_j / J_PER_KWH * pue
 
 
 def emissions(energy_j: float, pue: float, intensity: CarbonIntensity) -> Emissions:
-    """Return the emissions for ``energy_j``, joules of the nodes, at the carbon ``intensity`` of the grid.
+    """Return the emissions of ``energy_j``, joules of the nodes, at the carbon ``intensity`` of the grid.
 
-    ``pue`` (power usage effectiveness) adds cooling and losses of the site.
+    ``pue``: power usage effectiveness, which adds cooling and losses of the site.
     """
     if math.isnan(energy_j) or math.isnan(intensity.g_per_kwh):
         reason = NO_ENERGY if math.isnan(energy_j) else NO_INTENSITY
         return Emissions(math.nan, math.nan, math.nan, reason)
     of_site = kwh(energy_j, pue)
-    low, high = intensity.spread
-    return Emissions(of_site * intensity.g_per_kwh, of_site * low, of_site * high)
+    mean = intensity.g_per_kwh
+    low, high = (mean if math.isnan(limit) else limit for limit in (intensity.low, intensity.high))
+    return Emissions(of_site * mean, of_site * low, of_site * high)
 
 
 def over_time(
@@ -222,13 +195,11 @@ def over_time(
 ) -> tuple[float, float, float]:
     """Return the mean, smallest and largest carbon intensity, in g/kWh, of the energy used in time intervals.
 
-    The energy is ``joules[i]`` from ``begins_s[i]`` to ``ends_s[i]``. The intensity is ``g_per_kwh[j]`` from
-    ``edges_s[j]`` to ``edges_s[j + 1]``. The results are NaN if an interval is outside of ``edges_s``.
+    The intensity is ``g_per_kwh[j]`` from ``edges_s[j]`` to ``edges_s[j + 1]``. Interval i uses ``joules[i]`` from
+    ``begins_s[i]`` to ``ends_s[i]``, at constant power. Returns NaN if an interval is outside of ``edges_s``.
     """
-    # The power is constant in an interval.
     if not len(joules) or begins_s.min() < edges_s[0] or ends_s.max() > edges_s[-1]:
         return math.nan, math.nan, math.nan
-    # Interval i used `joules[i]` at constant power. The intensity is g_per_kwh[j] from edges_s[j] to edges_s[j + 1].
     sums = np.append(0.0, np.cumsum(np.diff(edges_s) * g_per_kwh))
     lengths = ends_s - begins_s
     integral = np.interp(ends_s, edges_s, sums) - np.interp(begins_s, edges_s, sums)
@@ -244,7 +215,7 @@ def over_time(
 
 @dataclass(frozen=True)
 class EnergyToTarget:
-    """Joules, seconds and steps (interpolated) until the loss reached a target. If unknown: NaN, and a ``reason``."""
+    """Joules, seconds and steps until the loss reached a target. NaN: unknown, for the given ``reason``."""
 
     joules: float
     seconds: float
@@ -253,7 +224,7 @@ class EnergyToTarget:
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
-    """Return the moving average of ``losses``: at each step, the mean over the last max(5, 2 % of all) steps."""
+    """Return the moving average of ``losses`` over the last 5 steps, or over 2 % of all steps if that is more."""
     width = max(MIN_LOSSES, round(SMOOTHED_SHARE * len(losses)))
     sums = np.append(0.0, np.cumsum(losses))
     last = np.arange(1, len(losses) + 1)
@@ -262,15 +233,11 @@ def smoothed(losses: np.ndarray) -> np.ndarray:
 
 
 def to_target(
-    target: float,
-    steps: np.ndarray,
-    losses: np.ndarray,
-    seconds: np.ndarray,
-    joules: np.ndarray,
+    target: float, steps: np.ndarray, losses: np.ndarray, seconds: np.ndarray, joules: np.ndarray
 ) -> EnergyToTarget:
-    """Return the interpolated step, seconds and joules at which the smoothed loss first reached the loss ``target``.
+    """Return the interpolated step, seconds and joules at which the smoothed loss first was at most ``target``.
 
-    ``steps``, ``losses``: one element per step. ``seconds``, ``joules``: totals until the end of each step.
+    ``losses[i]``: loss of step ``steps[i]``. ``seconds[i]``, ``joules[i]``: totals until the end of this step.
     """
     is_finite = np.isfinite(losses)
     steps, losses, seconds, joules = (values[is_finite] for values in (steps, losses, seconds, joules))
@@ -282,12 +249,10 @@ def to_target(
         reason = f"the loss never reached {target:g}; the smallest was {shown.min():.4g} after step {steps[-1]:g}"
         return EnergyToTarget(math.nan, math.nan, math.nan, reason)
     at = int(reached[0])
-    part = 1.0
-    if at:
-        part = float((shown[at - 1] - target) / (shown[at - 1] - shown[at]))
     before = max(0, at - 1)
+    fraction = float((shown[before] - target) / (shown[before] - shown[at])) if at else 0.0  # of step `at`
     step, taken_s, used_j = (
-        float(values[before] + part * (values[at] - values[before])) if at else float(values[at])
+        float(values[before] + fraction * (values[at] - values[before]))
         for values in (steps.astype(np.float64), seconds, joules)
     )
     reason = "the energy until then is not known" if math.isnan(used_j) else ""
@@ -303,10 +268,7 @@ def figures(
     price_per_kwh: float = 0.0,
     currency: str = "",
 ) -> dict[str, Any]:
-    """Return a dict of metrics of ``energy_j`` joules used in ``seconds`` seconds, such as the mean power.
-
-    The values are JSON values, or None if unknown.
-    """
+    """Return the metrics of ``energy_j`` joules used in ``seconds`` seconds, such as "average_w". None: unknown."""
     intensity = intensity or CarbonIntensity()
     emitted = emissions(energy_j, pue, intensity)
     unknown = NO_ENERGY if math.isnan(energy_j) else None
@@ -330,12 +292,12 @@ def figures(
     }
 
 
-def joules_per_part(joules: float, parts: float) -> float | None:
-    """Return ``joules`` / ``parts`` (number of steps, samples or tokens), or None if it is unknown."""
-    return json_number(joules / parts) if parts and parts > 0 else None
+def joules_per_item(joules: float, items: float) -> float | None:
+    """Return ``joules`` / ``items``, or None if it is unknown. ``items``: number of steps, samples or tokens."""
+    return json_number(joules / items) if items and items > 0 else None
 
 
 def rates(training_j: float, steps: float, samples: float, tokens: float) -> dict[str, float | None]:
-    """Return joules per step, sample and token: a dict, with None if unknown. ``training_j``: total joules."""
-    names: Sequence[tuple[str, float]] = (("j_per_step", steps), ("j_per_sample", samples), ("j_per_token", tokens))
-    return {name: joules_per_part(training_j, parts) for name, parts in names}
+    """Return the joules per step, sample and token, as a dict. None: unknown. ``training_j``: total joules."""
+    counts = {"j_per_step": steps, "j_per_sample": samples, "j_per_token": tokens}
+    return {name: joules_per_item(training_j, count) for name, count in counts.items()}

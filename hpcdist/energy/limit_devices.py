@@ -20,42 +20,42 @@ ROUNDING: Final = 0.5  # W or MHz: RAPL rounds to eighths of a watt, NVML to who
 
 @dataclass(frozen=True)
 class LimitRange:
-    """Range of limits that a device allows, in W or MHz (None: unknown). ``values`` lists discrete limits, if any."""
+    """Range of limits that a device allows, in W or MHz. None: unknown."""
 
     least: float | None = None
     most: float | None = None
     default: float | None = None
-    values: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()  # the only allowed limits, if there are such
 
 
 class DeviceLimit(Protocol):
-    """Protocol of a power or clock limit of a device. ``place``: directory of a CPU's RAPL limit, or "" for a GPU."""
+    """Protocol of a power or clock limit of a device."""
 
     kind: str
     device: str
-    place: str
+    place: str  # RAPL directory of a processor, or "" for a GPU
     name: str
     unit: str
     per_unit: int  # driver units per ``unit``
 
     def allowed(self) -> LimitRange:
-        """Return the range of values that the device accepts. Raises MissingCapabilityError if it has no such limit."""
+        """Return the range that the device accepts. Raises MissingCapabilityError if it has no such limit."""
 
     def now(self) -> int | None:
         """Return the current limit in the driver's unit, or None if unknown. Raises MissingCapabilityError."""
 
     def in_force(self) -> float | None:
-        """Return the limit that the device enforces, in W or MHz, or None if this is not readable."""
+        """Return the limit that the device enforces, in W or MHz, or None if it is not readable."""
 
     def put(self, value: int | None) -> None:
-        """Set the limit to ``value`` in the driver's unit, or remove it (None). Raises MissingCapabilityError."""
+        """Set the limit to ``value`` in the driver's unit. None: remove the limit. Raises MissingCapabilityError."""
 
     def cure(self, value: int | None) -> str:
-        """Return the shell command by which a user can set this limit to ``value``."""
+        """Return the shell command that sets this limit to ``value``."""
 
 
 def check_value(knob: DeviceLimit, value: float) -> None:
-    """Raise ConfigurationError if ``value``, in W or MHz, is outside of the range of the device limit ``knob``."""
+    """Raise ConfigurationError if the device does not allow ``value``, in W or MHz, for the limit ``knob``."""
     allowed = knob.allowed()
     if allowed.values and value not in allowed.values:
         nearest = min(allowed.values, key=lambda choice: abs(choice - value))
@@ -142,7 +142,7 @@ class GpuPowerLimit(_GpuLimit):
             return int(self._nvml.nvmlDeviceGetPowerManagementLimit(self._handle))
 
     def in_force(self) -> float | None:
-        """Return the power limit in force in W: the smallest of the GPU's limits. None if unknown."""
+        """Return the smallest of the GPU's power limits in W, which is in force."""
         try:
             return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / self.per_unit
         except self._nvml.NVMLError:
@@ -157,9 +157,10 @@ class GpuPowerLimit(_GpuLimit):
 
 
 class GpuClockLimit(_GpuLimit):
-    """Limit that locks the clock of a GPU to one frequency (nvmlDeviceSetGpuLockedClocks)."""
+    """Limit that locks the clock of a GPU to one frequency (nvmlDeviceSetGpuLockedClocks).
 
-    # The driver does not report an earlier lock, so clocks are unlocked at the end.
+    The driver does not report an earlier lock, so a clock is unlocked at the end.
+    """
 
     kind, unit, per_unit, what = GPU_CLOCK, "MHz", 1, "clock"
 
@@ -178,7 +179,7 @@ class GpuClockLimit(_GpuLimit):
             return LimitRange()
 
     def now(self) -> int | None:
-        """Return None: the present limit is unknown, because the driver cannot report a locked clock."""
+        """Return None: the driver does not report a locked clock."""
         return None
 
     def in_force(self) -> float | None:
@@ -202,9 +203,9 @@ GPU_LIMIT_KINDS: Final[Mapping[str, Callable[[str], DeviceLimit]]] = {
 
 
 def gpu_limits(driver: nvml.NvmlDriver, uuids: Sequence[str], kind: str) -> list[DeviceLimit]:
-    """Return the limits of the GPUs with these ``uuids``. ``kind``: type of limit, power or clock.
+    """Return the limits of the GPUs ``uuids``. ``kind``: `GPU_POWER` or `GPU_CLOCK`. Raises MissingCapabilityError.
 
-    ``driver`` must stay open while the limits are used. Raises MissingCapabilityError.
+    ``driver`` must stay open while the limits are used.
     """
     partitioned = {gpu.uuid for gpu in driver.gpus() if gpu.partitioned}
     for uuid in uuids:
@@ -233,7 +234,7 @@ class CpuPowerLimit:
 
     @property
     def window_s(self) -> float | None:
-        """Time in seconds over which the limit averages the power, or None if the kernel does not report it."""
+        """Seconds over which the limit averages the power, or None if the kernel does not report this."""
         value = self._text(f"constraint_{self._number()}_time_window_us")
         return int(value) / 1e6 if value.isdecimal() else None
 
@@ -248,7 +249,7 @@ class CpuPowerLimit:
             return ""
 
     def allowed(self) -> LimitRange:
-        """Return the range of allowed limits. If the kernel reports the maximum 0, there is no maximum."""
+        """Return the range of allowed limits. A maximum of 0 in the kernel means that there is no maximum."""
         self.now()
         if self._text("enabled") == "0":
             raise MissingCapabilityError(
@@ -292,7 +293,7 @@ class CpuPowerLimit:
 
 
 def cpu_limits(root: Path) -> list[CpuPowerLimit]:
-    """Return the power limits of all processors in RAPL directory ``root``. Raises MissingCapabilityError."""
+    """Return the power limits of all processors in the RAPL directory ``root``. Raises MissingCapabilityError."""
     zones = sorted(path.name for path in root.glob(sysfs.ZONES) if path.name.count(":") == 1)
     limits = [CpuPowerLimit(root, zone) for zone in zones]
     limits = [limit for limit in limits if "(package" in limit.name]

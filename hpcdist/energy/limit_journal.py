@@ -29,26 +29,23 @@ RESTORE_COMMAND: Final = "python -m benchmarks power --restore"
 
 @dataclass(frozen=True)
 class ChangedLimit:
-    """Limit of a device that a process has changed, in the unit of the device's driver.
-
-    ``before``: limit before the change, or None if unreadable. ``place``: RAPL directory, or "" for a GPU.
-    """
+    """Limit of a device that a process has changed. Values are in the unit of the device's driver."""
 
     kind: str
     device: str
-    place: str
-    before: int | None
+    place: str  # RAPL directory of a processor, or "" for a GPU
+    before: int | None  # None: unreadable
     asked: int | None
 
     @property
     def key(self) -> tuple[str, str]:
-        """Kind of the limit and its device. Only one process at a time may change the limit with this key."""
+        """Kind and device of the limit. Only one process at a time may change the limit."""
         return self.kind, self.device
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """Journal record (a file) of the limits that one process changed, to restore them if the process is killed."""
+    """File that records the limits that a process has changed, to restore them if the process is killed."""
 
     path: Path
     host: str
@@ -70,7 +67,7 @@ class JournalRecord:
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of this user's journal, which may not exist. Raises StorageError without a home directory."""
+    """Return the directory of this user's journal, which may not exist. Raises StorageError if there is no home."""
     base = environment.get("XDG_STATE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "hpcdist" / "limits"
@@ -87,7 +84,7 @@ def process_start(pid: int) -> str | None:
 
 @contextmanager
 def locked_journal(folder: Path) -> Iterator[None]:
-    """Lock the journal in ``folder`` against other processes during the `with` statement. Raises StorageError."""
+    """Context manager that locks the journal in ``folder`` against other processes. Raises StorageError."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -104,9 +101,9 @@ def locked_journal(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = None) -> Path:
-    """Write a journal record of the limit ``changes``, and return its path. Raises StorageError.
+    """Write a journal record of ``changes`` to ``path``, or to a new file in ``folder``. Return its path.
 
-    The record is the file ``path``, or a new file in ``folder`` if ``path`` is None.
+    Raises StorageError.
     """
     pid = os.getpid()
     path = path or folder / f"{socket.gethostname()}-{pid}-{os.urandom(4).hex()}.json"
@@ -130,7 +127,7 @@ def write(folder: Path, changes: Sequence[ChangedLimit], path: Path | None = Non
 
 
 def records(folder: Path) -> tuple[list[JournalRecord], list[str]]:
-    """Return a list of the journal records in ``folder``, oldest first, and a list of messages on unreadable files."""
+    """Return the journal records in ``folder``, oldest first, and error texts on unreadable files."""
     readable, unreadable = [], []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -22,7 +22,7 @@ from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.node_rows import GROUP, LiveFigures, MeanPower, NodeRows, PhaseWindows, append_rows
 from hpcdist.energy.report import NODE, NodeContribution, SourceResult
-from hpcdist.energy.sampler import DrainedSamples, EnergySampler, SourceSamples
+from hpcdist.energy.sampler import DrainedSamples, EnergySampler
 from hpcdist.energy.sources import nvml
 from hpcdist.energy.sources.discovery import GpuClaim, NodeSources, claim_gpus, open_node_sources
 from hpcdist.energy.sources.utilisation import NodeUtilisation, this_process
@@ -36,20 +36,20 @@ WINDOW: Final = "watched"
 
 @dataclass(frozen=True)
 class WatchInterval:
-    """Power in one interval of `EnergyWatch`: watts by source, by kind of source and in total; and the utilisation."""
+    """Mean power and utilisation of a machine in one interval of `EnergyWatch`."""
 
-    seconds: float
-    watts: Mapping[str, float]
+    seconds: float  # from the start of the watch to the end of the interval
+    watts: Mapping[str, float]  # by energy source
     by_kind: Mapping[str, float]
     total_w: float
     utilisation: Mapping[str, float]
 
 
 class EnergyWatch:
-    """Energy measurement of one machine until `finish`. Samples are appended to the file ``output``."""
+    """Energy measurement of this machine until `finish`. Samples are appended to the file ``output``, if any.
 
-    # Raises MissingCapabilityError without an energy source, and StorageError if `output` cannot be written at the
-    # start.
+    Raises MissingCapabilityError if no energy source is readable, and StorageError if ``output`` cannot be written.
+    """
 
     def __init__(self, config: EnergyConfig, output: Path | None = None) -> None:
         self.sources = open_node_sources(config, [_claim_visible()], computing=False)
@@ -63,8 +63,7 @@ class EnergyWatch:
         self.sampler = EnergySampler(self.sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = PhaseWindows(len(self.sources.counters))
         self._power, self._live = MeanPower(), LiveFigures()
-        # `lost_output` describes a later write error.
-        self._output, self.lost_output = output, ""
+        self._output, self.lost_output = output, ""  # `lost_output`: text on a later write error
         self._session = 0 if output is None else _next_session(output)
         self._began_ns = time.monotonic_ns()
         self.sampler.start()
@@ -76,7 +75,7 @@ class EnergyWatch:
         return {} if NODE in kinds else {k: why for k, why in self.sources.missing.items() if k not in kinds}
 
     def moment(self) -> WatchInterval:
-        """Return mean power and utilisation since the last call. Appends the new samples to the output file, if any."""
+        """Return the mean power and utilisation since the last call. Append the new samples to the output file."""
         now_ns, _ = self.sampler.read()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         watts = self._power.by_source(len(tracks), drained)
@@ -101,7 +100,7 @@ class EnergyWatch:
             self._output, self.lost_output = None, str(error)
 
     def finish(self) -> dict[str, Any]:
-        """Stop measuring. Return the dict of `hpcdist.energy.report.merge`, with the measured ``seconds`` added."""
+        """Stop measuring. Return the result of `report.merge`, and the measured ``seconds``, in one dict."""
         self._windows.leave(*_read_edge(self.sampler, self._windows))
         seconds = (time.monotonic_ns() - self._began_ns) / 1e9
         ended = self.sampler.stop()
@@ -174,14 +173,10 @@ def _next_session(output: Path) -> int:
     return int(sessions.max(initial=-1)) + 1
 
 
-def _no_synchronisation() -> None:
-    return None
-
-
 class EnergyMonitor:
     """Energy monitor of a job, from `start` to `stop`, or as a context manager. Collective construction over ``comm``.
 
-    The first rank of each node reads the node's sensors. Its attribute ``live`` has the figures of all nodes.
+    The first rank of each node reads the sensors of the node. Its attribute ``live`` has the figures of all nodes.
     """
 
     def __init__(
@@ -190,7 +185,7 @@ class EnergyMonitor:
         config: EnergyConfig,
         *,
         bus_id: str | None = None,
-        synchronise: Callable[[], None] = _no_synchronisation,
+        synchronise: Callable[[], None] = lambda: None,
         environment: Mapping[str, str] = os.environ,
         host: str | None = None,
         deadline_s: float = CommunicationConfig.deadline_s,
@@ -216,7 +211,7 @@ class EnergyMonitor:
         measured = set(comm.allgather_object((self._node, bool(self._sources.counters))))
         self.measures = any(can_measure for _, can_measure in measured)  # on any node; equal on every rank
         self._watches = self.measures or config.utilisation_s > 0
-        self._synchronise = synchronise if (self._node, True) in measured else _no_synchronisation
+        self._synchronise = synchronise if (self._node, True) in measured else lambda: None
         self.sampler = EnergySampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = PhaseWindows(len(self._sources.counters))
         self._stopped = False
@@ -252,9 +247,9 @@ class EnergyMonitor:
 
     @contextmanager
     def window(self, phase: str) -> Iterator[None]:
-        """Attribute this node's energy in the ``with`` block to ``phase``. Local; every rank must call this.
+        """Attribute this node's energy in the ``with`` block to ``phase``, except in nested windows.
 
-        If windows are nested, only the inner window gets the energy used in it.
+        Local, but every rank must enter the same windows.
         """
         if not self._leads:
             self._synchronise()
@@ -272,7 +267,7 @@ class EnergyMonitor:
         return _read_edge(self.sampler, self._windows)
 
     def report(self) -> dict[str, Any]:
-        """Return the job's energy report, including earlier starts of the run: see `report.merge`. Collective."""
+        """Return the job's energy, including earlier starts of the run, as a dict of `report.merge`. Collective."""
         self._meet("Monitor.report")
         node_share = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
         contributions = self._comm.allgather_object(node_share if self._leads else None)
@@ -281,31 +276,22 @@ class EnergyMonitor:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the job's energy for a checkpoint, including earlier starts and unfinished phases. Collective."""
+        """Return the job's energy for a checkpoint, including earlier starts and open windows. Collective."""
         if self._leads and not self._stopped:
             self._windows.edge(*self._look())
         return reports.state(self.report())
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Add ``state``, the job's energy before a restart or None, to later reports. Equal on all ranks. Local."""
+        """Add ``state``, a result of `state` before a restart, or None, to later reports. Equal on all ranks. Local."""
         self._earlier = state
 
-    def intervals(self) -> list[SourceSamples]:
-        """Return this node's samples of each energy source since the previous call. Local.
-
-        Other ranks than the node's first rank get []. Call this before `collect`, which drops old samples.
-        """
-        # The last sample of the previous call comes first.
-        return self.sampler.intervals()
-
     def collect(self) -> list[NodeRows]:
-        """Return new energy data, one `NodeRows` per node; [] on ranks that are not the first of their node.
+        """Return new energy data, one `NodeRows` per node. Collective over the first ranks of the nodes.
 
-        Collective over the nodes' first ranks.
+        Other ranks may call this, and get [].
         """
         if not self._watches or self._leaders is None:
             return []
-        # samples and phases that ended since the last call
         drained = self.sampler.drain()
         watts = self._power.by_source(len(self.sampler.tracks), drained)
         lacking = frozenset(self._sources.missing) - frozenset(self._sources.unused)

@@ -20,17 +20,17 @@ from hpcdist.hdf5.datasets import Column, MetricsTable
 
 @dataclass
 class PhaseWindow:
-    """Time window of ``phase``. Its duration ``own_ns`` and energies ``mj`` (by source) exclude nested windows."""
+    """Time window of a phase."""
 
     phase: str
     begin_ns: int
-    mj: list[float]
+    mj: list[float]  # of each energy source, without nested windows
     end_ns: int = 0
-    own_ns: int = 0
+    own_ns: int = 0  # duration without nested windows
 
 
 class PhaseWindows:
-    """Energy and time of one rank's windows. A window is a `with` block whose energy counts for a named phase."""
+    """Energy and time of the windows of one rank. ``sources``: number of energy sources."""
 
     def __init__(self, sources: int) -> None:
         self.total_mj = [0.0] * sources  # of all windows together, by energy source
@@ -43,12 +43,12 @@ class PhaseWindows:
         self._outside = [False] * sources  # there was time outside of all windows since then
 
     def enter(self, phase: str, now_ns: int, values: Sequence[int | None]) -> None:
-        """Begin a window at time ``now_ns``. ``values``: energy of each source in mJ, None after a failed read."""
+        """Begin a window. ``values``: energy of each source in mJ at the time ``now_ns``, or None if unreadable."""
         self.edge(now_ns, values)
         self._open.append(PhaseWindow(phase, now_ns, [0.0] * len(self._last)))
 
     def leave(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """End the innermost window at the time ``now_ns``. ``values``: energy of each source in mJ, as in `enter`."""
+        """End the innermost window. ``values``: as in `enter`."""
         self.edge(now_ns, values)
         window = self._open.pop()
         window.end_ns = now_ns
@@ -56,12 +56,12 @@ class PhaseWindows:
         self._sum(self._sums, window)
 
     def take(self) -> list[PhaseWindow]:
-        """Return the windows closed since the last call, and drop them."""
+        """Return the windows that ended since the last call."""
         taken, self.closed = self.closed, []
         return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
-        """Add the time and energy since the last reading to the innermost open window. ``values``: see `enter`."""
+        """Add the time and energy since the last reading to the innermost window. ``values``: as in `enter`."""
         inner = self._open[-1] if self._open else None
         if inner is not None:
             inner.own_ns += now_ns - self._edge_ns
@@ -70,7 +70,7 @@ class PhaseWindows:
             self._attribute(source, value, inner)
 
     def forget(self, source: int) -> None:
-        """Mark the energy of source number ``source`` since the last read as unknown: its counter missed some."""
+        """Mark the energy of source number ``source`` since the last reading as unknown."""
         self._last[source] = None
 
     def _attribute(self, source: int, value: int | None, inner: PhaseWindow | None) -> None:
@@ -91,11 +91,11 @@ class PhaseWindows:
         self._last[source], self._inside[source], self._outside[source] = value, False, False
 
     def totals(self) -> list[float]:
-        """Return a list with the mJ of each energy source in all windows together, NaN if unknown."""
+        """Return the mJ of each energy source in all windows together. NaN: unknown."""
         return [math.nan if pending else total for pending, total in zip(self._inside, self.total_mj, strict=True)]
 
     def phases(self) -> dict[str, dict[str, Any]]:
-        """Return a dict for each phase: its seconds, number of windows, shortest window, and mJ by source."""
+        """Return {phase: dict of its seconds, number of windows, shortest window in s, and mJ of each source}."""
         phases = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
         for window in self._open:
             self._sum(phases, window)
@@ -180,7 +180,7 @@ class NodeRows:
     """Energy data of one node since the last `EnergyMonitor.collect`, to append to the metrics file."""
 
     node: int
-    sources: Sequence[tuple[str, str, SourceInfo]]  # type, name and properties
+    sources: Sequence[tuple[str, str, SourceInfo]]  # kind, name and properties
     drained: DrainedSamples
     windows: Sequence[PhaseWindow]  # phases of the training that have ended, with their energy
     now_ns: int = 0
@@ -191,10 +191,7 @@ class NodeRows:
 
 
 def append_rows(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
-    """Append the data of ``nodes`` to the tables of ``file``, an open HDF5 metrics file. Local.
-
-    ``session``: number of earlier starts of the run.
-    """
+    """Append the data of ``nodes`` to the open metrics file ``file``. ``session``: number of the start. Local."""
     has_sources = any(node.sources for node in nodes)
     for name, table in TABLES.items():
         if has_sources or name in _OF_NODES:
@@ -240,13 +237,13 @@ DIRECTIONS: Final = {"sent": COLUMNS.index("sent_bytes"), "received": COLUMNS.in
 
 
 class MeanPower:
-    """Mean power of a node's energy sources since the previous call of `by_source`."""
+    """Mean power of the energy sources of a node."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
     def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts of sources 0 to ``sources`` - 1, or NaN. ``drained``: samples since the last call."""
+        """Return the mean watts of each source since the last call. NaN: unknown. ``sources``: number of sources."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
         for source in range(sources):
@@ -270,7 +267,7 @@ class LiveFigures:
         self._bytes: dict[int, Mapping[str, float]] = {}
 
     def see(self, rows: Sequence[NodeRows]) -> None:
-        """Replace the stored samples and mean power of each node by ``rows``, the result of `EnergyMonitor.collect`."""
+        """Replace the figures of all nodes by those in ``rows``, the result of `EnergyMonitor.collect`."""
         self._rows = rows
         for row in rows:
             if len(row.drained.looks):
@@ -278,7 +275,7 @@ class LiveFigures:
                 self._bytes[row.node] = {name: float(last[column]) for name, column in DIRECTIONS.items()}
 
     def power(self) -> dict[str, float]:
-        """Return {kind of energy source, such as "gpu": watts of all nodes}. NaN: not measured completely on a node."""
+        """Return {kind, such as "gpu": watts of all nodes}. NaN: a node does not measure this kind completely."""
         kinds = dict.fromkeys(kind for row in self._rows for kind in row.watts)
         # Watts of whole nodes are a total only if all nodes have them.
         if not all(NODE in row.watts for row in self._rows):
@@ -291,7 +288,7 @@ class LiveFigures:
         }
 
     def utilisation(self) -> dict[str, float]:
-        """Return {resource: utilisation from 0 to 1} for the known resources in `SHARES`: mean over time and nodes."""
+        """Return {resource in `SHARES`: utilisation from 0 to 1}, the mean over time and nodes, if it is known."""
         shares = [row.drained.shares[:, : len(SHARES)] for row in self._rows if len(row.drained.looks)]
         if not shares:
             return {}
@@ -300,10 +297,7 @@ class LiveFigures:
         return {name: value for name, value in by_resource.items() if not math.isnan(value)}
 
     def network(self) -> dict[str, float]:
-        """Return the network bytes "sent" and "received" by all nodes since the construction of the monitor.
-
-        A value is NaN if unknown. Before the first sample, the result is {}.
-        """
+        """Return {"sent": bytes, "received": bytes} of all nodes since the start, or {} before the first sample."""
         if not self._bytes:
             return {}
         return {name: math.fsum(node[name] for node in self._bytes.values()) for name in DIRECTIONS}

@@ -18,7 +18,7 @@ TOLERANCE: Final = 1e-12
 
 @dataclass(frozen=True)
 class NnlsSolution:
-    """Solution ``values`` of non-negative least squares. The ``covariance`` ignores that values cannot be negative."""
+    """Solution of non-negative least squares. Its covariance ignores the bound on the values."""
 
     values: np.ndarray
     covariance: np.ndarray
@@ -94,22 +94,21 @@ UNKNOWN_SENSOR: Final = "not in the table of known sensors: taken to see all of 
 
 @dataclass(frozen=True)
 class PowerSensor:
-    """Power sensor that shows, every ``update_s`` seconds, the mean power of the last ``window_s`` seconds."""
+    """Power sensor that reports every ``update_s`` seconds the mean power of the last ``window_s`` seconds."""
 
     update_s: float
     window_s: float
-    source: str = ""  # of these two numbers
+    source: str = ""  # publication of these two numbers
 
     @property
     def seen_share(self) -> float:
-        """Fraction of the time that the sensor measures: window over update period."""
+        """Fraction of the time that the sensor measures: ``window_s / update_s``, at most 1."""
         return min(1.0, self.window_s / self.update_s)
 
     def paced(self, update_s: float) -> "PowerSensor":
-        """Return a copy of this sensor with the observed update period ``update_s``, in seconds.
+        """Return a copy of this sensor with the observed ``update_s``, or this sensor if ``update_s`` is NaN or <= 0.
 
-        If the sensor measures continuously, ``window_s`` changes too. If ``update_s`` is NaN or at most 0, nothing
-        changes.
+        If the sensor measures continuously, ``window_s`` changes, too.
         """
         if not update_s > 0:  # also true for NaN
             return self
@@ -119,7 +118,7 @@ class PowerSensor:
 def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
     """Return the `PowerSensor` of the GPU model ``gpu_name``, such as "NVIDIA A100-SXM4-40GB".
 
-    ``field_name`` is "average" for averaged power readings, and "" for instantaneous power and for the energy counter.
+    ``field_name``: "average" for averaged power, or "" for instantaneous power and the energy counter.
     """
     if field_name == "average" and _AVERAGED.search(gpu_name):
         return PowerSensor(0.1, AVERAGE_S, "NVML: POWER_AVERAGE is the mean of the last second")
@@ -130,7 +129,7 @@ def sensor_of(gpu_name: str, field_name: str = "") -> PowerSensor:
 
 
 class SensorShift:
-    """Delays for the next ``steps`` training steps, so that a power sensor sees all parts of a step equally often."""
+    """Delays for the next ``steps`` training steps, so that ``sensor`` measures all parts of a step equally often."""
 
     def __init__(self, sensor: PowerSensor, steps: int) -> None:
         self.slots = 1 if sensor.seen_share >= 1 else math.ceil(2 * sensor.update_s / sensor.window_s)
@@ -138,7 +137,7 @@ class SensorShift:
         self._room = [math.ceil(steps / self.slots)] * self.slots
 
     def pause_s(self, now_ns: int) -> float:
-        """Return the seconds to delay the next step. Call once per step, with the monotonic time ``now_ns``. Local."""
+        """Return the seconds to delay the next step. Call once per step, with the present monotonic time. Local."""
         # The delays distribute the start times of steps evenly over the sensor's period.
         slot = int(now_ns // self._slot_ns) % self.slots
         ahead = next((ahead for ahead in range(self.slots) if self._room[(slot + ahead) % self.slots]), 0)

@@ -22,7 +22,7 @@ assert len(PHASES) - 1 == STEP
 
 
 def flatten_spans(spans: np.ndarray) -> np.ndarray:
-    """Return ``spans``, rows of (phase, begin, end) in ns, sorted and disjoint: later spans overwrite earlier spans."""
+    """Return disjoint, sorted ``spans``: rows of (phase, begin, end) in ns. Later spans overwrite earlier spans."""
     spans = spans[np.argsort(spans[:, 1], kind="stable")]
     spans = spans[spans[:, 2] > spans[:, 1]]
     if np.all(spans[1:, 1] >= spans[:-1, 2]):
@@ -30,16 +30,14 @@ def flatten_spans(spans: np.ndarray) -> np.ndarray:
     edges = np.unique(spans[:, 1:])
     owner = np.full(len(edges) - 1, -1)
     first, last = np.searchsorted(edges, spans[:, 1]), np.searchsorted(edges, spans[:, 2])
-    for index, (start, stop) in enumerate(
-        zip(first, last, strict=True)
-    ):  # sorted by begin, so that later spans overwrite
+    for index, (start, stop) in enumerate(zip(first, last, strict=True)):  # sorted by begin: later spans overwrite
         owner[start:stop] = index
     held = owner >= 0
     return np.stack([spans[owner[held], 0], edges[:-1][held], edges[1:][held]], axis=1)
 
 
 class RankPhases:
-    """Disjoint time spans of one rank, each in a training phase. Only ``since_ns`` to ``until_ns`` is complete."""
+    """Disjoint time spans of one rank, each in a phase. They are complete from ``since_ns`` to ``until_ns``."""
 
     def __init__(self) -> None:
         self.spans = np.empty((0, 3), np.int64)
@@ -48,7 +46,7 @@ class RankPhases:
         self.until_ns: int | None = None
 
     def add(self, spans: np.ndarray) -> None:
-        """Add ``spans`` that ended since the last call: rows of (phase index, begin, end) in monotonic ns."""
+        """Add the ``spans`` that ended since the last call: rows of (phase index, begin, end) in monotonic ns."""
         if not len(spans):
             return
         if len(spans) >= CAPACITY or self.since_ns is None:
@@ -67,9 +65,9 @@ class RankPhases:
             self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
 
     def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the cumulative seconds in each phase at the times ``moments_ns``: array of shape (times, phases).
+        """Return the seconds in each phase until the times ``moments_ns``: array of shape (times, phases).
 
-        The origin is arbitrary: only the difference of two rows has a meaning.
+        The origin is arbitrary, so use only differences of two rows.
         """
         seconds = np.zeros((len(moments_ns), STEP))
         for code, begins, ends, sums in self._by_code:
@@ -81,7 +79,7 @@ class RankPhases:
 
 
 class PhaseGrid:
-    """Cumulative seconds of each phase at fine time steps from ``begin_ns`` to ``end_ns``: one table per rank."""
+    """Seconds in each phase of each of ``ranks``, at fine time steps from ``begin_ns`` to ``end_ns``."""
 
     def __init__(self, ranks: Sequence[RankPhases], begin_ns: int, end_ns: int) -> None:
         self._pitch_ns = max(GRID_NS, (end_ns - begin_ns) // MAX_GRID_POINTS)
@@ -90,7 +88,7 @@ class PhaseGrid:
         self._tables = [rank.seconds(moments) for rank in ranks]
 
     def of(self, ranks: Sequence[int] | None) -> "PhaseShares":
-        """Return the mean phase seconds of the ranks with indices ``ranks`` (None: all ranks), as `PhaseShares`."""
+        """Return the mean over the ranks with indices ``ranks`` (None: all ranks), as `PhaseShares`."""
         chosen = self._tables if ranks is None else [self._tables[rank] for rank in ranks]
         return PhaseShares(np.mean(chosen, axis=0), self._begin_ns, self._pitch_ns)
 
@@ -98,7 +96,7 @@ class PhaseGrid:
 class PhaseShares:
     """Mean seconds that ranks spend in each phase, for any time interval.
 
-    ``table``, of shape (times, phases), has cumulative seconds of phases. Time i is ``begin_ns + i * pitch_ns``.
+    ``table[i]``: seconds in each phase until the time ``begin_ns + i * pitch_ns``.
     """
 
     def __init__(self, table: np.ndarray, begin_ns: int, pitch_ns: int) -> None:
@@ -111,7 +109,7 @@ class PhaseShares:
         return np.asarray(low + (rest / self._pitch_ns)[..., None] * (self._table[at + 1] - low))
 
     def between(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return the seconds in each of `PHASE_NAMES` (last axis) between ``begins`` and ``ends``, times in ns."""
+        """Return the seconds in each of `PHASE_NAMES` (last axis) between the times ``begins`` and ``ends`` in ns."""
         seconds = np.empty((*begins.shape, len(PHASE_NAMES)))
         seconds[..., :STEP] = self._before(ends) - self._before(begins)
         seconds[..., STEP] = np.maximum((ends - begins) / 1e9 - seconds[..., :STEP].sum(axis=-1), 0.0)
@@ -133,7 +131,7 @@ def job_activities(
     reason: str | None,
     earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the energy of each activity of a job: dicts ``joules``, ``error_j``, ``seconds``, ``reason`` by activity.
+    """Return the energy of each activity of a job: {"joules": {activity: value}, "error_j": ..., "seconds": ...}.
 
     ``rows``: `Attribution.rows` of all nodes. ``kinds``: kinds of energy sources to include. ``training_j``: joules
     since the last start, or NaN for the given ``reason``. ``earlier``: `activities_state` before this start, or None.
@@ -143,9 +141,8 @@ def job_activities(
     scale = training_j / whole if whole > 0 else math.nan
     before_j = math.fsum(phase["joules"] or 0.0 for phase in (earlier or {}).values())
     little = before_j > 0 and training_j <= NEGLIGIBLE_SHARE * (training_j + before_j)
-    wider = (
-        1 + training_j / before_j if little and not activities else 1.0
-    )  # then the shares of the other starts are used for this start
+    # If this start has no activities, use the shares of the earlier starts.
+    wider = 1 + training_j / before_j if little and not activities else 1.0
     if not activities and not little:
         reason = reason or (TOO_SHORT if rows else NO_SPANS)
     if earlier is not None and not earlier:
@@ -173,7 +170,7 @@ _ZERO: Final[Mapping[str, Any]] = {"joules": 0.0, "error_j": 0.0, "seconds": 0.0
 
 
 def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``totals``, a result of `job_activities`, as JSON values for a checkpoint. Unknown values are None."""
+    """Return ``totals``, a result of `job_activities`, as JSON values for a checkpoint. Unknown: None."""
     return {
         name: {
             "joules": None if math.isnan(joules) else joules,
@@ -186,14 +183,11 @@ def activities_state(totals: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ActivityState(msgspec.Struct):
-    """Seconds and joules of one activity of the ranks, such as "compute" or "idle", as saved in a checkpoint.
-
-    ``error_j`` is the standard error of the joules. Unknown joules are None, with a ``reason``.
-    """
+    """Seconds and joules of one activity of the ranks, such as "compute" or "idle", as saved in a checkpoint."""
 
     seconds: Amount
-    joules: Amount | None = None
-    error_j: Amount | None = None
+    joules: Amount | None = None  # None: unknown, for the given reason
+    error_j: Amount | None = None  # standard error of the joules
     reason: str | None = None
 
     def __post_init__(self) -> None:
@@ -202,19 +196,16 @@ class ActivityState(msgspec.Struct):
 
 
 class EnergyRecord(msgspec.Struct):
-    """Energy record of a run since step ``since_step``, saved in a checkpoint.
-
-    ``activities``: joules of each activity, such as "compute", or None.
-    """
+    """Energy record of a run since step ``since_step``, as saved in a checkpoint."""
 
     since_step: Count
     joules: EnergyState
     activities: dict[str, ActivityState] | None = None
 
 
-def restored(read: Any) -> dict[str, Any]:
-    """Check a job's energy record ``read``, decoded from a file, and return it. Raises ValueError if it is invalid."""
-    record: dict[str, Any] = msgspec.to_builtins(msgspec.convert(read, EnergyRecord))
+def restored(decoded: Any) -> dict[str, Any]:
+    """Return the energy record ``decoded`` from a checkpoint. Raises ValueError if it is no `EnergyRecord`."""
+    record: dict[str, Any] = msgspec.to_builtins(msgspec.convert(decoded, EnergyRecord))
     return record | {"activities": record["activities"] or {}}
 
 
@@ -223,11 +214,11 @@ def _sum_sources(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dic
     counted = [row for row in rows if row["kind"] in kinds]
     for row in counted:
         for name, phase in row["activities"].items():
-            whole = sums.setdefault(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None})
-            whole["joules"] += phase["joules"]
-            whole["error_j"] = math.hypot(whole["error_j"], phase["error_j"])
-            if whole["reason"] is None and phase["reason"] is not None:
-                whole["reason"] = f"{row['name']}: {phase['reason']}"
+            total = sums.setdefault(name, dict(_ZERO))
+            total["joules"] += phase["joules"]
+            total["error_j"] = math.hypot(total["error_j"], phase["error_j"])
+            if total["reason"] is None and phase["reason"] is not None:
+                total["reason"] = f"{row['name']}: {phase['reason']}"
     # All seconds from one source: the longest of each phase, of different ranks, could exceed the total time.
     longest = max(
         counted, key=lambda row: sum(activity["seconds"] for activity in row["activities"].values()), default=None

@@ -28,7 +28,7 @@ FATAL_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SI
 
 
 class EndedBySignal(BaseException):
-    """Raised in place of a fatal signal, so that device limits are restored before the process ends."""
+    """Exception that replaces a fatal signal, so that device limits are restored before the process ends."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -45,7 +45,7 @@ def _in_main_thread() -> bool:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Context manager that delays signals until the end of its ``with`` block. Local."""
+    """Context manager that delays signals until the end of the ``with`` block. Local."""
     if not _in_main_thread():
         yield
         return
@@ -67,9 +67,9 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def raise_on_signals(last: Callable[[], None]) -> Iterator[None]:
-    """Context manager that raises `EndedBySignal` if a fatal signal arrives in its ``with`` block.
+    """Context manager that raises `EndedBySignal` in the ``with`` block if a fatal signal arrives.
 
-    If a signal arrived, ``last()`` is called after the block, and the signal ends this process.
+    After the block, it calls ``last()``, and the signal ends this process.
     """
     mine = [number for number in FATAL_SIGNALS if _in_main_thread() and signal.getsignal(number) is signal.SIG_DFL]
     ended: EndedBySignal | None = None
@@ -101,33 +101,32 @@ class TemporaryLimits:
         self._folder, self._owner = folder, os.getpid()
         self._path: Path | None = None
         self._left: list[tuple[DeviceLimit, ChangedLimit]] = []  # changed and not restored yet
-        self._wanted: list[tuple[DeviceLimit, ChangedLimit]] = []
+        self._planned: list[tuple[DeviceLimit, ChangedLimit]] = []
         for knob, value in requested:
             if value is not None:
                 check_value(knob, value)
             before = knob.now()
             target = before if value is None else round(value * knob.per_unit)
-            self._wanted.append((knob, ChangedLimit(knob.kind, knob.device, knob.place, before, target)))
+            self._planned.append((knob, ChangedLimit(knob.kind, knob.device, knob.place, before, target)))
 
     def begin(self) -> None:
-        """Record the changes in the journal, and set the limits. If this fails, restore all limits and raise."""
-        changes = [change for _, change in self._wanted]
+        """Record the changes in the journal, and set the limits. On failure, restore all limits and raise."""
+        changes = [change for _, change in self._planned]
         with limit_journal.locked_journal(self._folder):
             refuse_changed(limit_journal.records(self._folder)[0], changes)
             self._path = limit_journal.write(self._folder, changes)
         try:
-            for knob, change in self._wanted:
+            for knob, change in self._planned:
                 knob.put(change.asked)
                 self._left.append((knob, change))
                 _verify(knob, change.asked)
         except BaseException:
             self.end()
             raise
-        self.in_force = tuple(knob.in_force() for knob, _ in self._wanted)
+        self.in_force = tuple(knob.in_force() for knob, _ in self._planned)
 
     def end(self) -> None:
-        """Restore the changed limits, and then remove the journal record."""
-        # Raises MissingCapabilityError if a limit cannot be restored, after restoring all other limits.
+        """Restore the changed limits, and remove the journal record. Raises MissingCapabilityError on failure."""
         if os.getpid() != self._owner:
             return  # in a forked child: the limits belong to its parent
         failed: list[tuple[DeviceLimit, ChangedLimit]] = []
@@ -153,12 +152,12 @@ class TemporaryLimits:
 
 @contextmanager
 def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) -> Iterator[tuple[float | None, ...]]:
-    """Limit devices in the ``with`` block. Yield each device's limit in W or MHz, or None if unknown. Local.
+    """Change device limits in the ``with`` block. Yield the limits in force in W or MHz, None if unknown. Local.
 
-    ``requested``: pairs (device limit, new value or None). ``folder``: journal directory.
+    ``requested``: pairs (limit, new value, or None to keep it). ``folder``: journal directory. Raises
+    ConfigurationError for a value out of range, StorageError without a journal, and MissingCapabilityError if a limit
+    cannot be set or restored, or if another process has changed it.
     """
-    # ConfigurationError: a value is out of range. StorageError: no journal record can be written.
-    # MissingCapabilityError: a limit cannot be set or restored, or another process has changed it.
     change = TemporaryLimits(requested, limit_journal.directory() if folder is None else folder)
     atexit.register(change.end)  # in case of an exception between the statements below
     try:
@@ -177,9 +176,9 @@ def limited(requested: Sequence[RequestedLimits], folder: Path | None = None) ->
 
 
 def check_permitted(knobs: Iterable[DeviceLimit], folder: Path | None = None) -> None:
-    """Raise MissingCapabilityError if this process may not change one of the device limits ``knobs``. Local.
+    """Raise MissingCapabilityError if this process may not change a limit in ``knobs``. Local.
 
-    ``folder``: directory in which the check writes and removes a journal record.
+    ``folder``: journal directory.
     """
     with limited([(knob, None) for knob in knobs], folder):
         pass
@@ -195,8 +194,7 @@ def _verify(knob: DeviceLimit, value: int | None) -> None:
 
 
 def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLimit]) -> None:
-    """Raise MissingCapabilityError if the journal ``records`` have a limit of the planned ``changes``."""
-    # Another process has changed it, and has not restored it.
+    """Raise MissingCapabilityError if another process has changed a limit of ``changes``, according to ``records``."""
     mine = {change.key for change in changes}
     for record in records:
         others = [change for change in record.changes if change.key in mine]
@@ -217,7 +215,7 @@ def refuse_changed(records: Iterable[JournalRecord], changes: Iterable[ChangedLi
 def put_back(folder: Path, say: Callable[[str], None]) -> bool:
     """Restore the limits that killed processes left changed. Return False if a limit was not restored. Local.
 
-    ``folder``: directory of the journal records. ``say``: called with a text per limit.
+    ``folder``: journal directory. ``say(text)`` reports each limit.
     """
     if not folder.is_dir():
         say("no changed limits were left")

@@ -25,7 +25,7 @@ Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 @dataclass(frozen=True)
 class DrainedSamples:
-    """Samples from `EnergySampler.drain`. Times are in ns of the monotonic clock."""
+    """Result of `EnergySampler.drain`. Times are in ns of the monotonic clock."""
 
     samples: np.ndarray  # int64 (n, 3): time, index of the counter in the sampler's list, energy in mJ
     powers: np.ndarray  # int64 (n, 3): time, index of the counter, power in mW
@@ -36,14 +36,14 @@ class DrainedSamples:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """Energy samples of one source. ``known[i]`` is True if the energy between samples i and i + 1 is known."""
+    """Energy samples of one source."""
 
     name: str
     kind: str
     about: SourceInfo
     times_ns: np.ndarray
     energy_mj: np.ndarray
-    known: np.ndarray
+    known: np.ndarray  # bool: the energy between samples i and i + 1 is known
 
 
 def _to_stderr(message: str) -> None:
@@ -53,8 +53,8 @@ def _to_stderr(message: str) -> None:
 class EnergySampler:
     """Background thread that reads the energy ``counters`` every ``interval_s`` seconds, from `start` to `stop`.
 
-    ``look()``: called every ``look_s`` seconds, returns the node's utilisation. ``tell(text)``: reports a source's
-    failure.
+    ``look()`` is called every ``look_s`` seconds and returns the node's utilisation, as `NodeUtilisation.look`.
+    ``tell(text)`` reports the failure of a source.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class EnergySampler:
     ) -> None:
         self.tracks = [CounterReader(counter) for counter in counters]
         self._interval_s, self._look_s = interval_s, look_s
-        # The utilisation is ordered as `hpcdist.energy.sources.utilisation.COLUMNS`.
         self._look, self._tell = look, tell
         self._lock = threading.Lock()
         self._samples: list[Row] = []
@@ -92,7 +91,7 @@ class EnergySampler:
             self._thread.start()
 
     def stop(self) -> bool:
-        """End the thread. Return False if the thread hangs in a read: then the caller must not close the sensors."""
+        """End the thread. Return False if it hangs in a driver; then the caller must not close the sensors."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(HANG_TIMEOUT_S)
@@ -100,19 +99,19 @@ class EnergySampler:
         return not self._thread.is_alive()
 
     def overhead(self) -> tuple[float, float]:
-        """Return (processor seconds spent on reading the sources, seconds from `start` to `stop` or to now)."""
+        """Return (processor seconds used to read the sources, seconds from `start` to `stop` or now)."""
         until_ns = self._ended_ns or time.monotonic_ns()
         return self._thread_s + self._edges_s, (until_ns - self._began_ns) / 1e9 if self._began_ns else 0.0
 
     def read(self) -> tuple[int, list[int | None]]:
-        """Read all sources. Return the time in ns, and each source's energy in mJ (None if all its reads fail)."""
+        """Read all sources. Return the time in ns, and the energy of each source in mJ, or None if unreadable."""
         now_ns = time.monotonic_ns()
         values = [self._read_stubborn(source) for source in range(len(self.tracks))]
         self._edges_s += (time.monotonic_ns() - now_ns) / 1e9
         return now_ns, values
 
     def gaps_since_edge(self) -> list[int]:
-        """Return indices of the counters that failed to measure some energy since the last call of this method."""
+        """Return the indices of the counters that missed some energy since the last call."""
         now = [track.gaps for track in self.tracks]
         new = [source for source, gaps in enumerate(now) if gaps != self._edge_gaps[source]]
         self._edge_gaps = now
@@ -212,7 +211,7 @@ class EnergySampler:
         return now_ns - began_ns < GIVE_UP_NS and not all(track.pace.settled(now_ns) for track in self.tracks)
 
     def drain(self) -> DrainedSamples:
-        """Return the samples since the previous `drain`, and delete older samples."""
+        """Return the samples since the previous `drain`."""
         with self._lock:
             samples, self._samples = self._samples, []
             powers, self._powers = self._powers, []
@@ -230,9 +229,9 @@ class EnergySampler:
         )
 
     def intervals(self) -> list[SourceSamples]:
-        """Return the samples of each energy source since the previous call of this method.
+        """Return the samples of each energy source since the previous call, whose last sample is repeated.
 
-        The last sample of the previous call comes first. Call `intervals` before each `drain`, which drops old samples.
+        Call `intervals` before each `drain`, which drops old samples.
         """
         with self._lock:
             rows, gaps = self._recent, self._recent_gaps

@@ -67,22 +67,22 @@ class ForeignFile:
 
     def __init__(self, path: Path) -> None:
         self.format, self.path = format_of(path)
-        with self._library_errors():
+        with self.library_errors():
             nbytes = _file_bytes(self.path)
-            self._reader = _READERS[self.format](self.path)
-        self.tensors: Sequence[StoredTensor] = self._reader.tensors
-        self.left_out: Sequence[str] = self._reader.left_out
-        self.metadata = _metadata(self._reader.metadata)
+            self.reader = _READERS[self.format](self.path)
+        self.tensors: Sequence[StoredTensor] = self.reader.tensors
+        self.left_out: Sequence[str] = self.reader.left_out
+        self.metadata = _metadata(self.reader.metadata)
         reason = _contents_problem(self.tensors, nbytes)
         if reason:
-            self._reader.close()
+            self.reader.close()
             raise StorageError(f"{self.path} cannot be imported: {reason}; choose another file")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._reader.close()
+        self.reader.close()
 
     def pieces(self) -> list[Piece]:
         """Return a `Piece` for every tensor of the file. Its elements are read later, on demand."""
@@ -91,13 +91,9 @@ class ForeignFile:
             for index, tensor in enumerate(self.tensors)
         ]
 
-    def fetch(self, index: int, elements: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with the ``elements`` of tensor number ``index``."""
-        with self._library_errors():
-            self._reader.read(index, elements, out)
-
     @contextmanager
-    def _library_errors(self) -> Iterator[None]:
+    def library_errors(self) -> Iterator[None]:
+        """Context manager that raises the errors of the library for this format as errors of hpcdist."""
         try:
             yield
         except MissingCapabilityError as error:
@@ -120,7 +116,8 @@ class _ForeignTensor:
     dtype: np.dtype
 
     def read(self, elements: Range, out: np.ndarray) -> None:
-        self.source.fetch(self.index, elements, out)
+        with self.source.library_errors():
+            self.source.reader.read(self.index, elements, out)
 
 
 def _contents_problem(tensors: Sequence[StoredTensor], file_bytes: int) -> str:

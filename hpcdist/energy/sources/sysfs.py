@@ -30,7 +30,7 @@ ZONES = "intel-rapl:*"  # also for AMD; intel-rapl-mmio shows the same package a
 
 
 class RaplZone(NoPowerReading):
-    """Energy counter (RAPL) of a processor package or its memory, in uJ. The counter overflows within minutes."""
+    """RAPL counter of the energy of a processor package or its memory, in uJ. It wraps within minutes."""
 
     per_mj = 1000
 
@@ -50,7 +50,7 @@ class RaplZone(NoPowerReading):
 
 
 def find_rapl(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable RAPL zones in ``root``, and {"cpu" or "dram": reason why zones are missing}. Local."""
+    """Return the readable RAPL counters in ``root``, and {"cpu" or "dram": reason why counters are missing}. Local."""
     missing: dict[str, str] = {}
     by_kind: dict[str, list[RaplZone]] = {"cpu": [], "dram": []}
     for zone in _zones(root):
@@ -95,7 +95,7 @@ PARTS: Final = (("cpu", "cpu_energy", "cpu_power"), ("dram", "memory_energy", "m
 
 
 class PmCounterFiles:
-    """Counter files of a Cray node, read at the same moment. ``capped`` becomes True when the power cap changes."""
+    """Counter files of a Cray node, read at the same moment. ``capped``: True after a change of the power cap."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._directory, self._clock_ns = directory, clock_ns
@@ -108,13 +108,13 @@ class PmCounterFiles:
         self.files: tuple[str, ...] = ()
 
     def watch(self, *files: str) -> None:
-        """Add the counter files with these names (``*files``) to the files that are read."""
+        """Add the files with these names to the files that `value` reads together."""
         self.files = tuple(dict.fromkeys((*self.files, *files)))
         self._freshness = ""
 
     def value(self, file: str) -> int:
-        """Return the value of ``file`` in uJ or uW. Raises SensorReadError, or CounterResetError after a reset."""
-        # As a seqlock: the values are consistent if freshness is equal before and after the reads.
+        """Return the value of ``file`` in uJ or uW. Raises SensorReadError, and CounterResetError after a reset."""
+        # Like a seqlock: the values are consistent if freshness is equal before and after the reads.
         for _ in range(ATTEMPTS):
             before = self._read("freshness")
             if before == self._freshness:
@@ -165,9 +165,7 @@ class PmCounterFiles:
 
 
 class PmCounter:
-    """Energy counter of a Cray node, in uJ. After a decrease, it is no longer read."""
-
-    # Its wrap value is unknown.
+    """Energy counter of a Cray node, in uJ. It is no longer read after a decrease, because its range is unknown."""
 
     per_mj = 1000
     span: int | None = None
@@ -190,7 +188,7 @@ class PmCounter:
 
 
 def find_cray(directory: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
-    """Return the readable Cray energy counters in ``directory``, and {"node": reason} if there are none. Local.
+    """Return the readable Cray counters in ``directory``, and {"node": reason} if there are none. Local.
 
     The counter of the whole node comes first.
     """

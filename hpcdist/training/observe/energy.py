@@ -242,7 +242,8 @@ class EnergyRecorder:
             ranks.append(spans.reshape(-1, 3))
         if self._attribution is not None:
             self._attribution.add(
-                ranks, [_counted(interval, self._users.get(interval.name)) for interval in self.monitor.intervals()]
+                ranks,
+                [_counted(source, self._users.get(source.name)) for source in self.monitor.sampler.intervals()],
             )
 
     def state(self) -> dict[str, Any]:

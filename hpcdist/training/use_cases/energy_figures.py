@@ -154,7 +154,7 @@ def _starts(begun: Sequence[StartHistory], metrics: step_metrics.MetricsData) ->
         steps = int(np.sum(metrics.steps["session"] == start.session))
         row = {"start": start.session, "steps": steps, "seconds": start.seconds, "joules": json_number(start.joules)}
         row["average_w"] = json_number(start.joules / start.seconds) if start.seconds > 0 else None
-        rows.append(row | {"j_per_step": energy_metrics.joules_per_part(start.joules, steps)})
+        rows.append(row | {"j_per_step": energy_metrics.joules_per_item(start.joules, steps)})
     return rows
 
 

@@ -255,12 +255,12 @@ def test_power_and_utilisation_are_known_on_first_ranks_of_nodes(tmp_path):
         chosen = EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(package.root), utilisation_s=0.02)
         with EnergyMonitor(comm, chosen, environment={}, host=host(comm)) as monitor:
             assert monitor.live.power() == monitor.live.utilisation() == {}
-            seen, counts = monitor.intervals(), 0
+            seen, counts = monitor.sampler.intervals(), 0
             for _ in range(3):
                 spend(monitor, package, 2.0)
                 time.sleep(0.15)
                 rows = monitor.collect()
-                later = monitor.intervals()
+                later = monitor.sampler.intervals()
                 counts += sum(len(one.times_ns) for one in later)
                 if seen and len(seen[0].times_ns):
                     assert later[0].times_ns[0] == seen[0].times_ns[-1], "no time is missed between two calls"
@@ -289,7 +289,7 @@ def test_utilisation_needs_no_source_and_no_synchronisation(tmp_path):
             with monitor.window("training"):
                 time.sleep(0.3)
             rows = monitor.collect()
-            assert not monitor.measures and monitor.intervals() == []
+            assert not monitor.measures and monitor.sampler.intervals() == []
             return len(rows), monitor.live.utilisation(), monitor.live.power(), monitor.report()["energy_j"]
 
     (count, shares, power, joules), (others, *_) = run_threads(2, body)
