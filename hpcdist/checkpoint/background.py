@@ -46,20 +46,20 @@ class SnapshotMemory:
         """Size of the allocated memory in bytes."""
         return self._memory.nbytes
 
-    def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensors of ``delivery`` to this memory. Return a function for each tensor, which yields its bytes.
+    def fill(self, gathering: GroupGather) -> list[BlockSource]:
+        """Copy the tensors from ``gathering`` to this memory. Return a function for each tensor that yields its bytes.
 
-        After this call, the caller may change its tensors. The other ranks of the group must call `GroupGather.bring`.
+        After this call, the tensors may change. The other ranks of the group must call `GroupGather.bring`.
         """
-        sizes = [slot.nbytes for slot in delivery.slots]
-        self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), delivery.arrays)
+        sizes = [slot.nbytes for slot in gathering.slots]
+        self._reserve(sum(align_up(size, ALIGN_BYTES) for size in sizes), gathering.arrays)
         buffers, start = [], 0
         for size in sizes:
             buffers.append(self._memory[start : start + size])
             start += align_up(size, ALIGN_BYTES)
-        num_own = len(delivery.arrays)
-        copies = [_copy(array, buffer) for array, buffer in zip(delivery.arrays, buffers[:num_own], strict=True)]
-        for source, buffer in zip(delivery.sources()[num_own:], buffers[num_own:], strict=True):
+        num_own = len(gathering.arrays)
+        copies = [_copy(array, buffer) for array, buffer in zip(gathering.arrays, buffers[:num_own], strict=True)]
+        for source, buffer in zip(gathering.sources()[num_own:], buffers[num_own:], strict=True):
             _copy_blocks(source(), buffer)
         for event in (copy for copy in copies if copy is not None):
             event.synchronize()
@@ -106,13 +106,13 @@ class SnapshotFile:
         self._directory = directory
         self._fd = -1
 
-    def fill(self, delivery: GroupGather) -> list[BlockSource]:
-        """Copy the tensors of ``delivery`` to this file, like `SnapshotMemory.fill`. Raises StorageError."""
+    def fill(self, gathering: GroupGather) -> list[BlockSource]:
+        """Copy the tensors from ``gathering`` to this file, like `SnapshotMemory.fill`. Raises StorageError."""
         try:
-            self._reserve(sum(slot.nbytes for slot in delivery.slots))
+            self._reserve(sum(slot.nbytes for slot in gathering.slots))
             sources: list[BlockSource] = []
             start = 0
-            for slot, source in zip(delivery.slots, delivery.sources(), strict=True):
+            for slot, source in zip(gathering.slots, gathering.sources(), strict=True):
                 sources.append(partial(self._blocks, start, slot.nbytes))
                 for block in source():
                     pwrite_all(self._fd, block.data, start)
@@ -201,16 +201,16 @@ class BackgroundCheckpoints:
         self.finish()
         group = group_of(self._comm, writers)
         two_phase.prepare(plan, group, self._comm)
-        delivery = GroupGather(group, pieces)
+        gathering = GroupGather(group, pieces)
         self._plan, self._commits, self._outcome = plan, False, ShardOutcome()
         if not group.writes:
-            self._outcome = ShardOutcome(delivery.bring())
+            self._outcome = ShardOutcome(gathering.bring())
             return
         try:
-            slots, sources = delivery.slots, self._spare.fill(delivery)
+            slots, sources = gathering.slots, self._spare.fill(gathering)
         except (OSError, MemoryError) as error:
             self._outcome = ShardOutcome(f"no snapshot: {error or type(error).__name__}")
-            delivery.end()
+            gathering.end()
             return
         self._task = WriterThread(lambda: two_phase.write(plan, group, slots, sources, self._incremental))
 

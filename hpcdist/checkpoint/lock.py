@@ -224,7 +224,7 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
 
 
 def is_dead(holder: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
-    """Return True if process ``holder`` has ended. Both arguments: `RunLock.identity`, ``identity`` of this process."""
+    """Return True if the lock's holder has ended. Arguments: `RunLock.identity` of the holder and of this process."""
     if identity["job"] and holder.get("job") == identity["job"] and holder.get("restarts") != identity["restarts"]:
         return True  # the batch system restarts a job only after its earlier start has ended
     return _is_visible(holder, identity) and _started(holder.get("pid")) != holder.get("started")

@@ -54,7 +54,7 @@ class NewerVersionError(StorageError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Description of a tensor, or of a slice of a tensor, that one rank saves. It has no data."""
+    """Description, without the data, of a tensor or slice of a tensor that one rank saves."""
 
     kind: str
     tensor: str

@@ -39,7 +39,7 @@ MAX_OPEN_FILES: Final = 64  # limits the descriptors of a rank that restores fro
 
 
 def file_name(writer: int, writers: int) -> str:
-    """Return the relative path of shard number ``writer`` of ``writers``. Consecutive shards have other folders."""
+    """Return the relative path of shard number ``writer`` of ``writers``. Neighbours are in different folders."""
     name = f"shard-{writer:05d}.h5"
     spread = directories(writers)
     return f"{spread[writer % len(spread)]}/{name}" if spread else name
@@ -138,7 +138,7 @@ class BlockReader:
 
 
 def read_fully(fd: int, view: memoryview, start: int) -> int:
-    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the number of bytes read: less at its end."""
+    """Fill ``view`` from byte ``start`` of the file ``fd``. Return the bytes read: fewer at the end of the file."""
     done = 0
     while done < len(view) and (read := os.preadv(fd, [view[done:]], start + done)):
         done += read
@@ -255,7 +255,7 @@ def send_blocks(comm: Communicator, peer: int, arrays: Sequence[Any], sizes: Seq
 
 
 def dataset_names(slots: Sequence[Slot]) -> list[str]:
-    """Return the name of the HDF5 dataset of each of ``slots``."""
+    """Return the names of the HDF5 datasets for ``slots``."""
     datasets: dict[str, None] = {}
     for slot in slots:
         name = f"{slot.kind}/{slot.tensor}"
@@ -270,9 +270,9 @@ def dataset_names(slots: Sequence[Slot]) -> list[str]:
 
 
 def first_holders(slots_by_rank: Sequence[Sequence[Slot]]) -> list[list[bool]]:
-    """Return a list of flags for each rank: True if the rank must write its slot.
+    """Return a list of flags for each rank: True for each of its slots that it must write.
 
-    ``slots_by_rank[r]``: slots of rank r. The lowest rank that has a slot writes it.
+    ``slots_by_rank[r]``: slots of rank r. The lowest rank that has a slot writes the slot.
     """
     seen: set[Slot] = set()
     flags = []

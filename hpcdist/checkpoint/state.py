@@ -84,7 +84,7 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
     def begin() -> int:
         _lock(Path(directory))
-        return _next_step(folder) if step is None else step
+        return max((step for step, _ in names.candidates(folder)), default=0) + 1 if step is None else step
 
     number = on_first_rank(where, begin)
     pieces, values = [], {}
@@ -141,10 +141,6 @@ def _lock(directory: Path) -> None:
     lock.take(directory, otherwise="save in another directory")
     at_exit(lock.release)
     _locks[resolved] = lock
-
-
-def _next_step(folder: Path) -> int:
-    return max((step for step, _ in names.candidates(folder)), default=0) + 1
 
 
 def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class IncrementalWriter:
     ) -> WrittenShards:
         """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
 
-        ``directories``: (temporary, final) path of the checkpoint. The other arguments are those of `shard.write`.
+        ``directories``: (temporary, final) path of the checkpoint. Other arguments: see `shard.write`.
         """
         temporary, final = directories
         shards, linked = self._link(temporary, self._unchanged(slots, sources))
@@ -273,12 +273,12 @@ def save_planned(
     """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
-    delivery = GroupGather(group, pieces)
+    gathering = GroupGather(group, pieces)
     if group.writes:
-        outcome = write(plan, group, delivery.slots, delivery.sources(), incremental)
-        delivery.end()
+        outcome = write(plan, group, gathering.slots, gathering.sources(), incremental)
+        gathering.end()
     else:
-        outcome = ShardOutcome(delivery.bring())
+        outcome = ShardOutcome(gathering.bring())
     outcomes = gather(comm, outcome)  # the vote: rank 0 now knows if every shard is on disk
     # The broadcast in `agree` is also a barrier: no rank returns before the checkpoint is visible.
     agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
@@ -323,7 +323,7 @@ def write(
 
 
 def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
-    """Return the results of all ranks. Ranks other than 0 get only the error texts. Collective."""
+    """Return the results of all ranks; ranks other than 0 get only their error texts. Collective."""
     data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
     gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
     if comm.rank:

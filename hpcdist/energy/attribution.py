@@ -146,12 +146,12 @@ class Attribution:
         self._ranks: list[RankPhases] = []
         self._sources: dict[tuple[str, str], _SourceSums] = {}
 
-    def add(self, ranks: Sequence[np.ndarray], counters: Sequence[CounterSamples]) -> None:
-        """Add new samples, and the new spans of each rank: ``ranks[i]`` has rows of (phase, begin, end) in ns."""
-        self._ranks += [RankPhases() for _ in range(len(ranks) - len(self._ranks))]
-        for rank, spans in zip(self._ranks, ranks, strict=True):
+    def add(self, spans_by_rank: Sequence[np.ndarray], samples: Sequence[CounterSamples]) -> None:
+        """Add new samples of counters, and each rank's new spans: rows of (phase index, begin, end) in ns."""
+        self._ranks += [RankPhases() for _ in range(len(spans_by_rank) - len(self._ranks))]
+        for rank, spans in zip(self._ranks, spans_by_rank, strict=True):
             rank.add(spans)
-        for counter in counters:
+        for counter in samples:
             sums = self._sources.get((counter.name, counter.kind))
             if sums is None:
                 sums = _SourceSums(self._sensor_of(counter.name, counter.kind), ranks=counter.ranks)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from hpcdist.energy.sources import nvml, sysfs
+from hpcdist.energy.sources.counters import read_word
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 UNPRIVILEGED_HINT: Final = "vary a recipe key, which needs no permission: --sweep KEY=V1,V2"
@@ -243,10 +244,7 @@ class CpuPowerLimit:
         return next((number for number, name in named.items() if name == LONG_TERM), 0)
 
     def _text(self, file: str) -> str:
-        try:
-            return (self._zone / file).read_text().strip()
-        except OSError:
-            return ""
+        return read_word(self._zone / file)
 
     def allowed(self) -> LimitRange:
         """Return the range of allowed limits. A maximum of 0 in the kernel means that there is no maximum."""

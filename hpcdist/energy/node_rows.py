@@ -20,7 +20,7 @@ from hpcdist.hdf5.datasets import Column, MetricsTable
 
 @dataclass
 class PhaseWindow:
-    """Time window of a phase."""
+    """Time interval that is attributed to a phase."""
 
     phase: str
     begin_ns: int
@@ -30,17 +30,17 @@ class PhaseWindow:
 
 
 class PhaseWindows:
-    """Energy and time of the windows of one rank. ``sources``: number of energy sources."""
+    """Energy and time of the windows of one rank."""
 
-    def __init__(self, sources: int) -> None:
-        self.total_mj = [0.0] * sources  # of all windows together, by energy source
+    def __init__(self, num_sources: int) -> None:
+        self.total_mj = [0.0] * num_sources  # of all windows together, by energy source
         self.closed: list[PhaseWindow] = []  # since the last `take`
         self._sums: dict[str, dict[str, Any]] = {}  # of all closed windows, as in `phases`
         self._open: list[PhaseWindow] = []
         self._edge_ns = 0
-        self._last: list[int | None] = [None] * sources
-        self._inside = [False] * sources  # there was time inside a window since the last good read
-        self._outside = [False] * sources  # there was time outside of all windows since then
+        self._last: list[int | None] = [None] * num_sources
+        self._inside = [False] * num_sources  # there was time inside a window since the last good read
+        self._outside = [False] * num_sources  # there was time outside of all windows since then
 
     def enter(self, phase: str, now_ns: int, values: Sequence[int | None]) -> None:
         """Begin a window. ``values``: energy of each source in mJ at the time ``now_ns``, or None if unreadable."""
@@ -242,11 +242,11 @@ class MeanPower:
     def __init__(self) -> None:
         self._last: dict[int, tuple[int, int]] = {}  # time and energy of the last sample of a source
 
-    def by_source(self, sources: int, drained: DrainedSamples) -> list[float]:
-        """Return the mean watts of each source since the last call. NaN: unknown. ``sources``: number of sources."""
+    def by_source(self, num_sources: int, drained: DrainedSamples) -> list[float]:
+        """Return the mean watts of each source since the last call, from the samples ``drained``. NaN: unknown."""
         gaps = set(drained.gaps[:, 1].tolist())
         means = []
-        for source in range(sources):
+        for source in range(num_sources):
             rows = drained.samples[drained.samples[:, 1] == source]
             watts = math.nan
             if len(rows):

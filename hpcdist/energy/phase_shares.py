@@ -88,7 +88,7 @@ class PhaseGrid:
         self._tables = [rank.seconds(moments) for rank in ranks]
 
     def of(self, ranks: Sequence[int] | None) -> "PhaseShares":
-        """Return the mean over the ranks with indices ``ranks`` (None: all ranks), as `PhaseShares`."""
+        """Return the mean seconds of the ranks with indices ``ranks`` (None: all ranks), as `PhaseShares`."""
         chosen = self._tables if ranks is None else [self._tables[rank] for rank in ranks]
         return PhaseShares(np.mean(chosen, axis=0), self._begin_ns, self._pitch_ns)
 

@@ -83,7 +83,7 @@ def write(
 
 
 def split_into_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
-    """Return one list of ``tensors`` for each file, in order. A file has at most ``max_bytes`` bytes, or one tensor."""
+    """Return a list of ``tensors`` for each file of at most ``max_bytes``. A larger tensor gets its own file."""
     groups: list[list[StoredTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:

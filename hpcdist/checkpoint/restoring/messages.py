@@ -33,7 +33,7 @@ _PendingMessage = tuple[Request, int, Callable[[], None]]
 
 @dataclass(frozen=True)
 class ElementRuns:
-    """Elements of the 1-D ``array``, in runs of ``size[i]`` elements from index ``start[i]``, in ascending order."""
+    """Elements of the 1-D ``array``: runs of ``size[i]`` consecutive elements from index ``start[i]``, ascending."""
 
     array: Any  # on the host or a GPU, or a `FileSlice`
     start: np.ndarray

@@ -38,7 +38,7 @@ class PieceOffer:
 
 @dataclass(frozen=True)
 class CopyRuns:
-    """Runs of elements to copy from a source array to a target array."""
+    """Runs of consecutive elements to copy from a source array to a target array."""
 
     to: np.ndarray  # first index in the target, ascending
     at: np.ndarray  # first index in the source
@@ -53,7 +53,7 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return the copies to ``size[i]`` target elements from index ``start[i]``, for all i. Requires `covers`."""
+        """Return the runs that copy to ``size[i]`` target elements from index ``start[i]``, for all i."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
         # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
@@ -161,7 +161,7 @@ class _Transfer:
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
     """Fill the arrays of ``pieces`` with tensor data from all ranks. Return the number of bytes received. Collective.
 
-    ``held``: pieces of this rank's present state. ``optional``: kinds, such as "optimizer.m", that may be missing.
+    ``held``: pieces that this rank has now. ``optional``: kinds, such as "optimizer.m", that may be missing.
     Raises StorageError on all ranks, before any change, if elements are missing or a shape or dtype differs.
     """
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)

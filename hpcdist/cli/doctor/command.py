@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +56,7 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
 
         if launch:
             raise UsageError("--job and --launch exclude each other: the ranks of the job already run; omit --launch")
-        return doctor_job.examine(out, device or "", as_json, recipe)
+        return doctor_job.examine(out, device or "", recipe, partial(show, as_json=as_json))
     for name, value in (("out", out), ("device", device), ("recipe", recipe)):
         if value is not None:
             raise UsageError(f"--{name} is only for a batch job: add --job, or leave --{name} out")
@@ -65,32 +66,32 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
     checks = _examine_machine()
     if launch:
         checks += _launched()
-    show(checks, as_json)
+    code = show(checks, as_json)
     if not as_json:
-        click.echo(f"\nnext: {_next_command(checks, launch)}")
-    return exit_code(checks)
+        click.echo(f"\nnext: {_next_command(code, launch)}")
+    return code
 
 
-def exit_code(checks: Sequence[Check]) -> int:
-    """Return exit code 1 if any of the results ``checks`` is a failure, else 0."""
-    return FAILURE if any(check.status == FAIL for check in checks) else 0
+def show(checks: Sequence[Check], as_json: bool, **more: Any) -> int:
+    """Print the results ``checks``, and return the exit code: 1 if a check has failed, else 0.
 
-
-def show(checks: Sequence[Check], as_json: bool, **more: Any) -> None:
-    """Print the results ``checks``. ``as_json``: print JSON, with the keyword arguments ``**more`` added."""
+    ``as_json``: print one JSON object, which also has the other keyword arguments.
+    """
+    code = FAILURE if any(check.status == FAIL for check in checks) else 0
     if as_json:
-        click.echo(json.dumps({"ok": exit_code(checks) == 0, **more, "checks": [asdict(check) for check in checks]}))
-        return
+        click.echo(json.dumps({"ok": code == 0, **more, "checks": [asdict(check) for check in checks]}))
+        return code
     width = max(len(check.name) for check in checks)
     for check in checks:
         status = click.style(f"{check.status:4}", fg=COLOURS[check.status])
         click.echo(f"{status}  {check.name:{width}}  {check.found}")
         if check.cure:
             click.echo(f"{'':6}{'':{width}}  -> {check.cure}")
+    return code
 
 
-def _next_command(checks: list[Check], launched: bool) -> str:
-    if exit_code(checks):
+def _next_command(code: int, launched: bool) -> str:
+    if code:
         return "fix the failed checks, then run `hpcdist doctor` again; see also `hpcdist help troubleshooting`"
     if not launched:
         return "`hpcdist doctor --launch` starts two ranks; or train now: `hpcdist run -n 2 train`"
@@ -129,10 +130,11 @@ def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> in
         (session.place.host, session.place.local_rank, session.place.cores, os.getpid())
     )
     ports = session.comm.allgather_object(sorted(listeners.rank_listeners()))
+    code = 0
     if session.comm.rank == 0:
         checks = [*_examine_machine(), *checks, _placement(rows), _ports(ports, len({row[0] for row in rows}))]
-        show(checks, as_json)
-    code: int = session.comm.broadcast_object(exit_code(checks))
+        code = show(checks, as_json)
+    code = session.comm.broadcast_object(code)
     session.leave(code)
     return code
 

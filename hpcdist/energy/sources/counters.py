@@ -28,6 +28,14 @@ def read_text(path: str | Path) -> str:
     return b"".join(parts).decode(errors="replace")
 
 
+def read_word(path: str | Path) -> str:
+    """Return the content of a small kernel file without white space at its ends, or "" if it is unreadable. Local."""
+    try:
+        return read_text(path).strip()
+    except OSError:
+        return ""
+
+
 def unreadable_reason(path: str | Path, error: Exception) -> str:
     """Return an error text on the unreadable file ``path``, with the command that gives a missing permission."""
     if isinstance(error, PermissionError):

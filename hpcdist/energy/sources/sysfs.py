@@ -68,7 +68,7 @@ def find_rapl(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
 
 def _zones(root: Path) -> list[RaplZone]:
     paths = {path.name: path for pattern in (f"{ZONES}/{ZONES}", ZONES) for path in root.glob(pattern)}
-    names = {place: _name(path) for place, path in sorted(paths.items())}
+    names = {place: counters.read_word(path / "name") for place, path in sorted(paths.items())}
     zones = []
     for place, name in names.items():
         if name.startswith("package"):
@@ -77,13 +77,6 @@ def _zones(root: Path) -> list[RaplZone]:
             package = names.get(place.rpartition(":")[0], place)
             zones.append(RaplZone(paths[place], f"{package} dram", "dram"))
     return zones
-
-
-def _name(path: Path) -> str:
-    try:
-        return (path / "name").read_text().strip()
-    except OSError:
-        return ""
 
 
 ATTEMPTS: Final = 4

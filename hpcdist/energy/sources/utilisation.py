@@ -142,7 +142,8 @@ class NetworkCounters:
         names = [name for name in _interface_table(self._dev) if name != "lo"]
         devices = [name for name in names if (folder / name / "device").exists()]
         interfaces = devices or [name for name in names if not (folder / name / "bridge").exists()]
-        return [name for name in interfaces if not (self._ports and _read_word(folder / name / "type") == INFINIBAND)]
+        types = {name: counters.read_word(folder / name / "type") for name in interfaces}
+        return [name for name in interfaces if not (self._ports and types[name] == INFINIBAND)]
 
 
 def _interface_table(path: Path) -> dict[str, list[int]]:
@@ -152,13 +153,6 @@ def _interface_table(path: Path) -> dict[str, list[int]]:
         return {name.strip(): [int(word) for word in rest.split()] for name, _, rest in split}
     except (OSError, ValueError):
         return {}
-
-
-def _read_word(path: Path) -> str:
-    try:
-        return counters.read_text(path).strip()
-    except OSError:
-        return ""
 
 
 PROC: Final = Path("/proc")

@@ -191,5 +191,5 @@ def test_variables_are_listed(monkeypatch):
 
 
 def test_exit_code_is_1_if_any_check_fails():
-    assert command.exit_code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
-    assert command.exit_code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1
+    assert command.show([Check("a", OK, ""), Check("b", WARN, "")], False) == 0
+    assert command.show([Check("a", OK, ""), Check("b", FAIL, "")], False) == 1
