@@ -327,10 +327,12 @@ def _read(path: Path) -> bytes:
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
-        most = MAX_BYTES if size <= MIN_LIMIT_BYTES else min(MAX_BYTES, MIN_LIMIT_BYTES + 2 * _shard_bytes(path.parent))
-        if size > most:
+        limit = (
+            MAX_BYTES if size <= MIN_LIMIT_BYTES else min(MAX_BYTES, MIN_LIMIT_BYTES + 2 * _shard_bytes(path.parent))
+        )
+        if size > limit:
             raise OSError(
-                f"the manifest has {size} bytes; expected at most {most} bytes for shards of this size; restore the "
+                f"the manifest has {size} bytes; expected at most {limit} bytes for shards of this size; restore the "
                 "manifest from a copy"
             )
         return pread_all(fd, size, 0)

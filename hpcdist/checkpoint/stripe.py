@@ -101,8 +101,8 @@ def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
     unknown.
     """
     shard = -(-nbytes // max(1, writers))
-    most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
-    count = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // MAX_BYTES_PER_STRIPE))
+    limit = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
+    count = max(1, min(shard // PER_STRIPE_BYTES, limit), -(-shard // MAX_BYTES_PER_STRIPE))
     return min(count, MAX_STRIPES if servers is None else max(1, servers))
 
 

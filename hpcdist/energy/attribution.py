@@ -60,8 +60,8 @@ def update_brackets(before_ns: np.ndarray, seen_ns: np.ndarray, update_s: float)
     for count in {count.tobytes(): count for count in counts}.values():
         bounds = _tight_bounds(low - JITTER * expected, high, count)
         if bounds is not None:
-            least, most = (seen_ns[0] + np.rint(bound).astype(np.int64) for bound in bounds)
-            brackets.append((least, most))
+            earliest, latest = (seen_ns[0] + np.rint(bound).astype(np.int64) for bound in bounds)
+            brackets.append((earliest, latest))
     return brackets[:MAX_SOLUTIONS] or [(seen_ns[0] + low.astype(np.int64), seen_ns)]
 
 
@@ -76,9 +76,9 @@ def _tight_bounds(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple
     fastest = np.where(later, (low[None, :] - high[:, None]) / distance, -math.inf).max()
     if fastest > slowest:
         return None
-    least = np.where(apart >= 0, low[None, :] - apart * slowest, low[None, :] - apart * fastest).max(axis=1)
-    most = np.where(apart >= 0, high[None, :] - apart * fastest, high[None, :] - apart * slowest).min(axis=1)
-    return (least, most) if np.all(least <= most) else None
+    earliest = np.where(apart >= 0, low[None, :] - apart * slowest, low[None, :] - apart * fastest).max(axis=1)
+    latest = np.where(apart >= 0, high[None, :] - apart * fastest, high[None, :] - apart * slowest).min(axis=1)
+    return (earliest, latest) if np.all(earliest <= latest) else None
 
 
 MAX_PENDING: Final = 20_000  # samples of a source that wait for spans

@@ -91,7 +91,7 @@ def read(path: Path) -> list[StartHistory]:
         if SAMPLES not in file:
             return []
         sources, samples = _sources(file), _samples(file)
-        gaps = _places(TABLES["gaps"].read(file)) if TABLES["gaps"].name in file else []
+        gaps = _source_keys(TABLES["gaps"].read(file)) if TABLES["gaps"].name in file else []
     starts: dict[int, list[SourceHistory]] = {}
     for key, (kind, name, note, declared) in sources.items():
         rows = samples.get(key, np.empty((0, 2), np.int64))
@@ -101,42 +101,42 @@ def read(path: Path) -> list[StartHistory]:
     return [StartHistory(session, tuple(courses)) for session, courses in sorted(starts.items())]
 
 
-_Place = tuple[int, int, int]  # session, node, source
+_SourceKey = tuple[int, int, int]  # session, node, source
 
 
-def _places(table: dict[str, np.ndarray]) -> list[_Place]:
+def _source_keys(table: dict[str, np.ndarray]) -> list[_SourceKey]:
     return [tuple(map(int, row)) for row in zip(table["session"], table["node"], table["source"], strict=True)]  # type: ignore[misc]
 
 
-def _sources(file: Any) -> dict[_Place, tuple[str, str, str, bool]]:
+def _sources(file: Any) -> dict[_SourceKey, tuple[str, str, str, bool]]:
     table, rows = TABLES["sources"].read(file), TABLES["about"].read(file)
-    about: dict[_Place, tuple[str, bool]] = {}
+    about: dict[_SourceKey, tuple[str, bool]] = {}
     if rows:  # older files lack this table
         notes = zip(texts(rows["note"]), rows["declared"].astype(bool).tolist(), strict=True)
-        about = dict(zip(_places(rows), notes, strict=True))
+        about = dict(zip(_source_keys(rows), notes, strict=True))
     return {
-        place: (kind, name, *about.get(place, ("", False)))
-        for place, kind, name in zip(_places(table), texts(table["kind"]), texts(table["name"]), strict=True)
+        key: (kind, name, *about.get(key, ("", False)))
+        for key, kind, name in zip(_source_keys(table), texts(table["kind"]), texts(table["name"]), strict=True)
     }
 
 
-def _samples(file: Any) -> dict[_Place, np.ndarray]:
+def _samples(file: Any) -> dict[_SourceKey, np.ndarray]:
     columns = [file[f"{SAMPLES}/{name}"] for name in _COLUMNS]
     num_rows = min(column.shape[0] for column in columns)
     blocks = -(-num_rows // BLOCK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, MOST_BLOCKS)).astype(int)) if blocks else ()
-    parts_by_source: dict[_Place, list[np.ndarray]] = {}
+    parts_by_source: dict[_SourceKey, list[np.ndarray]] = {}
     for block in chosen:
         part = slice(block * BLOCK, min(num_rows, (block + 1) * BLOCK))
         times, session, node, source, energy = (column[part] for column in columns)
-        places, which = np.unique(np.stack([session, node, source], axis=1), axis=0, return_inverse=True)
-        for index, place in enumerate(places):
+        keys, which = np.unique(np.stack([session, node, source], axis=1), axis=0, return_inverse=True)
+        for index, key in enumerate(keys):
             keep = np.flatnonzero(which.ravel() == index)
             count = min(len(keep), max(POINTS[0], POINTS[1] // len(chosen)))
             keep = keep[np.unique(np.linspace(0, len(keep) - 1, count).astype(int))]
-            parts_by_source.setdefault(tuple(map(int, place)), []).append(np.stack([times[keep], energy[keep]], axis=1))  # type: ignore[arg-type]
-    rows_by_source = {place: np.concatenate(parts) for place, parts in parts_by_source.items()}
-    return {place: rows[np.argsort(rows[:, 0], kind="stable")] for place, rows in rows_by_source.items()}
+            parts_by_source.setdefault(tuple(map(int, key)), []).append(np.stack([times[keep], energy[keep]], axis=1))  # type: ignore[arg-type]
+    rows_by_source = {key: np.concatenate(parts) for key, parts in parts_by_source.items()}
+    return {key: rows[np.argsort(rows[:, 0], kind="stable")] for key, rows in rows_by_source.items()}
 
 
 def joules_at(starts: Sequence[StartHistory], session: np.ndarray, seconds: np.ndarray) -> np.ndarray:

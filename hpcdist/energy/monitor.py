@@ -194,7 +194,7 @@ class EnergyMonitor:
         # this GPU, at its begin and end. Ranks with equal `host` (None: the boot id) form a node. Construction,
         # `report` and `state` raise DeadlineError if a rank is missing after `deadline_s`.
         self._comm, self._deadline_s = comm, deadline_s
-        self._meet("the construction of Monitor")
+        self._wait_for_ranks("the construction of EnergyMonitor")
         host = boot_id() if host is None else host
         claim_of_rank = claim_gpus(config, bus_id, environment, this_process() if config.utilisation_s else None)
         ranks = comm.allgather_object((host, claim_of_rank, bus_id is not None))
@@ -218,9 +218,9 @@ class EnergyMonitor:
         self._power, self.live = MeanPower(), LiveFigures()
         self._earlier: dict[str, Any] | None = None
 
-    def _meet(self, what: str) -> None:
+    def _wait_for_ranks(self, call: str) -> None:
         if math.isfinite(self._deadline_s):
-            barrier_with_deadline(self._comm, what, self._deadline_s)
+            barrier_with_deadline(self._comm, call, self._deadline_s)
 
     def __enter__(self) -> "EnergyMonitor":
         self.start()
@@ -268,7 +268,7 @@ class EnergyMonitor:
 
     def report(self) -> dict[str, Any]:
         """Return the job's energy, including earlier starts of the run, as a dict of `report.merge`. Collective."""
-        self._meet("Monitor.report")
+        self._wait_for_ranks("EnergyMonitor.report")
         node_share = _contribution(self._node, self.sampler, self._windows, self._sources, self._sources.needed)
         contributions = self._comm.allgather_object(node_share if self._leads else None)
         return reports.merge(

@@ -31,10 +31,10 @@ def solve(
 
     ``gram``: A^T A. ``right``: A^T y. ``square``: |y|^2. ``rows``: rank of A. ``penalty`` P: also minimise x^T P x.
     """
-    whole = gram if penalty is None else gram + penalty
+    penalised = gram if penalty is None else gram + penalty
     # Scale unknowns such that the diagonal is 1, so that one tolerance suits all of them.
-    scale = 1 / np.sqrt(np.maximum(np.diag(whole), np.finfo(np.float64).tiny))
-    scaled, target = whole * np.outer(scale, scale), right * scale
+    scale = 1 / np.sqrt(np.maximum(np.diag(penalised), np.finfo(np.float64).tiny))
+    scaled, target = penalised * np.outer(scale, scale), right * scale
     values = _active_set(scaled, target) * scale
     inverse = np.linalg.pinv(scaled, rcond=TOLERANCE, hermitian=True) * np.outer(scale, scale)
     # The residual |A x - y|^2 from the sums, and the degrees of freedom that the penalty leaves.

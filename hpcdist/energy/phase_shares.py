@@ -137,8 +137,8 @@ def job_activities(
     since the last start, or NaN for the given ``reason``. ``earlier``: `activities_state` before this start, or None.
     """
     activities = {name: phase for name, phase in _sum_sources(rows, kinds).items() if name in ACTIVITIES}
-    whole = math.fsum(phase["joules"] for phase in activities.values())
-    scale = training_j / whole if whole > 0 else math.nan
+    total_j = math.fsum(phase["joules"] for phase in activities.values())
+    scale = training_j / total_j if total_j > 0 else math.nan
     before_j = math.fsum(phase["joules"] or 0.0 for phase in (earlier or {}).values())
     little = before_j > 0 and training_j <= NEGLIGIBLE_SHARE * (training_j + before_j)
     # If this start has no activities, use the shares of the earlier starts.

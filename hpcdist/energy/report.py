@@ -203,8 +203,8 @@ def _doubts(node: NodeContribution, source: SourceResult, mj: float, shortest_s:
     if math.isnan(source.update_s):
         return [f"{at}: its counter did not move twice"]
     if shortest_s < UPDATES * source.update_s:
-        what = f"a window of {phase}" if phase else "the whole measurement"
-        return [f"{at}: {what} is {shortest_s:.3g} s, shorter than {UPDATES} updates of {source.update_s:.3g} s"]
+        measured = f"a window of {phase}" if phase else "the whole measurement"
+        return [f"{at}: {measured} is {shortest_s:.3g} s, shorter than {UPDATES} updates of {source.update_s:.3g} s"]
     return []
 
 

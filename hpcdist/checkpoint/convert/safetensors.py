@@ -154,12 +154,12 @@ def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
 def _location(name: str, entry: Any, begin: int) -> TensorLocation:
     try:
         code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
+        is_valid = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError):
         raise ValueError(
             f"tensor {name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}; save the file again"
         ) from None
-    if not whole or code not in DTYPES:
+    if not is_valid or code not in DTYPES:
         raise ValueError(
             f"tensor {name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported; use one of "
             f"{', '.join(DTYPES)}, with sizes of at least 0"

@@ -154,7 +154,7 @@ Offers = dict[tuple[str, str], list[PieceOffer]]  # by kind and tensor
 @dataclass(frozen=True)
 class _Transfer:
     number: int  # index of the sender's slice
-    wanted: int  # index of this rank's slice
+    target: int  # index of this rank's slice
     stretches: CopyRuns
 
 
@@ -170,13 +170,13 @@ def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], 
     received_requests = _exchange_requests(comm, requests, counts)
     for part in chosen[comm.rank]:  # pieces of this rank need no message
         to, at, size = part.stretches.to, part.stretches.at, part.stretches.size
-        moves.copy(held[part.number].array, pieces[part.wanted].array, at, to, size)
+        moves.copy(held[part.number].array, pieces[part.target].array, at, to, size)
     outgoing = [
         [ElementRuns(held[number].array, at, size) for number, at, size in _decode_request(numbers)]
         for numbers in received_requests
     ]
     incoming = [
-        [ElementRuns(pieces[part.wanted].array, part.stretches.to, part.stretches.size) for part in parts]
+        [ElementRuns(pieces[part.target].array, part.stretches.to, part.stretches.size) for part in parts]
         for parts in chosen
     ]
     outgoing[comm.rank], incoming[comm.rank] = [], []

@@ -68,14 +68,14 @@ def find_rapl(root: Path) -> tuple[list[EnergyCounter], dict[str, str]]:
 
 def _zones(root: Path) -> list[RaplZone]:
     paths = {path.name: path for pattern in (f"{ZONES}/{ZONES}", ZONES) for path in root.glob(pattern)}
-    names = {place: counters.read_word(path / "name") for place, path in sorted(paths.items())}
+    names = {zone: counters.read_word(path / "name") for zone, path in sorted(paths.items())}
     zones = []
-    for place, name in names.items():
+    for zone, name in names.items():
         if name.startswith("package"):
-            zones.append(RaplZone(paths[place], name, "cpu"))
+            zones.append(RaplZone(paths[zone], name, "cpu"))
         elif name == "dram":
-            package = names.get(place.rpartition(":")[0], place)
-            zones.append(RaplZone(paths[place], f"{package} dram", "dram"))
+            package = names.get(zone.rpartition(":")[0], zone)
+            zones.append(RaplZone(paths[zone], f"{package} dram", "dram"))
     return zones
 
 

@@ -271,9 +271,9 @@ def _share(
     if not names or not all(name in now and name in before for name in names):
         return math.nan
     busy = sum(now[name][0] - before[name][0] for name in names)
-    whole = sum(now[name][1] - before[name][1] for name in names)
+    total = sum(now[name][1] - before[name][1] for name in names)
     # The kernel's idle time may go back a little.
-    return min(1.0, max(0.0, busy / whole)) if whole > 0 else math.nan
+    return min(1.0, max(0.0, busy / total)) if total > 0 else math.nan
 
 
 def _kibibytes(path: Path, names: Sequence[str]) -> dict[str, float]:
