@@ -327,9 +327,10 @@ def _read(path: Path) -> bytes:
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
-        limit = (
-            MAX_BYTES if size <= MIN_LIMIT_BYTES else min(MAX_BYTES, MIN_LIMIT_BYTES + 2 * _shard_bytes(path.parent))
-        )
+        limit = MAX_BYTES
+        if size > MIN_LIMIT_BYTES:
+            shards = (shard for pattern in ("*.h5", "*/*.h5") for shard in path.parent.glob(pattern))
+            limit = min(MAX_BYTES, MIN_LIMIT_BYTES + 2 * sum(shard.stat().st_size for shard in shards))
         if size > limit:
             raise OSError(
                 f"the manifest has {size} bytes; expected at most {limit} bytes for shards of this size; restore the "
@@ -338,10 +339,6 @@ def _read(path: Path) -> bytes:
         return pread_all(fd, size, 0)
     finally:
         os.close(fd)
-
-
-def _shard_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for pattern in ("*.h5", "*/*.h5") for path in directory.glob(pattern))
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

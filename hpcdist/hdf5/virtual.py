@@ -82,21 +82,17 @@ def write(
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
                 maker = DatasetMaker(file)
                 for name, dataset in datasets.items():
-                    if dataset.shape:
-                        _make(maker, name, dataset)
-                    else:  # HDF5 has no virtual scalars
+                    if not dataset.shape:  # HDF5 has no virtual scalars
                         file[name] = h5py.ExternalLink(dataset.parts[0].file, dataset.parts[0].dataset)
+                        continue
+                    regions = (region for part in dataset.parts for region in _regions(part))
+                    dtype, fill = storable(np.empty(0, dataset.dtype)).dtype, _fill_value(dataset.dtype)
+                    maker.virtual(name, dataset.shape, dtype, regions, fill, dataset.attributes)
             overlay.commit(wait=False)
             overlay.fsync()
     except FAILURES as error:
         atomic.discard(path)
         raise StorageError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _make(maker: DatasetMaker, name: str, dataset: VirtualDataset) -> None:
-    regions = (region for part in dataset.parts for region in _regions(part))
-    stored = storable(np.empty(0, dataset.dtype)).dtype
-    maker.virtual(name, dataset.shape, stored, regions, _fill_value(dataset.dtype), dataset.attributes)
 
 
 def _fill_value(dtype: np.dtype) -> np.ndarray:

@@ -188,7 +188,7 @@ def _sending(comm: Communicator, peer: int, lines: Sequence[ElementRuns], longes
         memory, views = (parts[0].memory(), []) if len(parts) == 1 and parts[0].is_one else _packed(parts)
         for part, view in zip(parts, views, strict=False):
             part.gather(view)
-        yield comm.isend(memory, peer, TAG), memory.nbytes, _nothing
+        yield comm.isend(memory, peer, TAG), memory.nbytes, lambda: None
 
 
 def _receiving(comm: Communicator, peer: int, lines: Sequence[ElementRuns], longest: int) -> Iterator[_PendingMessage]:
@@ -196,10 +196,6 @@ def _receiving(comm: Communicator, peer: int, lines: Sequence[ElementRuns], long
         parts = [lines[number].part(where) for number, where in message]
         memory, views = (parts[0].memory(), []) if len(parts) == 1 and parts[0].is_one else _packed(parts)
         yield comm.irecv(memory, peer, TAG), memory.nbytes, partial(_scattered, parts, views)
-
-
-def _nothing() -> None:
-    return
 
 
 def _scattered(parts: Sequence[ElementRuns], views: Sequence[np.ndarray]) -> None:
