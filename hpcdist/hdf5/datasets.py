@@ -361,7 +361,7 @@ def _import_filters() -> str:
     except ModuleNotFoundError:
         return "pip install 'hpcdist[hdf5]'"
     except (ImportError, *BROKEN_LIBRARY_ERRORS) as error:  # e.g. built for another HDF5 than h5py
-        return f"it is there, and cannot be imported: {error}"
+        return f"it is installed, but cannot be imported: {error}"
     return ""
 
 

@@ -120,7 +120,7 @@ def resolved(file: h5py.File, name: str) -> Any:
             file, name = open_read(path), link.path
         else:
             return file.get(name)
-    raise StorageError(f"{file.filename}: {name} is behind a chain of too many links; remove any cycle of links")
+    raise StorageError(f"{file.filename}: {name} leads over too many links, more than {MOST_LINKS}; remove any cycle")
 
 
 def offset_in_file(dataset: h5py.Dataset) -> int | None:

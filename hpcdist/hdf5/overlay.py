@@ -166,7 +166,8 @@ class Overlay(io.RawIOBase):
                 self._failure = self._failure or error
             done += take
         self._position += done
-        self._size = max(self._size, self._position)
+        if done:  # an empty write does not extend the file
+            self._size = max(self._size, self._position)
         return done
 
     def truncate(self, size: int | None = None) -> int:
