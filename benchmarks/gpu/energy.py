@@ -24,7 +24,7 @@ from benchmarks.harness import Results
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device
 from hpcdist.comm.start import Session
-from hpcdist.energy.monitor.sampler import EnergySampler
+from hpcdist.energy.sampler import EnergySampler
 from hpcdist.energy.sources import nvml
 from hpcdist.energy.sources.counters import CounterReader, IntegratedPower
 from hpcdist.errors import MissingCapabilityError

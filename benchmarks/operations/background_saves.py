@@ -23,7 +23,7 @@ from benchmarks.harness import Results
 from benchmarks.training.turns import Training, gpt_keys, texts
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import staging
-from hpcdist.checkpoint.verify import verify
+from hpcdist.checkpoint.listing import verify
 from hpcdist.comm.start import Session
 from hpcdist.reporting.table import aligned
 from hpcdist.training.run.saving import BackgroundCheckpointSaver, CheckpointSaver

@@ -32,8 +32,8 @@ from hpcdist.arrays.ranges import split
 from hpcdist.bench.output_file import check_on_all_ranks
 from hpcdist.bench.timing import begin_torch_group
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.checkpoint.stripe import file_system
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.errors import StorageError, UsageError

@@ -4,7 +4,7 @@
 
 Loads are square waves of 400 W and 70 W with several periods and duty cycles, and training steps with jitter. The
 sensor starts at a random point of its period. "shifted" adds pauses by
-`hpcdist.energy.accounts.part_time_sensor.SensorShift`, "still" does not. The table has the errors of the sum of
+`hpcdist.energy.part_time_sensor.SensorShift`, "still" does not. The table has the errors of the sum of
 power x 100 ms and of the estimate (median and worst of all rounds), and the number of refused estimates, for which the
 sensor never saw a part of the step.
 """
@@ -23,7 +23,7 @@ from benchmarks import harness
 from benchmarks.harness import Results
 from benchmarks.operations.folded_energy import EnergyEstimate, estimate, naive_j
 from hpcdist.comm.start import Session
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor, SensorShift
+from hpcdist.energy.part_time_sensor import PowerSensor, SensorShift
 from hpcdist.reporting.table import aligned
 
 sys.path.insert(0, str(harness.ROOT / "tests"))

@@ -1,7 +1,7 @@
 """Energy of a load measured by a part-time sensor, from readings folded over the position in a step.
 
 Steps are alike, so all readings together determine the power at each position in a step
-(`hpcdist.energy.accounts.part_time_sensor.solve`), if the sensor has seen every position.
+(`hpcdist.energy.part_time_sensor.solve`), if the sensor has seen every position.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor, solve
+from hpcdist.energy.part_time_sensor import PowerSensor, solve
 
 # Share of the step time: up to this share, unseen positions take the power of their neighbours.
 OPEN_SHARE: Final = 0.02

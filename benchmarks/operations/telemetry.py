@@ -28,7 +28,7 @@ from benchmarks.harness import Results
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
-from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.reporting.table import aligned
 from hpcdist.strategies.schedule.observers import PhaseTimer
 from hpcdist.training.observe.event_publisher import EventPublisher

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.batch.requeue import node_count
-from hpcdist.energy.power_limits import apply
-from hpcdist.energy.power_limits import devices as limits
-from hpcdist.energy.power_limits.devices import CpuPowerLimit, DeviceLimit
+from hpcdist.energy import limit_devices as limits
+from hpcdist.energy import power_limits
+from hpcdist.energy.limit_devices import CpuPowerLimit, DeviceLimit
 from hpcdist.energy.sources import nvml
 from hpcdist.errors import MissingCapabilityError, UsageError
 
@@ -65,14 +65,14 @@ class Devices:
 
     def check_permitted(self) -> None:
         """Raise MissingCapabilityError if this process may not change the limits."""
-        apply.check_permitted([*self.power, *self.clocks])
+        power_limits.check_permitted([*self.power, *self.clocks])
 
     @contextmanager
     def limited(self, limit_w: float | None, clock_mhz: float | None) -> Iterator[float | None]:
         """Apply the limits in the ``with`` block. Yield the lowest power limit in force, or None if it is unknown."""
         requested = [(knob, limit_w) for knob in self.power if limit_w is not None]
         requested += [(knob, clock_mhz) for knob in self.clocks if clock_mhz is not None]
-        with apply.limited(requested) if requested else ExitStack():
+        with power_limits.limited(requested) if requested else ExitStack():
             yield self.in_force()
 
     def in_force(self) -> float | None:

@@ -44,7 +44,7 @@ from hpcdist.bench.sweep.series import Measure, SeriesItem, SweepTally
 from hpcdist.bench.sweep.trial import Command, TrialOutcome
 from hpcdist.cli.bench.trials import SweepRecipes, check_alone, item_line, run_options, run_series, tally_line
 from hpcdist.comm.start import Session
-from hpcdist.energy.power_limits import apply, journal
+from hpcdist.energy import limit_journal, power_limits
 from hpcdist.errors import REQUEUE, ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe import settings
@@ -266,7 +266,7 @@ class PowerResults(Results):
 
 def measure(chosen: argparse.Namespace, session: Session) -> PowerResults | None:
     if chosen.restore:
-        if not apply.put_back(journal.directory(), print):
+        if not power_limits.put_back(limit_journal.directory(), print):
             raise MissingCapabilityError("some limits were not restored; the lines above have the reasons")
         return None
     if chosen.show:

@@ -1,7 +1,7 @@
 """Checkpoints: one shard per writer and a manifest, saved on any number of ranks and restored on any other number.
 
-Floor 5: imports models and everything below, no other package of this floor. `saving` and `restoring` use the files of
-`format`; `partner` keeps in-memory copies that survive the death of a rank. Start with `saving.two_phase.save` and
+Floor 5: imports models and everything below, no other package of this floor. `manifest` and `shard` define the files.
+`partner` keeps in-memory copies that survive the death of a rank. Start with `two_phase.save` and
 `restoring.restore.restore`. Public API: ``__all__``.
 """
 

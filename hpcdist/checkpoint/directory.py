@@ -1,7 +1,7 @@
 """Directory of checkpoints: names, atomic commit, retention, and removal of old checkpoints.
 
-``step-N.tmp`` is being written. ``step-N`` is complete. ``step-N.replaced`` is an old ``step-N`` while a new one
-replaces it. ``step-N.abandoned`` is later than the step from which the run was resumed.
+``step-N.tmp`` is being written. ``step-N`` is complete. ``step-N.replaced`` is an old ``step-N`` while a new
+checkpoint replaces it. ``step-N.abandoned`` is later than the step from which the run was resumed.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic
 
@@ -24,7 +24,7 @@ _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
 
 @dataclass(frozen=True)
 class Retention:
-    """Rule that determines, by step and validation loss, which checkpoints to keep."""
+    """Rule that selects the checkpoints to keep, by step and validation loss."""
 
     last: int = 2  # number of newest checkpoints to keep
     every_steps: int = 0  # also keep the first checkpoint at or after each multiple of this number of steps (0: none)
@@ -33,11 +33,6 @@ class Retention:
     def __post_init__(self) -> None:
         assert self.last >= 1, f"Retention.last must be at least 1, got {self.last}"
         assert self.every_steps >= 0 and self.best >= 0
-
-    @classmethod
-    def of(cls, keep: "int | Retention") -> "Retention":
-        """Return ``keep`` as a `Retention`. A number N means to keep the newest N checkpoints."""
-        return keep if isinstance(keep, Retention) else cls(keep)
 
     def kept(self, losses: Mapping[int, float]) -> set[int]:
         """Return the steps to keep. ``losses`` maps each saved step to its validation loss (NaN if it has no loss)."""
@@ -61,7 +56,7 @@ def loss_of(path: Path) -> float:
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """Return (step, path) of every checkpoint, the highest step first, including ``.tmp`` and ``.replaced`` ones."""
+    """Return (step, path) of all checkpoints, highest step first. ``.tmp`` and ``.replaced`` paths are included."""
     if not directory.is_dir():
         return []
     preference = ["", ".replaced", ".tmp"]
@@ -74,9 +69,9 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
 
 
 def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
-    """Create a temporary directory ``step-N.tmp`` for the checkpoint of ``step``, and return its path.
+    """Create and return ``step-N.tmp``, for the checkpoint of ``step`` N. Raises OSError.
 
-    ``inside``: names of subdirectories to create. Removes temporary directories of other steps. Raises OSError.
+    ``inside``: names of its subdirectories. Temporary directories of other steps are removed.
     """
     if not directory.is_dir():
         directory.mkdir(parents=True)
@@ -93,10 +88,10 @@ def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
 
 
 def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path:
-    """Commit the checkpoint of ``step``: rename its directory ``step-N.tmp`` to ``step-N``, and return the new path.
+    """Commit the checkpoint of ``step`` N: rename ``step-N.tmp`` to ``step-N``, and return the new path.
 
-    ``text``: manifest to write first. ``keep``: number of checkpoints to keep, or a `Retention` rule; others are
-    removed. Raises OSError.
+    ``text``: content of its manifest, written first. ``keep``: number of newest checkpoints to keep, or a `Retention`.
+    Others are removed. Raises OSError.
     """
     temporary, final = directory / f"step-{step}.tmp", directory / f"step-{step}"
     for inside in temporary.iterdir():
@@ -110,12 +105,12 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
     temporary.rename(final)
     atomic.sync(directory)
     replace(directory / LATEST, final.name + "\n")
-    _prune(directory, step, Retention.of(keep))
+    _prune(directory, step, keep if isinstance(keep, Retention) else Retention(keep))
     return final
 
 
 def replace(path: Path, text: str) -> None:
-    """Replace the content of the file ``path`` by ``text``, atomically, and flush it to disk. Raises OSError."""
+    """Replace the content of the file ``path`` by ``text`` atomically, and wait until it is on disk. Raises OSError."""
     atomic.write(path, text, durable=True)
 
 

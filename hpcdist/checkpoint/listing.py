@@ -1,18 +1,31 @@
-"""List the checkpoints of a run, and the tensors of a checkpoint, from names, file sizes and manifests. Local."""
+"""List, verify and prune the checkpoints of a run. Local.
+
+A list needs only names, file sizes and manifests. `verify` reads every byte and compares it with its digest.
+"""
 
 import math
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import xxhash
+
 from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.ranges import Range, gaps
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.manifest import Manifest
-from hpcdist.checkpoint.format.shard import size_mismatch
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.directory import Retention, loss_of
+from hpcdist.checkpoint.lock import RunLock
+from hpcdist.checkpoint.manifest import BLOCK_BYTES, INDEX_FILE, Manifest, StoredPiece
+from hpcdist.checkpoint.shard import READ_BYTES, BlockReader, size_mismatch
 from hpcdist.errors import StorageError
+from hpcdist.reporting.regular import open_regular
+from hpcdist.reporting.units import counted
 
 PARAMETERS: Final = "parameters"
 COMPLETE: Final = "complete"
@@ -23,7 +36,7 @@ NEWER: Final = "newer"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Kind, name, dtype and shape of a whole tensor in a checkpoint, which may be stored in several parts."""
+    """Whole tensor in a checkpoint, which may be stored in several slices."""
 
     kind: str
     name: str
@@ -43,7 +56,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Directory of a complete, damaged or unfinished checkpoint. Data digests are not verified."""
+    """Directory of a complete, damaged or unfinished checkpoint. The digests of its data are not verified."""
 
     path: Path
     step: int
@@ -68,7 +81,7 @@ class ListedCheckpoint:
 
 
 def checkpoints_directory(run_dir: Path) -> Path:
-    """Return ``run_dir/checkpoints`` if it exists, else ``run_dir`` if it has checkpoints, else raise StorageError."""
+    """Return ``run_dir/checkpoints``, or ``run_dir`` if it contains checkpoints itself. Raises StorageError."""
     inside = run_dir / "checkpoints"
     if inside.is_dir():
         return inside
@@ -115,7 +128,7 @@ def load_parameters(path: Path) -> Manifest:
 
 
 def select(path: Path) -> Path:
-    """Return ``path`` if it is a checkpoint directory, else the newest complete checkpoint of the run in ``path``.
+    """Return ``path`` if it is a checkpoint, else the newest complete checkpoint of the run in ``path``.
 
     Raises StorageError if the run has no complete checkpoint.
     """
@@ -128,7 +141,7 @@ def select(path: Path) -> Path:
 
 
 def stored_tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[StoredTensor]:
-    """Return the tensors in a checkpoint, sorted by kind, layer and name. ``loaded``: its manifest.
+    """Return the tensors in the manifest ``loaded``, sorted by kind, layer and name.
 
     ``kinds``: kinds to return, such as "parameters" or "optimizer.m", or None for all.
     """
@@ -146,7 +159,7 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 
 def summary(listed: ListedCheckpoint) -> dict[str, Any]:
-    """Return the step, completeness and size of a checkpoint, and the size of each kind of tensor, as a JSON object."""
+    """Return the step, state and size of the checkpoint ``listed``, and the size of each kind of tensor, as JSON."""
     loaded = listed.manifest
     figures: dict[str, Any] = {
         "path": str(listed.path),
@@ -170,3 +183,145 @@ def summary(listed: ListedCheckpoint) -> dict[str, Any]:
         "schema_version": loaded.version,
         "kinds": by_kind,
     }
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """Result of the verification of a checkpoint."""
+
+    path: Path
+    state: str
+    damage: tuple[str, ...]  # error texts
+    read_bytes: int
+    not_covered: tuple[str, ...] = ()  # files without a stored digest
+
+
+def verify(path: Path) -> VerifyResult:
+    """Read and verify every byte of the checkpoint at ``path``. The result lists all damage."""
+    listed = inspect(path)
+    loaded = listed.manifest
+    if loaded is None:
+        return VerifyResult(path, listed.state, (listed.reason,) if listed.state == DAMAGED else (), 0)
+    by_file: dict[str, list[StoredPiece]] = {name: [] for name in loaded.files}
+    for entry in (*loaded.pieces, *loaded.unused):
+        by_file[entry.file].append(entry)
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        results = list(pool.map(lambda name: _of_file(path, loaded, name, by_file[name]), by_file))
+    results.append(_of_index(path, loaded))
+    # A file of another size is damaged even if it holds every block: it is not the file that was written.
+    damage = [listed.reason] if listed.reason else []
+    damage += [line for lines, _ in results for line in lines]
+    state = DAMAGED if damage else COMPLETE
+    return VerifyResult(path, state, tuple(damage), sum(count for _, count in results), _not_covered(path, loaded))
+
+
+def _not_covered(path: Path, loaded: Manifest) -> tuple[str, ...]:
+    lacking = len(loaded.files.keys() - loaded.outside.keys())
+    lines = [f"HDF5's own bytes in {counted(lacking, 'shard')}"] if lacking else []
+    return (*lines, INDEX_FILE) if loaded.index is None and (path / INDEX_FILE).exists() else tuple(lines)
+
+
+def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
+    index = loaded.index
+    if index is None:
+        return [], 0
+    digest, read_bytes = xxhash.xxh3_128(), 0
+    try:
+        with open(open_regular(path / index.file), "rb") as file:
+            if os.fstat(file.fileno()).st_size == index.nbytes:
+                while part := file.read(READ_BYTES):
+                    digest.update(part)
+                    read_bytes += len(part)
+    except OSError as error:
+        return [f"{path.name}/{index.file} cannot be read: {error.strerror}; a restore does not need it"], read_bytes
+    if digest.hexdigest() != index.digest:
+        reason = f"{path.name}/{index.file} is damaged: its digest does not match; a restore does not need it"
+        return [reason], read_bytes
+    return [], read_bytes
+
+
+def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[StoredPiece]) -> tuple[list[str], int]:
+    damage, read_bytes = [], 0
+    with BlockReader(path) as reader:
+        for entry in entries:
+            for block in range(-(-entry.nbytes // BLOCK_BYTES)):
+                try:
+                    read_bytes += reader.read(entry, block)
+                except StorageError as error:
+                    damage.append(str(error))
+                except OSError as error:  # the file is missing or not readable
+                    damage.append(f"{path.name}/{name} cannot be read: {error.strerror}; it holds {entry.name}")
+                    return damage, read_bytes
+        if name in loaded.outside:  # the digest of HDF5's own bytes: everything between the pieces
+            tensor_ranges = [Range(entry.offset, entry.offset + entry.nbytes) for entry in entries]
+            try:
+                count, digest = reader.digest_of(name, gaps(Range(0, loaded.files[name]), tensor_ranges))
+            except OSError as error:
+                return [*damage, f"{path.name}/{name} cannot be read: {error.strerror}"], read_bytes
+            read_bytes += count
+            if digest != loaded.outside[name]:
+                damage.append(
+                    f"{path.name}/{name} is damaged outside its tensors: the digest of HDF5's own bytes does not "
+                    "match; a restore does not need them, but other tools do"
+                )
+    return damage, read_bytes
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """Checkpoints to remove (``doomed``) and to keep (``kept``), newest first."""
+
+    doomed: tuple[ListedCheckpoint, ...]
+    kept: tuple[ListedCheckpoint, ...]
+
+
+@contextmanager
+def exclude_jobs(run_dir: Path) -> Iterator[None]:
+    """Context manager that prevents jobs from starting in ``run_dir``. Raises StorageError if a job is running."""
+    folder, lock = checkpoints_directory(run_dir), RunLock()
+    lock.take(
+        folder.parent if folder.name == "checkpoints" else folder,
+        waits=False,
+        otherwise="let it keep fewer itself (checkpoint.keep)",
+    )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def plan_pruning(run_dir: Path, rule: Retention, damaged: bool = False) -> PrunePlan:
+    """Return the checkpoints in ``run_dir`` to keep by ``rule`` and to remove. ``damaged``: also remove damaged ones.
+
+    Reads checkpoints in full, newest first, until one is intact. Raises StorageError if every checkpoint is damaged.
+    """
+    checkpoints = [listed for listed in list_checkpoints(run_dir) if listed.path.suffix == ""]
+    complete = [listed for listed in checkpoints if listed.state == COMPLETE]
+    while complete and verify(complete[0].path).damage:
+        complete.pop(0)
+    if not complete:
+        raise StorageError(
+            f"{run_dir} has no checkpoint that can be restored; nothing is removed. `hpcdist checkpoint verify "
+            f"{run_dir}` lists the damage"
+        )
+    stay = rule.kept({listed.step: loss_of(listed.path) if rule.best else float("nan") for listed in complete})
+    usable = {listed.path for listed in complete}
+    doomed = [listed for listed in complete if listed.step not in stay]
+    if damaged:
+        doomed += [
+            listed for listed in checkpoints if listed.path not in usable and listed.state in (COMPLETE, DAMAGED)
+        ]
+    gone = {listed.path for listed in doomed}
+    return PrunePlan(tuple(doomed), tuple(listed for listed in checkpoints if listed.path not in gone))
+
+
+def prune(plan: PrunePlan) -> tuple[list[Path], dict[Path, str]]:
+    """Remove the ``doomed`` checkpoints of ``plan``. Return (removed paths, {path that remains: error text})."""
+    gone, failed = [], {}
+    for checkpoint in plan.doomed:
+        try:
+            names.remove(checkpoint.path)
+            gone.append(checkpoint.path)
+        except OSError as error:
+            failed[checkpoint.path] = error.strerror or str(error)
+    return gone, failed

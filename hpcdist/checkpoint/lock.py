@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record.flight_recorder import start_ticks
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
@@ -24,8 +25,8 @@ from hpcdist.reporting import atomic, regular
 LOCK_FILE: Final = "lock"
 MAX_BYTES: Final = 1 << 16  # largest accepted lock file; a normal one has a few hundred bytes
 HEARTBEAT_S: Final = 10.0
-_PLACE: Final = "place"  # key of the directory and the inode in the lock file
 STALE_S: Final = 60.0
+_PLACE: Final = "place"  # key of the directory and the inode in the lock file
 
 _held_locks: dict[Path, "RunLock"] = {}  # the locks of this process, by directory
 
@@ -37,7 +38,7 @@ def lost(directory: Path) -> str:
 
 
 def is_held(directory: Path) -> bool:
-    """Return True if a live process seems to hold the lock on ``directory``. Writes nothing. Local."""
+    """Return True if a live process seems to hold the lock on ``directory``. Local; changes no file."""
     path = directory / LOCK_FILE
     try:
         if time.time() - path.stat().st_mtime >= STALE_S:
@@ -51,19 +52,19 @@ def is_held(directory: Path) -> bool:
 
 
 class RunLock:
-    """Lock file in a run directory, created by the rank that commits checkpoints. After a crash, the file stays."""
+    """Lock of a run directory, for the rank that commits checkpoints. After a crash, the lock file remains."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        self._own = _identity(environment)
+        self.identity = _identity(environment)  # description of this process, as stored in its lock file
         self._path: Path | None = None
         self._ended = threading.Event()
 
     def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
         """Lock the existing ``directory``. Raises StorageError if another process holds the lock.
 
-        Waits for a heartbeat if the other process may be dead, unless keyword-only ``waits`` is False.
+        If the other process may be dead, wait for its heartbeat, unless the keyword ``waits`` is False. The keyword
+        ``otherwise`` is advice for the error message.
         """
-        # ``otherwise``: advice for the error message.
         path = directory / LOCK_FILE
         if path.is_dir():
             raise StorageError(f"{path} is a directory; expected a lock file or nothing; move the directory away")
@@ -71,12 +72,12 @@ class RunLock:
         seen = None
         while not self._made(path):
             holder, age_s = _read_holder(path)
-            if holder is None or is_dead(holder, self._own) or age_s > STALE_S:
+            if holder is None or is_dead(holder, self.identity) or age_s > STALE_S:
                 _remove(path, holder)
                 continue  # other waiters may do the same: the link in `_made` decides which process gets the lock
             touched = path.stat().st_mtime_ns if path.exists() else None
             # A heartbeat during the wait proves that the holder lives, on whatever machine.
-            alive = not waits or _is_visible(holder, self._own) or (seen is not None and touched != seen)
+            alive = not waits or _is_visible(holder, self.identity) or (seen is not None and touched != seen)
             if alive or time.monotonic() > limit:
                 description = _description(directory, holder, age_s)
                 raise StorageError(
@@ -95,7 +96,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="hpcdist lock", daemon=True).start()
 
     def lost(self) -> str:
-        """Return a message on the process that took over this lock, or "" if this process still holds it."""
+        """Return an error text on the process that took over this lock, or "" if this process still holds it."""
         path = self._path
         if path is None:
             return ""
@@ -107,22 +108,17 @@ class RunLock:
             except StorageError as error:  # returned, not raised: the calling rank reports it to all others
                 return str(error)
             holder = _read_holder(path)[0] or {}
-        if holder == self._own:
+        if holder == self.identity:
             return ""
         return (
             f"process {holder.get('pid')} on {holder.get('host')} has taken {path.parent} over, because this process "
             f"did not update its lock for more than {STALE_S:.0f} s; this process may not write there any more"
         )
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Description of this process, as stored in its lock file."""
-        return self._own
-
     def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:
-        """Lock ``directory`` in place of a dead process, whose lock file entry is ``predecessor``.
+        """Lock ``directory`` in place of a dead process. ``predecessor``: content of the lock file of that process.
 
-        Does nothing if this process already holds the lock. Raises StorageError if another process holds it.
+        Does nothing if this process already holds the lock. Raises StorageError if another process holds the lock.
         """
         if self._path is not None:
             return
@@ -136,7 +132,7 @@ class RunLock:
         try:
             with open(atomic.create(new), "w", encoding="utf-8") as file:
                 place = {"directory": str(path.parent.resolve()), "inode": os.fstat(file.fileno()).st_ino}
-                file.write(json.dumps({**self._own, _PLACE: place}) + "\n")
+                file.write(json.dumps({**self.identity, _PLACE: place}) + "\n")
             _link_new(new, path)
         except FileExistsError:
             return False
@@ -150,7 +146,7 @@ class RunLock:
         assert self._path is not None
         while not self._ended.wait(HEARTBEAT_S):
             try:
-                if _entry(self._path) != self._own:
+                if _entry(self._path) != self.identity:
                     return  # another process has the lock now
                 os.utime(self._path)
             except (OSError, ValueError):
@@ -161,7 +157,7 @@ class RunLock:
         self._ended.set()
         if self._path is not None:
             _held_locks.pop(self._path.parent.resolve(), None)
-            if _read_holder(self._path)[0] == self._own:
+            if _read_holder(self._path)[0] == self.identity:
                 atomic.discard(self._path)
         self._path = None
 
@@ -183,7 +179,7 @@ def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": pid,
         "started": _started(pid),
-        "machine": _text("/proc/sys/kernel/random/boot_id") + _link("/proc/self/ns/pid"),
+        "machine": boot_id() + _pid_namespace(),
         "job": environment.get("SLURM_JOB_ID", ""),
         "restarts": environment.get("SLURM_RESTART_COUNT", "0"),
     }
@@ -228,7 +224,7 @@ def _read_holder(path: Path) -> tuple[dict[str, Any] | None, float]:
 
 
 def is_dead(holder: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
-    """Return True if the process of the lock file entry ``holder`` has ended. ``identity``: this process's entry."""
+    """Return True if the lock's holder has ended. Arguments: `RunLock.identity` of the holder and of this process."""
     if identity["job"] and holder.get("job") == identity["job"] and holder.get("restarts") != identity["restarts"]:
         return True  # the batch system restarts a job only after its earlier start has ended
     return _is_visible(holder, identity) and _started(holder.get("pid")) != holder.get("started")
@@ -257,15 +253,8 @@ def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
     atomic.discard(aside)
 
 
-def _text(path: str) -> str:
+def _pid_namespace() -> str:
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""

@@ -14,10 +14,9 @@ from hpcdist.arrays.dtypes import dtype_of, fault_in, name_of
 from hpcdist.arrays.piece import Box, Piece, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest, two_phase
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
-from hpcdist.checkpoint.saving import two_phase
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, whole_number
@@ -31,8 +30,8 @@ FOLDER: Final = "checkpoints"
 class Sharded:
     """This rank's part of an array that is distributed over the ranks.
 
-    ``start``: index of the first element of the part in the whole array. ``shape``: shape of the whole array, required
-    with ``start``. By default, parts are rows in rank order. Raises UsageError if ``start`` or ``shape`` is invalid.
+    ``start``: index of the part's first element in the whole array. ``shape``: shape of the whole array. By default,
+    parts are rows in rank order. Raises UsageError for an invalid ``start`` or ``shape``.
     """
 
     array: Array
@@ -71,11 +70,11 @@ State: TypeAlias = Mapping[str, "Array | Sharded | Any"]
 
 
 def save(directory: str | Path, state: State, *, step: int | None = None, keep: int = 2, comm: AnyComm = None) -> Path:
-    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over keyword-only ``comm``.
+    """Save ``state`` as a checkpoint in ``directory``, and return its path. Collective over the keyword ``comm``.
 
-    ``state``: dict with the same names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a
-    JSON value from rank 0. Keyword-only ``step``: by default newest + 1. Raises UsageError for invalid arguments, and
-    StorageError on all ranks if a rank cannot write.
+    ``state``: dict with equal names on all ranks. A value is an array equal on all ranks, a `Sharded` array, or a JSON
+    value of rank 0. The keyword ``step`` is by default the newest step + 1. Raises UsageError for invalid arguments,
+    and StorageError on all ranks if a rank cannot write.
     """
     # Until this program ends, no other job can save in ``directory``.
     keep, step = whole_number("keep", keep), None if step is None else whole_number("step", step)
@@ -85,7 +84,7 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
     def begin() -> int:
         _lock(Path(directory))
-        return _next_step(folder) if step is None else step
+        return max((step for step, _ in names.candidates(folder)), default=0) + 1 if step is None else step
 
     number = on_first_rank(where, begin)
     pieces, values = [], {}
@@ -99,10 +98,10 @@ def save(directory: str | Path, state: State, *, step: int | None = None, keep: 
 
 
 def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = None) -> dict[str, Any] | None:
-    """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over keyword-only ``comm``.
+    """Return the newest checkpoint in ``directory`` as a dict, or None. Collective over the keyword ``comm``.
 
-    ``state``: the arrays to fill, whole or `Sharded`. None: every rank gets all arrays, as new numpy arrays. Damaged
-    checkpoints are reported and skipped. Raises StorageError if an array is missing or differs in shape or dtype.
+    ``state``: dict of arrays to fill, whole or `Sharded`. None: every rank gets all arrays, as new numpy arrays.
+    Damaged checkpoints are reported and skipped. Raises StorageError if an array is missing or different.
     """
     where = communicator_of(comm)
 
@@ -113,7 +112,7 @@ def load(directory: str | Path, state: State | None = None, *, comm: AnyComm = N
 
 
 def is_array(value: object) -> bool:
-    """Return True if ``value`` is to be saved as an array, False if as JSON. Local."""
+    """Return True if ``value`` is saved as an array, and False if as JSON. Local."""
     return isinstance(value, Sharded | np.ndarray | np.generic) or backend.is_device(value)
 
 
@@ -142,10 +141,6 @@ def _lock(directory: Path) -> None:
     lock.take(directory, otherwise="save in another directory")
     at_exit(lock.release)
     _locks[resolved] = lock
-
-
-def _next_step(folder: Path) -> int:
-    return max((step for step, _ in names.candidates(folder)), default=0) + 1
 
 
 def _load(comm: Communicator, path: Path, state: State | None) -> dict[str, Any]:

@@ -34,9 +34,9 @@ MAX_STRIPES: Final = 128
 
 @dataclass(frozen=True)
 class MountedFileSystem:
-    """File system that contains a path. ``kind``: "lustre", "beegfs", or another type. ``mount``: mount point."""
+    """File system at the mount point ``mount``."""
 
-    kind: str
+    kind: str  # "lustre", "beegfs", or another type
     mount: str
 
     @property
@@ -47,10 +47,10 @@ class MountedFileSystem:
 
 @dataclass(frozen=True)
 class StripePlan:
-    """Command that stripes a directory. ``command`` is empty if striping is not useful. ``why``: reason, as text."""
+    """Command that stripes a directory, and the reason for it."""
 
     system: MountedFileSystem
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # empty if the directory is not to be striped
     why: str
 
     @property
@@ -60,7 +60,7 @@ class StripePlan:
 
 
 def file_system(path: Path, mounts: Path = MOUNTS) -> MountedFileSystem:
-    """Return the type and mount point of the file system of ``path``. ``mounts`` is the path of the mount table."""
+    """Return the file system of ``path``. ``mounts``: path of the mount table."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -95,22 +95,21 @@ def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
 
 
 def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
-    """Return the number of storage servers over which to stripe each shard file of a checkpoint.
+    """Return the number of storage servers over which to stripe each shard of a checkpoint.
 
-    ``nbytes``: total bytes of all shards. ``writers``: number of shards. ``servers``: number of servers, None if
+    ``nbytes``: size of the checkpoint. ``writers``: number of shards. ``servers``: number of servers, or None if it is
     unknown.
     """
     shard = -(-nbytes // max(1, writers))
-    most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
-    count = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // MAX_BYTES_PER_STRIPE))
+    limit = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
+    count = max(1, min(shard // PER_STRIPE_BYTES, limit), -(-shard // MAX_BYTES_PER_STRIPE))
     return min(count, MAX_STRIPES if servers is None else max(1, servers))
 
 
 def plan(directory: Path, nbytes: int, writers: int, options: str = "auto", mounts: Path = MOUNTS) -> StripePlan:
-    """Return the command that stripes ``directory`` for a checkpoint, with the reason for it.
+    """Return the command that stripes ``directory`` for checkpoints of ``nbytes`` bytes in ``writers`` shards.
 
-    ``nbytes``: total bytes. ``writers``: number of ranks that write. ``options``: "auto", "none", or options of the
-    striping command. ``mounts``: path of the mount table.
+    ``options``: "auto", "none", or options of the striping command. ``mounts``: path of the mount table.
     """
     system = file_system(directory, mounts)
     if options == "none":
@@ -164,7 +163,7 @@ def _servers(directory: Path) -> int | None:
 
 
 def apply(stripe_plan: StripePlan) -> str:
-    """Run the striping command in ``stripe_plan``, if there is a command. Return an error text, or "" on success."""
+    """Run the command of ``stripe_plan``, if there is a command. Return an error text, or "" on success."""
     if not stripe_plan.command:
         return ""
     result = _run(stripe_plan.command)

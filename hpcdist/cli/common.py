@@ -40,7 +40,7 @@ def stacked(*options: Decorator) -> Decorator:
 
 
 class Parsed(click.ParamType):
-    """Click parameter type that converts text with the function ``parse``. ``name``: type name in the help text."""
+    """Click parameter type that converts text by ``parse(text)``. ``name``: name of the type in the help text."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -56,7 +56,7 @@ BYTE_SIZE: Final = Parsed("size", parse_bytes)  # 4096, 16K, 1M, 2G
 
 
 def check_plot(file: Path | None) -> None:
-    """Raise MissingCapabilityError, UsageError or StorageError if no plot can be saved as ``file`` (None: no plot)."""
+    """Raise MissingCapabilityError, UsageError or StorageError if no plot can be saved as ``file``, if any."""
     if file is not None:
         from hpcdist.reporting import plotting
 

@@ -37,7 +37,7 @@ COMMANDS: Final = {
     "trace": ("hpcdist.cli.runs.trace:command", "Write the timeline of a run for Perfetto, and show waiting times."),
     "hang": ("hpcdist.cli.runs.hang:command", "Name the rank and source line at which a run hangs."),
     "config": ("hpcdist.cli.train:config", "Show all values of a recipe, and the source of each value."),
-    "energy": ("hpcdist.cli.energy.group:command", "List the energy meters here, and show the energy of runs."),
+    "energy": ("hpcdist.cli.energy:command", "List the energy meters here, and show the energy of runs."),
     "site": ("hpcdist.cli.site:command", "Show site profiles; write modulefiles and wheelhouses."),
     "doctor": ("hpcdist.cli.doctor.command:command", "Check MPI, launcher, GPU, HDF5 and this machine."),
     "warmup": ("hpcdist.cli.tune:warmup", "Compile the kernels into a cache."),

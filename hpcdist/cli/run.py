@@ -193,7 +193,7 @@ class _Launch:
         *,
         repeated: bool = False,
     ) -> supervisor.LaunchOutcome:
-        """Start ``command`` on the ranks, wait for its end, and return the outcome. Print a rank's first failure.
+        """Start ``command`` on the ranks, wait for its end, and return the outcome. Print the first failure of a rank.
 
         ``mask``: signal mask of the launcher. ``where``: launcher options that select nodes for a restart.
         """
@@ -339,8 +339,8 @@ def check_training(
 ) -> None:
     """Raise the errors of the `hpcdist train` line ``command`` that can be found before its ranks start. Local.
 
-    ``ranks``: number of training ranks, or None. ``survive``, ``spares``: values of these options. Keyword-only
-    ``elsewhere``: True if the ranks run in a container or on other hosts, and may see other files.
+    ``ranks``: number of training ranks, or None if it is unknown. ``survive``, ``spares``: values of these options. The
+    keyword ``elsewhere`` is True if the ranks may see other files, as in a container.
     """
     from hpcdist.cli import train
     from hpcdist.training.recipe import requirements
@@ -386,7 +386,7 @@ def _print_resume_command(run_dir: Path, words: Sequence[str], script: bool = Fa
 
 
 def checkpoints(run_dir: Path) -> dict[str, int]:
-    """Return a dict: name of each complete checkpoint -> its write time in ns, newest first. Does not load HDF5."""
+    """Return {name of each complete checkpoint: its write time in ns}, newest first. Does not load HDF5."""
     written_ns = {}
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         step = path.parent.name.removeprefix("step-")

@@ -64,7 +64,7 @@ def train(out: Path | None, resume: str, time_limit: str | None, as_json: bool, 
 
 
 def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
-    """Return the recipe that the `hpcdist train` options describe. Local. Raises ConfigurationError, UsageError."""
+    """Return the recipe that ``options`` of `hpcdist train` describe. Local. Raises ConfigurationError, UsageError."""
     from hpcdist.training.recipe import recipe as recipes
 
     overrides: tuple[str, ...] = options["overrides"]
@@ -76,7 +76,7 @@ def recipe_from_options(options: Mapping[str, Any]) -> "Recipe":
 
 
 def time_limit_s(walltime: str | None) -> int | None:
-    """Return the seconds in ``walltime``, the value of --time-limit, or None without it. Raises UsageError."""
+    """Return ``walltime``, the value of --time-limit, in seconds, or None. Raises UsageError."""
     from hpcdist.batch.job import walltime_s
 
     return None if walltime is None else walltime_s(walltime, "--time-limit")

@@ -1,7 +1,8 @@
 """Energy of a run: counters of GPUs and processors, read by one rank of each node, attributed to phases.
 
-Floor 5: imports only packages of lower floors. `monitor` reads the `sources` during a job, `accounts` evaluates
-samples, and `power_limits` changes device limits. Begin with `monitor.monitor.EnergyMonitor` and `report.merge`.
+Floor 5: imports only packages of lower floors. `monitor` reads the `sources` during a job, `attribution` and
+`energy_metrics` evaluate samples, and `power_limits` changes device limits, for `python -m benchmarks power` only.
+Begin with `monitor.EnergyMonitor` and `report.merge`.
 """
 
 import importlib

@@ -15,14 +15,7 @@ MOST_PUE: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyConfig:
-    """Section ``[energy]``: the energy sources, the sampling intervals, and the price of energy.
-
-    - ``sources``: "auto" (all readable counters), "nvml" (NVIDIA GPUs), "rapl" (processors and memory), "cray" (Cray
-      nodes), "declared" (a model), or "none".
-    - ``shift``: True to delay some steps on rank 0, so that a sensor with pauses sees all parts of a step. Requires
-      synchronous training: the other ranks wait.
-    - ``carbon_g_per_kwh``: required for emissions, with its origin ``carbon_source`` and its ``carbon_date``.
-    """
+    """Section ``[energy]``: the energy sources, the sampling intervals, and the price of energy."""
 
     sources: str = key(
         "auto", "Energy counters to read. declared: a model from cpu_tdp_w and gpu_tdp_w.", choices=SOURCES
@@ -64,7 +57,7 @@ class EnergyConfig:
         check_section(RULES, "energy", self)
 
     def wants(self, source: str) -> bool:
-        """Return True if ``[energy] sources`` is ``source``, or is "auto" and ``source`` is not "declared"."""
+        """Return True if the key ``sources`` selects ``source``, such as "nvml"."""
         return self.sources == source or (self.sources == "auto" and source != "declared")
 
 

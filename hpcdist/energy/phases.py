@@ -10,7 +10,7 @@ from typing import Any, Final
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.mpi.world import init
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.errors import ConfigurationError, UsageError
 
 VARIABLES: Final = "HPCDIST_SET__ENERGY__"  # prefix of the variables that set keys of [energy]
@@ -20,11 +20,10 @@ _entered: Final[dict[str, None]] = {}  # phases that this rank has entered
 
 
 def configure(**keys: Any) -> None:
-    """Configure and open the energy sensors. Collective; call it before the first `window`.
+    """Configure and open the energy sensors, before the first `window`. Collective.
 
-    The keywords are the keys of ``[energy]`` in a recipe. For example, ``configure(sources="declared",
-    cpu_tdp_w=280.0)`` estimates the energy with a model. Raises UsageError after the first `window` or for an unknown
-    key, and ConfigurationError for an invalid value.
+    The keywords are keys of ``[energy]`` in a recipe, such as ``configure(sources="declared", cpu_tdp_w=280.0)``.
+    Raises UsageError after the first `window` or for an unknown key, and ConfigurationError for an invalid value.
     """
     if _monitors:
         raise UsageError("energy.configure was called after the first energy.window; call energy.configure first")
@@ -61,10 +60,10 @@ def _settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def window(phase: str) -> Iterator[None]:
-    """Attribute the energy that this job uses in the ``with`` block to ``phase``, except in nested windows.
+    """Attribute the energy of the ``with`` block to the phase named ``phase``, except in nested windows.
 
-    The first `window` of a program is collective over all ranks. Later windows are local. Every rank should enter the
-    same windows. The first rank of each node measures the whole node.
+    The first `window` of a program is collective; later windows are local. Every rank should enter the same windows,
+    because the first rank of each node measures the whole node.
     """
     if not _monitors:
         configure()
@@ -74,19 +73,18 @@ def window(phase: str) -> Iterator[None]:
 
 
 def usage() -> dict[str, Any]:
-    """Return the energy that the job has used in all `window` blocks so far, as a dict. Collective over all ranks.
+    """Return the energy of all `window` blocks so far, as a dict. Collective over all ranks.
 
-    ``energy_j``: total joules, or NaN. ``reason``: explanation of a NaN. ``phases``: joules, seconds and number of
-    windows of each phase. ``not_included``: kinds of energy that are not measured. ``label``: nonempty if the joules
-    are estimates.
+    ``energy_j``: total joules, or NaN for the given ``reason``. ``phases``: joules, seconds and number of windows of
+    each phase. ``not_included``: kinds of energy that are not measured. ``label``: nonempty for estimated joules.
     """
     if not _monitors:
         configure()
-    usage = _monitors[0].report()
+    totals = _monitors[0].report()
     for rank, names in enumerate(init().comm.allgather_object(list(_entered))):
         for name in names:
             # A phase has NaN joules if no node's first rank has entered it.
             reason = f"only ranks that are not the first of a node, such as rank {rank}, have windows of {name}"
             nothing = {"joules": math.nan, "seconds": math.nan, "windows": 0, "reason": reason}
-            usage["phases"].setdefault(name, nothing)
-    return usage
+            totals["phases"].setdefault(name, nothing)
+    return totals

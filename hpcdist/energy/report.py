@@ -1,4 +1,4 @@
-"""Report of a job's joules, merged from the counts of its nodes.
+"""Energy report of a job, merged from the joules of its nodes.
 
 The total is NaN if a node lacks a kind (gpu, cpu, dram) that another node measured or that the job needs. If every node
 has a counter of the whole node (kind "node"), these counters give the total.
@@ -27,7 +27,7 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 @dataclass(frozen=True)
 class SourceResult:
-    """Properties of one energy source, and the number of its failed reads."""
+    """Properties of one energy source of a node, and its failed reads."""
 
     name: str
     kind: str
@@ -40,7 +40,7 @@ class SourceResult:
 
 @dataclass(frozen=True)
 class NodeContribution:
-    """Energy that one node measured: input of `merge`."""
+    """Energy measured on one node: input of `merge`."""
 
     node: int
     sources: Sequence[SourceResult] = ()
@@ -54,9 +54,9 @@ class NodeContribution:
 
 
 def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Merge the energy of all ``nodes`` into the job's energy report, a dict.
+    """Return the energy report of a job, a dict. ``nodes``: energy of each node.
 
-    ``earlier``: energy before the last restart of this run (see `state`), or None.
+    ``earlier``: energy before the last restart of the run, a result of `state`, or None.
     """
     kinds = counted(nodes)
     troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
@@ -68,6 +68,8 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
         reasons.append(f"{NO_SOURCE}: {'; '.join(_excluded(nodes, kinds))}")
     energy_j = math.nan if reasons else math.fsum(by_kind.values())
     names = list(dict.fromkeys([*(earlier or {}).get("phases", ()), *(name for node in nodes for name in node.phases)]))
+    is_declared = any(source.declared and source.kind in kinds for node in nodes for source in node.sources)
+    shares = [node.sampler_s / node.sampled_s for node in nodes if node.sampled_s > 0]
     return {
         "energy_j": energy_j,  # NaN if unknown, for the reason below
         "reason": _joined(reasons),
@@ -76,43 +78,31 @@ def merge(nodes: Sequence[NodeContribution], earlier: Mapping[str, Any] | None =
         "phases": {name: _phase(nodes, name, kinds, troubles, earlier) for name in names},
         "sources": [_row(node, index, source, kinds) for node in nodes for index, source in enumerate(node.sources)],
         # if the total is from counters of whole nodes: joules of components such as "cpu"
-        "parts": _parts(nodes, kinds),
+        "parts": _components(nodes, kinds),
         "not_included": _excluded(nodes, kinds),
-        "label": _label(nodes, kinds, earlier),
+        "label": DECLARED if is_declared or (earlier or {}).get("label") else "",
         # fraction of a processor that sampling used, on the node with the largest fraction
-        "sampler_share": _sampler_share(nodes),
+        "sampler_share": max((share for share in shares if not math.isnan(share)), default=math.nan),
     }
 
 
 def counted(nodes: Sequence[NodeContribution]) -> list[str]:
-    """Return the kinds of energy sources, sorted, whose joules make up the job's total energy."""
+    """Return the sorted kinds of energy sources, such as "gpu", whose joules are added up to the job's total."""
     if nodes and all(any(source.kind == NODE for source in node.sources) for node in nodes):
         return [NODE]
     kinds = {source.kind for node in nodes for source in node.sources} | {k for node in nodes for k in node.needed}
     return sorted(kinds - {NODE})
 
 
-def _parts(nodes: Sequence[NodeContribution], kinds: Sequence[str]) -> dict[str, float]:
+def _components(nodes: Sequence[NodeContribution], kinds: Sequence[str]) -> dict[str, float]:
     if list(kinds) != [NODE]:
         return {}
     others = sorted({source.kind for node in nodes for source in node.sources} - {NODE})
     return {kind: _total(nodes, kind, None)[0] for kind in others}
 
 
-def _label(nodes: Sequence[NodeContribution], kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> str:
-    declared = any(source.declared and source.kind in kinds for node in nodes for source in node.sources)
-    return DECLARED if declared or (earlier or {}).get("label") else ""
-
-
-def _sampler_share(nodes: Sequence[NodeContribution]) -> float:
-    shares = [
-        node.sampler_s / node.sampled_s for node in nodes if node.sampled_s > 0 and not math.isnan(node.sampler_s)
-    ]
-    return max(shares, default=math.nan)
-
-
 class PhaseState(msgspec.Struct):
-    """Seconds, joules (None if unknown) and number of measured intervals of one phase, as saved in a checkpoint."""
+    """Seconds, joules (None if unknown) and number of windows of one phase, as saved in a checkpoint."""
 
     seconds: Amount
     windows: Count
@@ -120,7 +110,7 @@ class PhaseState(msgspec.Struct):
 
 
 class EnergyState(msgspec.Struct):
-    """Energy that a run used before its last start, as restored from a checkpoint."""
+    """Energy that a run used before its last start, as saved in a checkpoint."""
 
     by_kind: dict[str, Amount | None]
     phases: dict[str, PhaseState]
@@ -129,7 +119,7 @@ class EnergyState(msgspec.Struct):
 
 
 def state(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of ``report`` for a checkpoint (`EnergyState`), as JSON values. Unknown values are None."""
+    """Return ``report``, a result of `merge`, as JSON values for a checkpoint (`EnergyState`). Unknown: None."""
     phases = {
         name: {"joules": json_number(phase["joules"]), "seconds": phase["seconds"], "windows": phase["windows"]}
         for name, phase in report["phases"].items()
@@ -213,8 +203,8 @@ def _doubts(node: NodeContribution, source: SourceResult, mj: float, shortest_s:
     if math.isnan(source.update_s):
         return [f"{at}: its counter did not move twice"]
     if shortest_s < UPDATES * source.update_s:
-        what = f"a window of {phase}" if phase else "the whole measurement"
-        return [f"{at}: {what} is {shortest_s:.3g} s, shorter than {UPDATES} updates of {source.update_s:.3g} s"]
+        measured = f"a window of {phase}" if phase else "the whole measurement"
+        return [f"{at}: {measured} is {shortest_s:.3g} s, shorter than {UPDATES} updates of {source.update_s:.3g} s"]
     return []
 
 

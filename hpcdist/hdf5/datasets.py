@@ -1,7 +1,13 @@
 """Tables of columns, fast creation of datasets, and checks of the filters that a dataset needs.
 
-A table is a group with one extendible dataset per `Column`, joined by dimension scales. `DatasetMaker` creates datasets
-10x faster than h5py. It writes attributes as UTF-8 strings of variable length, or as int64.
+A table is a group with one extendible dataset per `Column`, joined by dimension scales. The owner of a metrics table
+declares a constant, and callers append rows by column name:
+
+    CONSENSUS = MetricsTable("consensus", (Column("step", "i8", "1", "completed steps"), ...), remade=True)
+    CONSENSUS.append(file, step=[7, 8], session=0, distance=[0.1, 0.2])
+
+`DatasetMaker` creates datasets 10x faster than h5py. It writes attributes as UTF-8 strings of variable length, or as
+int64.
 """
 
 import importlib
@@ -21,17 +27,18 @@ CHUNK_BYTES: Final = 64 << 10
 CHUNK_ROWS: Final = 1024
 TIMES: Final = {1: 2, 2: 4096}  # number of dims -> limit of column size / file size; above, the column is damaged
 SLACK_BYTES: Final = 1 << 20
+MAX_BLOCKS: Final = 1024  # row ranges of `spread_blocks`; each costs a lookup in the file's chunk index
 
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table. ``units``: in UCUM ("s", "By", "1"). ``wide``: True for a 2-D array of floats."""
+    """Column of a table."""
 
     name: str
     dtype: str
-    units: str
+    units: str  # in UCUM, such as "s", "By" or "1"
     meaning: str
-    wide: bool = False
+    wide: bool = False  # a 2-D array of floats
 
 
 def create(
@@ -43,8 +50,10 @@ def create(
     width: int = 0,
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Create table ``name`` with the columns ``described``. The first column is the dimension scale of the rows."""
-    # `second` names a dimension scale for the second dimension of 2-D columns; "": no scale.
+    """Create the table ``name`` with the columns ``described``. The first column is the scale of the rows.
+
+    The keyword ``second`` names the scale of the second dimension of 2-D columns, and ``width`` is its length.
+    """
     group = file.create_group(name)
     group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
     for column in described:
@@ -75,7 +84,7 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 
 
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
-    """Append ``rows``, {column name: array}, to table ``name``. Columns of 2-D arrays get wider if necessary."""
+    """Append ``rows``, {column name: array}, to the table ``name``. 2-D columns get wider if necessary."""
     group = file[name]
     for column, dataset in columns(file, name).items():
         values = rows[column]
@@ -96,25 +105,25 @@ def _widen(scale: h5py.Dataset, width: int) -> None:
 
 
 def shorten(file: h5py.File, name: str, rows: int) -> None:
-    """Truncate all columns of table ``name`` to ``rows`` rows, or to the shortest column if it has fewer rows."""
+    """Truncate all columns of the table ``name`` to ``rows`` rows, or to the length of the shortest column."""
     datasets = columns(file, name).values()
     for dataset in datasets:
         dataset.resize(min(rows, *(column.shape[0] for column in datasets)), axis=0)
 
 
-def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, np.ndarray]:
-    """Return the columns of table ``name`` as arrays, all as long as the shortest column.
+def read(file: h5py.File, name: str, max_rows: int | None = None) -> dict[str, np.ndarray]:
+    """Return {column name: array} of the first ``max_rows`` rows (None: all) of the table ``name``.
 
-    At most ``most_rows`` rows are read. Raises h5py's errors for a damaged file.
+    All arrays are as long as the shortest column. Raises h5py's errors for a damaged file.
     """
     datasets = columns(file, name)
     lengths = [dataset.shape[0] for dataset in datasets.values()]
-    length = min(lengths if most_rows is None else [most_rows, *lengths])
+    length = min(lengths if max_rows is None else [max_rows, *lengths])
     return {column: dataset[:length] for column, dataset in datasets.items()}
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
-    """Return {column name: dataset} of table ``name``. Raises ValueError if a dataset is too large for the file."""
+    """Return {column name: dataset} of the table ``name``. Raises ValueError if a dataset is larger than the file."""
     group, size = file[name], file.id.get_filesize()
     datasets = {str(column): group[column] for column in group.attrs["columns"]}
     for column, dataset in datasets.items():
@@ -126,12 +135,97 @@ def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
     return datasets
 
 
+@dataclass(frozen=True)
+class MetricsTable:
+    """Declaration of a table, whose rows are ordered by the first column, such as the step."""
+
+    name: str
+    columns: tuple[Column, ...]
+    second: str = ""  # name of the second dimension of 2-D columns
+    remade: bool = False  # appending rows first deletes the existing rows of the same and later steps
+
+    def create(self, file: h5py.File, width: int = 0, attributes: Mapping[str, Any] | None = None) -> None:
+        """Create the table with the HDF5 ``attributes`` if ``file`` lacks it. ``width``: row length of 2-D columns."""
+        if self.name not in file:
+            create(file, self.name, self.columns, second=self.second, width=width, attributes=attributes)
+
+    def append(self, file: h5py.File, /, **values: Any) -> None:
+        """Append rows to the table in the open ``file``. Local.
+
+        Each column is a keyword: one value for all rows, or an array of shape (rows,) or (rows, width). Texts that are
+        too long for the column are truncated.
+        """
+        rows = {column.name: _array(values[column.name], np.dtype(column.dtype)) for column in self.columns}
+        count = max((len(row) for row in rows.values() if row.ndim), default=1)
+        if not count:
+            return
+        self.create(file, max((row.shape[1] for row in rows.values() if row.ndim > 1), default=0))
+        if self.remade:
+            self.drop_from(file, rows[self.columns[0].name].reshape(-1)[0])
+        extend(file, self.name, {name: row if row.ndim else np.full(count, row) for name, row in rows.items()})
+
+    def drop_from(self, file: h5py.File, first: float) -> None:
+        """Drop all rows from the first row whose first column is at least ``first``. Local."""
+        values = columns(file, self.name)[self.columns[0].name][...]
+        later = np.flatnonzero(values >= first)
+        shorten(file, self.name, int(later[0]) if later.size else len(values))
+
+    def read(self, file: h5py.File, max_rows: int | None = None) -> dict[str, np.ndarray]:
+        """Return {column name: first ``max_rows`` rows (None: all)}, or {} if ``file`` lacks the table. Local."""
+        return read(file, self.name, max_rows) if self.name in file else {}
+
+
+def spread_blocks(rows: int, chunk: int, limit: int) -> list[tuple[int, int]]:
+    """Return evenly spread ranges (start, stop) of the ``rows`` rows of a table, with about ``limit`` rows in total.
+
+    ``chunk``: rows of an HDF5 chunk. The ranges are whole chunks, and include the first and the last chunk.
+    """
+    if rows <= limit:
+        return [(0, rows)] if rows else []
+    chunks = -(-rows // chunk)
+    count = int(np.clip(min(limit // chunk, MAX_BLOCKS), 2, chunks))
+    width = max(1, min(limit // (count * chunk), chunks // count))  # chunks per block
+    starts = np.unique(np.linspace(0, chunks - width, count).astype(np.int64))
+    return [(int(start) * chunk, min(rows, int(start + width) * chunk)) for start in starts]
+
+
+def read_spread(file: h5py.File, name: str, columns: Sequence[str], limit: int) -> tuple[dict[str, np.ndarray], bool]:
+    """Return {column: values} of about ``limit`` evenly spread rows of the table ``name``, and True for all rows."""
+    if name not in file or not file[f"{name}/{columns[0]}"].shape[0]:
+        return {}, True
+    datasets_of = {column: file[f"{name}/{column}"] for column in columns}
+    rows = min(dataset.shape[0] for dataset in datasets_of.values())
+    blocks = spread_blocks(rows, datasets_of[columns[0]].chunks[0], limit)
+    read = {
+        column: np.concatenate([dataset[start:stop] for start, stop in blocks])
+        for column, dataset in datasets_of.items()
+    }
+    return read, len(read[columns[0]]) == rows
+
+
+def _array(values: Any, dtype: np.dtype) -> np.ndarray:
+    if dtype.kind != "S":
+        return np.asarray(values, dtype)
+    if isinstance(values, str):
+        return np.array(_truncated(values, dtype.itemsize), dtype)
+    return np.array([_truncated(text, dtype.itemsize) for text in values], dtype)
+
+
+def _truncated(text: str, limit: int) -> bytes:
+    return text.encode(errors="replace")[:limit].decode(errors="ignore").encode()
+
+
+def texts(values: np.ndarray) -> list[str]:
+    """Return ``values``, the byte strings of a column, as a list of str."""
+    return [value.decode(errors="replace") for value in values.tolist()]
+
+
 Box = tuple[tuple[int, int], ...]
 Region = tuple[Box, str, str, Sequence[int], Box]  # box in the whole; file, dataset, dataset shape, box in the dataset
 
 
 class DatasetMaker:
-    """Creator of datasets, and of their parent groups, in the open ``file``."""
+    """Maker of datasets, and of their parent groups, in the open ``file``."""
 
     def __init__(self, file: h5py.File) -> None:
         self._file = file
@@ -166,9 +260,9 @@ class DatasetMaker:
         fill: np.ndarray,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Create a virtual dataset of ``shape`` from parts of other datasets. Missing elements read as ``fill``.
+        """Create a virtual dataset from regions of other datasets. Missing elements are read as ``fill``.
 
-        ``regions``: for each part, its box, and the file, dataset, dataset shape and box of its source.
+        A region is a tuple: its box, and the file, name, shape and box of its source dataset.
         """
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)
@@ -227,8 +321,8 @@ FILTER_NAMES: Final = {
 
 
 def check_filters(dataset: h5py.Dataset) -> None:
-    """Raise MissingCapabilityError, with a remedy, if a filter that ``dataset`` needs is missing."""
-    # Imports hdf5plugin, if it is installed. Optional filters that the writer of the file skipped are not needed.
+    """Raise MissingCapabilityError if an HDF5 filter that ``dataset`` needs is missing. Imports hdf5plugin."""
+    # Optional filters that the writer of the file skipped are not needed.
     if not _missing_filters(dataset):
         return
     problem = _import_filters()
@@ -267,7 +361,7 @@ def _import_filters() -> str:
     except ModuleNotFoundError:
         return "pip install 'hpcdist[hdf5]'"
     except (ImportError, *BROKEN_LIBRARY_ERRORS) as error:  # e.g. built for another HDF5 than h5py
-        return f"it is there, and cannot be imported: {error}"
+        return f"it is installed, but cannot be imported: {error}"
     return ""
 
 

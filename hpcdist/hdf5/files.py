@@ -37,7 +37,7 @@ MOST_TEXT: Final = 1 << 20  # maximum number of characters of an attribute
 
 
 def attributes_of(file: h5py.File) -> dict[str, float | str]:
-    """Return the root attributes of ``file`` that are a single number or text. Skip other and damaged attributes."""
+    """Return the root attributes of ``file`` that are one number or text. Other and damaged ones are skipped."""
     attributes: dict[str, float | str] = {}
     for name in file.attrs:
         try:
@@ -51,7 +51,7 @@ def attributes_of(file: h5py.File) -> dict[str, float | str]:
 
 
 class Blocks(Protocol):
-    """Interface of a dataset that is too large for memory and is written in blocks."""
+    """Protocol of a dataset that is too large for memory and is written in blocks."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,17 +59,17 @@ class Blocks(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Data type of the elements. HDF5 must support this type."""
+        """Data type of the elements, which HDF5 must support."""
 
     def blocks(self, offset: int) -> Iterator[np.ndarray]:
-        """Yield all elements in row-major order as 1-D arrays, each valid until the next iteration.
+        """Yield all elements as 1-D arrays, each valid until the next iteration.
 
-        ``offset``: byte offset of the first element, for alignment to file pages.
+        ``offset``: byte offset of the first element in the file, for alignment to pages.
         """
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
-    """Open the HDF5 file ``path`` for reading. The caller closes the file. Raises StorageError.
+    """Open the HDF5 file ``path`` for reading. The caller must close it. Raises StorageError.
 
     If ``schema`` is given, the file must have this schema, in at most this ``version``.
     """
@@ -80,12 +80,16 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
     limit = time.monotonic() + RETRY_S
     while True:
         try:
-            waiting = journal_of(path).exists()
-            file = h5py.File(Overlay.reading(path), "r") if waiting else h5py.File(path, "r", locking="best-effort")
+            if journal_of(path).exists():
+                file = h5py.File(Overlay(path, read_only=True), "r")
+            else:
+                file = h5py.File(path, "r", locking="best-effort")
             break
         except OSError as error:
             # An HDF5 file may be changing at the moment; a file without the HDF5 signature is rejected at once.
-            if time.monotonic() > limit or not _has_signature(path):
+            with path.open("rb") as opened:
+                has_signature = opened.read(8) == b"\x89HDF\r\n\x1a\n"
+            if time.monotonic() > limit or not has_signature:
                 raise DamagedFileError(f"{path}: cannot be read as HDF5: {error}; restore the file") from error
             time.sleep(0.05)
     try:
@@ -97,13 +101,12 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
 
 
 def is_dataset(entry: Any) -> bool:
-    """Return True if ``entry``, an HDF5 object, is a dataset and not a group or a named type."""
+    """Return True if the HDF5 object ``entry`` is a dataset."""
     return isinstance(entry, h5py.Dataset)
 
 
 def resolved(file: h5py.File, name: str) -> Any:
-    """Return the object of ``file`` called ``name`` after following links, or None if the object is missing."""
-    # Raises StorageError if a linked file is invalid.
+    """Return the object ``name`` of ``file`` after following links, or None. Raises StorageError for a bad link."""
     for _ in range(MOST_LINKS):
         link = file.get(name, getlink=True)
         if isinstance(link, h5py.SoftLink):
@@ -117,11 +120,11 @@ def resolved(file: h5py.File, name: str) -> Any:
             file, name = open_read(path), link.path
         else:
             return file.get(name)
-    raise StorageError(f"{file.filename}: {name} is behind a chain of too many links; remove any cycle of links")
+    raise StorageError(f"{file.filename}: {name} leads over too many links, more than {MOST_LINKS}; remove any cycle")
 
 
 def offset_in_file(dataset: h5py.Dataset) -> int | None:
-    """Return the byte offset of the elements of ``dataset`` in its file, or None if not stored as a plain array."""
+    """Return the byte offset of the elements of ``dataset`` in its file, or None if it is not a plain array."""
     properties = dataset.id.get_create_plist()
     file = dataset.file
     plain = (
@@ -138,7 +141,7 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
 
 
 def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
-    """Return {file: minimum size in bytes} for the files that store ``dataset``, and True if this dict is complete.
+    """Return {file: required bytes} of the files that store ``dataset``, and True if this dict is complete.
 
     Raises StorageError for missing data, and MissingCapabilityError for a missing filter.
     """
@@ -151,10 +154,7 @@ def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
 
 
 def check_size(path: Path, needed: int, name: str) -> None:
-    """Raise StorageError if the file ``path`` has fewer than ``needed`` bytes or is unreadable.
-
-    ``name``: a dataset with elements in this file, for the error message.
-    """
+    """Raise StorageError if the file ``path``, which stores the dataset ``name``, has fewer than ``needed`` bytes."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -210,11 +210,6 @@ def _external_path(origin: Path, name: str, variable: str, folder: Path) -> Path
     return next((candidate for candidate in candidates if candidate.exists()), folder / name)
 
 
-def _has_signature(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(8) == b"\x89HDF\r\n\x1a\n"
-
-
 def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int | None) -> None:
     if schema is None:
         return
@@ -230,8 +225,10 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
 
 @contextmanager
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
-    """Context manager: open or create the HDF5 file ``path``. On exit, all changes reach the disk, or none."""
-    # Raises StorageError, or DamagedFileError for another schema.
+    """Context manager that edits or creates the HDF5 file ``path``. On exit, all changes reach the disk, or none.
+
+    Raises StorageError, or DamagedFileError for another schema.
+    """
     path = Path(path)
     created = not path.exists()
     if not created and not path.is_file():
@@ -263,7 +260,7 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
-    """Raise StorageError if ``path`` exists or cannot be written. Writes and removes a test file."""
+    """Raise StorageError if ``path`` exists or cannot be written. Creates and removes a test file."""
     path = Path(path)
     if path.exists():
         raise StorageError(f"{path}: exists already; remove the file, or choose another --output")
@@ -283,7 +280,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return ``array`` with a dtype that HDF5 has: view bfloat16 as uint16. Contiguous arrays are not copied."""
+    """Return a contiguous ``array`` with a dtype that HDF5 supports: bfloat16 is viewed as uint16."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
@@ -299,10 +296,10 @@ def write_contiguous(
     opens: Callable[[Path], Overlay] = Overlay.created,
     outside: xxhash.xxh3_128 | None = None,
 ) -> dict[str, int]:
-    """Write ``datasets`` to a new HDF5 file, synced to disk. Return {name: byte offset of the elements}.
+    """Write ``datasets`` to a new HDF5 file, and fsync it. Return {dataset name: byte offset of its elements}.
 
-    ``attributes``: root attributes. ``dataset_attributes``: attributes by dataset name. Raises StorageError; a failed
-    write leaves no file.
+    ``attributes``: root attributes. ``dataset_attributes``: attributes by dataset name. Raises StorageError, and leaves
+    no file.
     """
     path = Path(path)
     try:
@@ -319,9 +316,9 @@ def write_contiguous(
                     offsets[name] = make(name, array.shape, stored, own_attributes)
             if outside is not None:
                 # `outside` is updated with all bytes of the file outside the datasets.
-                _digest_outside(
-                    overlay, [_range_in_file(array, offsets[name]) for name, array in datasets.items()], outside
-                )
+                sizes = {name: math.prod(array.shape) * array.dtype.itemsize for name, array in datasets.items()}
+                stored_ranges = [Range(offsets[name], offsets[name] + size) for name, size in sizes.items()]
+                _digest_outside(overlay, stored_ranges, outside)
             # Write the metadata through the overlay, then the elements at their offsets directly to the disk.
             overlay.commit(wait=False)
             for name, array in datasets.items():
@@ -338,16 +335,12 @@ def write_contiguous(
     return offsets
 
 
-def _range_in_file(array: np.ndarray | Blocks, offset: int) -> Range:
-    return Range(offset, offset + math.prod(array.shape) * array.dtype.itemsize)
-
-
-def _digest_outside(overlay: Overlay, places: Sequence[Range], digest: xxhash.xxh3_128) -> None:
-    memory = bytearray(OUTSIDE_BYTES)
-    for gap in gaps(Range(0, overlay.seek(0, os.SEEK_END)), places):
+def _digest_outside(overlay: Overlay, stored_ranges: Sequence[Range], digest: xxhash.xxh3_128) -> None:
+    memory = memoryview(bytearray(OUTSIDE_BYTES))
+    for gap in gaps(Range(0, overlay.seek(0, os.SEEK_END)), stored_ranges):
         overlay.seek(gap.start)
-        for part in cut(gap, OUTSIDE_BYTES):
-            digest.update(memoryview(memory)[: overlay.readinto(memoryview(memory)[: part.size])])
+        for block in cut(gap, OUTSIDE_BYTES):
+            digest.update(memory[: overlay.readinto(memory[: block.size])])
 
 
 def _write_bytes(overlay: Overlay, array: np.ndarray | Blocks, offset: int) -> None:

@@ -41,14 +41,14 @@ def pread_all(fd: int, count: int, offset: int) -> bytes:
 
 
 def journal_of(path: Path) -> Path:
-    """Return the path of the journal (for crash recovery) of the file ``path``."""
+    """Return the path of the redo journal of the file ``path``."""
     return path.with_name(path.name + JOURNAL)
 
 
 def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
     """Return the redo journal of a commit that sets the file to ``size`` bytes and replaces ``pages``.
 
-    ``pages``: {page number: new content}. ``before``: {page number: old content}; the journal stores hashes of it.
+    ``pages``: {page number: new content}. ``before``: {page number: old content}, whose digests the journal stores.
     """
     numbers = sorted(pages)
     digests = [xxhash.xxh3_64_intdigest(before[number]) for number in numbers]
@@ -58,9 +58,9 @@ def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Ma
 
 
 def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
-    """Return the new file size and {page number: new content} of an unfinished commit to ``path``.
+    """Return (new file size, {page number: new content}) of an unfinished commit to ``path``, or None.
 
-    Return None if there is no complete journal of this file.
+    None: there is no complete journal of this file.
     """
     try:
         # A journal holds pages of the file and a few bytes per page; reject anything longer, and special files.
@@ -85,9 +85,10 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
 
 
 class Overlay(io.RawIOBase):
-    """File object over the file ``path`` for h5py's fileobj driver. Changes reach the disk only at `commit`.
+    """File object for h5py's driver "fileobj". Changes of the file ``path`` reach the disk only at `commit`.
 
-    Keyword-only ``create``: True if the file must not exist. After an exception, call only `close`.
+    If the keyword ``read_only`` is True, the changes of an unfinished commit are visible, but not written. After an
+    exception, call only `close`.
     """
 
     def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
@@ -108,11 +109,6 @@ class Overlay(io.RawIOBase):
     def created(cls, path: Path) -> Self:
         """Create the file ``path``, which must not exist, and return its `Overlay`. Raises OSError."""
         return cls(path, create=True)
-
-    @classmethod
-    def reading(cls, path: Path) -> Self:
-        """Open the file ``path`` for reading. Changes of an unfinished commit are visible, but not written."""
-        return cls(path, read_only=True)
 
     def _recover(self, read_only: bool) -> None:
         waiting = read_journal(self._path)
@@ -170,7 +166,8 @@ class Overlay(io.RawIOBase):
                 self._failure = self._failure or error
             done += take
         self._position += done
-        self._size = max(self._size, self._position)
+        if done:  # an empty write does not extend the file
+            self._size = max(self._size, self._position)
         return done
 
     def truncate(self, size: int | None = None) -> int:
@@ -186,7 +183,7 @@ class Overlay(io.RawIOBase):
     def commit(self, *, wait: bool = True) -> None:
         """Write the changes to the disk. Raises OSError, and then leaves the file unchanged.
 
-        If keyword-only ``wait`` is False, the changes may not be synced yet: call `fsync` afterwards.
+        If the keyword ``wait`` is False, call `fsync` afterwards.
         """
         if self._failure is not None:
             raise self._failure

@@ -23,7 +23,7 @@ from hpcdist.reporting import atomic
 
 @dataclass(frozen=True)
 class VirtualSource:
-    """Dataset in another file that supplies a range of elements to a virtual dataset."""
+    """Dataset in another file that supplies elements of a virtual dataset."""
 
     file: str  # relative to the directory of the virtual dataset's file
     dataset: str
@@ -34,7 +34,7 @@ class VirtualSource:
 
 @dataclass(frozen=True)
 class VirtualDataset:
-    """Virtual dataset. ``parts``: sources of its elements in other files."""
+    """Dataset whose elements are stored in other files."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -43,7 +43,7 @@ class VirtualDataset:
 
 
 def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes that cover elements [start, stop), in row-major order, of an array of shape ``extent``, ascending."""
+    """Yield boxes, in ascending order, that cover elements ``start`` to ``stop - 1`` of an array of this ``extent``."""
     if start >= stop:
         return
     if not extent:
@@ -65,15 +65,15 @@ def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 def write(
     path: str | os.PathLike[str],
-    wholes: Mapping[str, VirtualDataset],
+    datasets: Mapping[str, VirtualDataset],
     attributes: Mapping[str, Any],
     *,
     schema: str,
     version: int,
 ) -> None:
-    """Write the virtual datasets ``wholes``, {name: `VirtualDataset`}, to a new HDF5 file ``path``, and fsync it.
+    """Write ``datasets``, {name: `VirtualDataset`}, to a new HDF5 file, and fsync it.
 
-    ``attributes``: root attributes of the file. If writing fails, the file is deleted and StorageError is raised.
+    ``attributes``: root attributes of the file. Raises StorageError, and leaves no file.
     """
     path = Path(path)
     try:
@@ -81,23 +81,18 @@ def write(
             with h5py.File(overlay, "w", libver=CHECKSUMMED) as file:
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
                 maker = DatasetMaker(file)
-                for name, whole in wholes.items():
-                    if whole.shape:
-                        _make(maker, name, whole)
-                    else:  # HDF5 has no virtual scalars
-                        file[name] = h5py.ExternalLink(whole.parts[0].file, whole.parts[0].dataset)
+                for name, dataset in datasets.items():
+                    if not dataset.shape:  # HDF5 has no virtual scalars
+                        file[name] = h5py.ExternalLink(dataset.parts[0].file, dataset.parts[0].dataset)
+                        continue
+                    regions = (region for part in dataset.parts for region in _regions(part))
+                    dtype, fill = storable(np.empty(0, dataset.dtype)).dtype, _fill_value(dataset.dtype)
+                    maker.virtual(name, dataset.shape, dtype, regions, fill, dataset.attributes)
             overlay.commit(wait=False)
             overlay.fsync()
     except FAILURES as error:
         atomic.discard(path)
         raise StorageError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _make(maker: DatasetMaker, name: str, whole: VirtualDataset) -> None:
-    regions = (region for part in whole.parts for region in _regions(part))
-    maker.virtual(
-        name, whole.shape, storable(np.empty(0, whole.dtype)).dtype, regions, _fill_value(whole.dtype), whole.attributes
-    )
 
 
 def _fill_value(dtype: np.dtype) -> np.ndarray:

@@ -22,8 +22,8 @@ from hpcdist.arrays.gpu import device
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import listing
-from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.checkpoint.listing import PARAMETERS
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, on_first_rank, restore_together
 from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm.communicator import Communicator

@@ -16,10 +16,10 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.shard import BlockReader
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.shard import BlockReader
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.models.config import ModelConfig
 

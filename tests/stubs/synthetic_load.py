@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.operations.folded_energy import WorkIntervals
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor
+from hpcdist.energy.part_time_sensor import PowerSensor
 
 
 @dataclass(frozen=True)

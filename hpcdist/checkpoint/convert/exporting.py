@@ -1,4 +1,4 @@
-"""Export whole tensors of a checkpoint to a file of another format, with verified reads.
+"""Write whole tensors of a checkpoint to a file of another format, with verified reads.
 
 Parameters keep their names, such as ``3.qkv.weight`` (global layer id and tensor). Other tensors get a prefix, as in
 ``optimizer.m/3.qkv.weight``. A tensor need not fit into memory.
@@ -18,8 +18,8 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor, stored_tensors
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5.overlay import pwrite_all
@@ -42,18 +42,15 @@ def key_of(tensor: StoredTensor) -> str:
 
 
 def export_metadata(loaded: Manifest) -> str:
-    """Return JSON text with the step, non-tensor state and kinds of tensors of a checkpoint.
-
-    ``loaded``: manifest of the checkpoint.
-    """
+    """Return the step, the non-tensor state and the kinds of tensors in the manifest ``loaded``, as JSON text."""
     kinds = sorted({entry.kind for entry in loaded.pieces})
     return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
 
 
 def tensors_to_export(loaded: Manifest, optimizer: bool) -> list[StoredTensor]:
-    """Return the parameters in a checkpoint, or all tensors if ``optimizer`` is True. ``loaded``: its manifest.
+    """Return the parameters in the manifest ``loaded``, or all tensors if ``optimizer`` is True.
 
-    Raises UsageError if the checkpoint has no parameters.
+    Raises UsageError if there are none.
     """
     tensors = stored_tensors(loaded, None if optimizer else {PARAMETERS})
     if not tensors:
@@ -71,19 +68,18 @@ def write_tensors(checkpoint: Path, fd: int, offsets: Sequence[tuple[StoredTenso
 
 
 def piece_in_file(tensor: StoredTensor, store: Any) -> Piece:
-    """Return a `Piece` that covers all of ``tensor``. ``store``: object that reads or writes its elements."""
-    whole = Range(0, tensor.size)
-    elements: Any = FileSlice(store, whole)
-    return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, elements)
+    """Return a `Piece` with all elements of ``tensor``. ``store``: object that reads or writes these elements."""
+    elements = Range(0, tensor.size)
+    array: Any = FileSlice(store, elements)
+    return Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), elements, array)
 
 
 @contextmanager
 def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
-    """Context manager that creates all files ``paths``, or none. Yield the temporary path of each file.
+    """Context manager that creates all files ``paths``, or none of them. Yield {path: temporary path to write to}.
 
-    The caller writes the temporary files. Raises StorageError on failure, or if a path exists.
+    The exit renames the temporary files. Raises StorageError on failure, or if a path exists.
     """
-    # The exit renames the temporary files.
     for path in paths:
         if path.exists():
             raise StorageError(f"{path} exists already; remove the file, or choose another output name")

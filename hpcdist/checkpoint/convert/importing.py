@@ -23,7 +23,7 @@ from hpcdist.checkpoint.convert.exporting import piece_in_file
 from hpcdist.checkpoint.convert.safetensors import INDEX_SUFFIX, MAX_TENSORS, SUFFIX, SafetensorsReader
 from hpcdist.checkpoint.convert.torch_state import TorchReader
 from hpcdist.checkpoint.listing import StoredTensor
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
@@ -40,11 +40,10 @@ _READERS: Final[dict[str, Callable[[Path], SafetensorsReader | TorchReader]]] = 
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """Return (file format, path of the file to open). ``path``: a file, or a directory with one such file.
+    """Return ("safetensors" or "torch", path of the file to open). ``path``: that file, or its directory.
 
-    Raises StorageError if there is no such file.
+    Raises StorageError if there is not exactly one such file, and UsageError for an unknown format.
     """
-    # In a directory, open the index file or the only data file. Raises UsageError for an unknown format.
     if path.is_dir():
         matches = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
         if len(matches) != 1:
@@ -68,37 +67,33 @@ class ForeignFile:
 
     def __init__(self, path: Path) -> None:
         self.format, self.path = format_of(path)
-        with self._library_errors():
+        with self.library_errors():
             nbytes = _file_bytes(self.path)
-            self._reader = _READERS[self.format](self.path)
-        self.tensors: Sequence[StoredTensor] = self._reader.tensors
-        self.left_out: Sequence[str] = self._reader.left_out
-        self.metadata = _metadata(self._reader.metadata)
+            self.reader = _READERS[self.format](self.path)
+        self.tensors: Sequence[StoredTensor] = self.reader.tensors
+        self.left_out: Sequence[str] = self.reader.left_out
+        self.metadata = _metadata(self.reader.metadata)
         reason = _contents_problem(self.tensors, nbytes)
         if reason:
-            self._reader.close()
+            self.reader.close()
             raise StorageError(f"{self.path} cannot be imported: {reason}; choose another file")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._reader.close()
+        self.reader.close()
 
     def pieces(self) -> list[Piece]:
-        """Return a `Piece` (tensor part) for every tensor of the file. Elements are read later, on demand."""
+        """Return a `Piece` for every tensor of the file. Its elements are read later, on demand."""
         return [
             piece_in_file(tensor, _ForeignTensor(self, index, dtype_of(tensor.dtype)))
             for index, tensor in enumerate(self.tensors)
         ]
 
-    def fetch(self, index: int, part: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with the elements in the range ``part`` of tensor number ``index``."""
-        with self._library_errors():
-            self._reader.read(index, part, out)
-
     @contextmanager
-    def _library_errors(self) -> Iterator[None]:
+    def library_errors(self) -> Iterator[None]:
+        """Context manager that raises the errors of the library for this format as errors of hpcdist."""
         try:
             yield
         except MissingCapabilityError as error:
@@ -121,7 +116,8 @@ class _ForeignTensor:
     dtype: np.dtype
 
     def read(self, elements: Range, out: np.ndarray) -> None:
-        self.source.fetch(self.index, elements, out)
+        with self.source.library_errors():
+            self.source.reader.read(self.index, elements, out)
 
 
 def _contents_problem(tensors: Sequence[StoredTensor], file_bytes: int) -> str:
@@ -169,7 +165,7 @@ def _metadata(text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ImportedCheckpoint:
-    """Result of an import: path of the new checkpoint, and names of the file's imported and ignored tensors."""
+    """Result of an import: the new checkpoint, the tensors of the file, and the names of its ignored entries."""
 
     path: Path
     format: str
@@ -188,12 +184,10 @@ def import_checkpoint(
 ) -> ImportedCheckpoint:
     """Save the tensors of the file ``source`` as the first checkpoint of the run directory ``run_dir``.
 
-    ``step``: training step, or None for the step in the file. ``inputs``: model sizes by name. ``keys``: dict from
-    names in the file to names of the tensors to import. Raises StorageError, or UsageError if ``run_dir`` has
-    checkpoints.
+    ``step``: None for the step in the file, or 0. ``inputs``: model sizes by name. ``keys``: new names of the tensors
+    to import, by name in the file. Raises StorageError, or UsageError if ``run_dir`` has checkpoints.
     """
-    # ``step`` is 0 if the file has none. ``inputs`` is ignored if hpcdist exported the file.
-    # ``step`` None: the step in the file, or 0. ``inputs``: model sizes by name, ignored if hpcdist exported the file.
+    # ``inputs`` is ignored if hpcdist exported the file.
     directory = run_dir / "checkpoints"
     if names.candidates(directory):
         raise UsageError(f"{directory} has checkpoints already; import into the directory of a new run")

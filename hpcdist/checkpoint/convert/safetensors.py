@@ -18,8 +18,8 @@ import numpy as np
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint.convert.exporting import export_metadata, key_of, new_files, write_file, write_tensors
-from hpcdist.checkpoint.format.manifest import Manifest, unique_keys
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.checkpoint.manifest import Manifest, unique_keys
 from hpcdist.hdf5.overlay import pread_all, pwrite_all
 from hpcdist.reporting import regular
 
@@ -41,7 +41,7 @@ DTYPES: Final = {code: name for name, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor in a file: dtype, shape, ``start`` (byte offset in the file) and size in bytes."""
+    """Location of a tensor in a file. ``start``: byte offset of its first element."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ def write(
 ) -> list[Path]:
     """Write ``tensors`` of ``checkpoint`` to safetensors files of at most ``shard_bytes``, and return their paths.
 
-    With several files, the last path is an index file. ``loaded``: manifest of the checkpoint.
+    If there are several files, the last path is an index file. ``loaded``: manifest of the checkpoint.
     """
     groups = split_into_files(tensors, shard_bytes)
     stem = out.name.removesuffix(SUFFIX)
@@ -82,12 +82,12 @@ def write(
     return [*paths, *index]
 
 
-def split_into_files(tensors: Sequence[StoredTensor], most_bytes: int) -> list[list[StoredTensor]]:
-    """Split ``tensors`` into a list per file of at most ``most_bytes`` bytes (or one larger tensor), in order."""
+def split_into_files(tensors: Sequence[StoredTensor], max_bytes: int) -> list[list[StoredTensor]]:
+    """Return a list of ``tensors`` for each file of at most ``max_bytes``. A larger tensor gets its own file."""
     groups: list[list[StoredTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:
-        if groups[-1] and group_bytes + tensor.nbytes > most_bytes:
+        if groups[-1] and group_bytes + tensor.nbytes > max_bytes:
             groups.append([])
             group_bytes = 0
         groups[-1].append(tensor)
@@ -98,7 +98,7 @@ def split_into_files(tensors: Sequence[StoredTensor], most_bytes: int) -> list[l
 def header(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[tuple[StoredTensor, int]]]:
-    """Return (file header, list of (tensor, byte offset in the file)). ``metadata``: texts for the header."""
+    """Return (file header, pairs of a tensor and its byte offset). ``metadata``: texts to store in the header."""
     # Tensors with the widest elements come first, so that every tensor is aligned to its element size without holes.
     ordered = sorted(tensors, key=lambda item: -dtype_of(item.dtype).itemsize)
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -119,7 +119,7 @@ def header(
 
 
 def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
-    """Return the location of each tensor in the file ``fd``, and the metadata. Raises ValueError for a bad header."""
+    """Return {tensor name: location} and the metadata of the open file ``fd``. Raises ValueError for a bad header."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
@@ -154,12 +154,12 @@ def read_header(fd: int) -> tuple[dict[str, TensorLocation], dict[str, str]]:
 def _location(name: str, entry: Any, begin: int) -> TensorLocation:
     try:
         code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
+        is_valid = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError):
         raise ValueError(
             f"tensor {name}: expected dtype, shape and data_offsets, got {str(entry)[:80]}; save the file again"
         ) from None
-    if not whole or code not in DTYPES:
+    if not is_valid or code not in DTYPES:
         raise ValueError(
             f"tensor {name}: dtype {str(code)[:20]} with shape {str(shape)[:80]} is not supported; use one of "
             f"{', '.join(DTYPES)}, with sizes of at least 0"
@@ -183,7 +183,7 @@ class SafetensorsReader:
         self.tensors: list[StoredTensor] = []
         self.left_out: list[str] = []
         self.metadata = ""
-        self._places: list[tuple[int, TensorLocation]] = []
+        self._locations: list[tuple[int, TensorLocation]] = []
         with ExitStack() as files:
             for file in _files_of(path):
                 fd = regular.open_regular(file)
@@ -199,11 +199,11 @@ class SafetensorsReader:
             kind, slash, name = key.partition("/")
             kind, name = (kind, name) if exported and slash else (PARAMETERS, key)
             self.tensors.append(StoredTensor(kind, name, location.dtype, location.shape))
-            self._places.append((fd, location))
+            self._locations.append((fd, location))
 
-    def read(self, index: int, part: Range, out: np.ndarray) -> None:
-        fd, location = self._places[index]
-        data = pread_all(fd, out.nbytes, location.start + part.start * out.itemsize)
+    def read(self, index: int, elements: Range, out: np.ndarray) -> None:
+        fd, location = self._locations[index]
+        data = pread_all(fd, out.nbytes, location.start + elements.start * out.itemsize)
         if len(data) != out.nbytes:
             raise ValueError(
                 f"{out.nbytes} bytes of tensor {self.tensors[index].name} were requested, but the file ends after "

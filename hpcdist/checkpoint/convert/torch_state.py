@@ -1,7 +1,7 @@
 """PyTorch state dicts (``torch.save``): write them from a checkpoint, read them with ``weights_only``.
 
-A file with parameters only is a dict for ``load_state_dict``. With the optimizer state, the file is a dict of dicts by
-kind (``parameters``, ``optimizer.m``, ...), plus ``hpcdist``, the metadata of `exporting.export_metadata`.
+A file with parameters only is a dict for ``load_state_dict``. A file with optimizer state is a dict of dicts by kind
+(``parameters``, ``optimizer.m``, ...), plus ``hpcdist``, the metadata of `exporting.export_metadata`.
 """
 
 import os
@@ -16,8 +16,8 @@ import numpy as np
 from hpcdist.arrays.dtypes import BFLOAT16, FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.checkpoint.convert.exporting import export_metadata, new_files, write_file, write_tensors
-from hpcdist.checkpoint.format.manifest import Manifest
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.models.config import FOREIGN
 from hpcdist.reporting import atomic
@@ -43,9 +43,8 @@ def import_torch() -> ModuleType:
 def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], out: Path, nested: bool) -> list[Path]:
     """Write ``tensors`` of ``checkpoint`` to the file ``out`` with ``torch.save``, without loading all into memory.
 
-    ``nested``: group the tensors by state, such as "parameters" and "optimizer.m". Raises StorageError.
+    ``loaded``: manifest of the checkpoint. ``nested``: True for a dict of dicts by kind. Raises StorageError.
     """
-    # After an error, ``out`` does not exist.
     module = import_torch()
     offsets, position = [], 0
     for tensor in tensors:
@@ -77,11 +76,10 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[StoredTensor], o
 
 
 def module_names(loaded: Manifest, tensors: Sequence[StoredTensor]) -> dict[str, tuple[str, ...]]:
-    """Return a dict from the checkpoint name of each tensor to its names in the user's PyTorch modules.
+    """Return {checkpoint name: names in the user's PyTorch model} of ``tensors``. A tied tensor has several names.
 
-    A tied tensor has several names. The dict is empty if the model has no user modules. ``loaded``: manifest.
+    ``loaded``: manifest of the checkpoint. Returns {} if hpcdist defines the model, or if two tensors share a name.
     """
-    # Also {} if two tensors have the same name in the modules.
     recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
     if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
         return {}
@@ -107,10 +105,10 @@ def _mapped_tensor(module: ModuleType, raw: Path, tensor: StoredTensor, start: i
 class TorchReader:
     """Reader of a state dict written by ``torch.save``. The caller must call `close`.
 
-    Raises ValueError if the file is not a state dict. Tensors are memory-mapped; pickled code is not run.
+    Tensors are memory-mapped, and pickled code is not run. Raises ValueError if the file is no state dict, and any
+    exception of torch if it is damaged.
     """
 
-    # Damaged files raise any exception of torch.
     def __init__(self, path: Path) -> None:
         module = import_torch()
         _check_records(path)
@@ -127,13 +125,13 @@ class TorchReader:
                     self.left_out.append(f"{kind}/{name}")
         self._flat: tuple[int, np.ndarray | None] = (-1, None)
 
-    def read(self, index: int, part: Range, out: np.ndarray) -> None:
-        """Fill ``out`` with element range ``part`` of tensor number ``index``. The last tensor read stays cached."""
+    def read(self, index: int, elements: Range, out: np.ndarray) -> None:
+        """Fill ``out`` with the ``elements`` of tensor number ``index``. The last tensor stays in memory."""
         number, flat = self._flat
         if number != index or flat is None:
             flat = self._values[index].contiguous().reshape(-1).view(self._module.uint8).numpy()
             self._flat = index, flat
-        out.view(np.uint8)[...] = flat[part.start * out.itemsize : part.stop * out.itemsize]
+        out.view(np.uint8)[...] = flat[elements.start * out.itemsize : elements.stop * out.itemsize]
 
     def close(self) -> None:
         """Release the memory-mapped tensors."""

@@ -33,25 +33,26 @@ _PendingMessage = tuple[Request, int, Callable[[], None]]
 
 @dataclass(frozen=True)
 class ElementRuns:
-    """Selection of elements of the 1-D ``array``: ranges of ``size[i]`` elements from index ``start[i]``, ascending."""
+    """Elements of the 1-D ``array``: runs of ``size[i]`` consecutive elements from index ``start[i]``, ascending."""
 
-    array: Any  # 1-D on the host or a GPU, or a `FileSlice`
+    array: Any  # on the host or a GPU, or a `FileSlice`
     start: np.ndarray
     size: np.ndarray
 
     @property
     def count(self) -> int:
+        """Number of the elements in all runs."""
         return int(self.size.sum())
 
     @property
     def is_one(self) -> bool:
-        """True if the selected elements are one contiguous block of memory."""
+        """True if the elements are one contiguous block of memory."""
         return self.size.size == 1 and not isinstance(self.array, FileSlice)
 
     def part(self, where: Range) -> "ElementRuns":
-        """Return a part of this selection: its elements number ``where.start`` to ``where.stop`` - 1.
+        """Return the elements number ``where.start`` to ``where.stop - 1``, counted over all runs from 0.
 
-        Elements are numbered from 0 over all ranges. ``where`` must not be empty.
+        ``where`` must not be empty.
         """
         ends = np.cumsum(self.size)
         first = int(np.searchsorted(ends, where.start, "right"))
@@ -66,12 +67,12 @@ class ElementRuns:
         return ElementRuns(self.array, start, size)
 
     def memory(self) -> Any:
-        """Return the memory of the selected elements as a view of bytes. Requires `is_one`."""
+        """Return the memory of the elements as a view of bytes. Requires `is_one`."""
         start = int(self.start[0])
         return self.array[start : start + int(self.size[0])].view(np.uint8)
 
     def gather(self, out: np.ndarray) -> None:
-        """Copy the selected elements of the array, by ascending index, to the contiguous array ``out``."""
+        """Copy the elements to the contiguous array ``out``."""
         if isinstance(self.array, np.ndarray):
             _gather(self.array, self.start, self.size, out)
             return
@@ -84,7 +85,7 @@ class ElementRuns:
             done += count
 
     def scatter(self, values: np.ndarray) -> None:
-        """Copy the contiguous array ``values`` to the selected elements of the array, by ascending index."""
+        """Copy the contiguous array ``values`` to the elements."""
         if isinstance(self.array, np.ndarray):
             _scatter(self.array, self.start, self.size, values)
             return
@@ -187,7 +188,7 @@ def _sending(comm: Communicator, peer: int, lines: Sequence[ElementRuns], longes
         memory, views = (parts[0].memory(), []) if len(parts) == 1 and parts[0].is_one else _packed(parts)
         for part, view in zip(parts, views, strict=False):
             part.gather(view)
-        yield comm.isend(memory, peer, TAG), memory.nbytes, _nothing
+        yield comm.isend(memory, peer, TAG), memory.nbytes, lambda: None
 
 
 def _receiving(comm: Communicator, peer: int, lines: Sequence[ElementRuns], longest: int) -> Iterator[_PendingMessage]:
@@ -195,10 +196,6 @@ def _receiving(comm: Communicator, peer: int, lines: Sequence[ElementRuns], long
         parts = [lines[number].part(where) for number, where in message]
         memory, views = (parts[0].memory(), []) if len(parts) == 1 and parts[0].is_one else _packed(parts)
         yield comm.irecv(memory, peer, TAG), memory.nbytes, partial(_scattered, parts, views)
-
-
-def _nothing() -> None:
-    return
 
 
 def _scattered(parts: Sequence[ElementRuns], views: Sequence[np.ndarray]) -> None:
@@ -230,8 +227,8 @@ def exchange(
 ) -> int:
     """Exchange array elements between all ranks. Return the number of bytes received. Collective over ``comm``.
 
-    ``outgoing[r]``: elements to send to rank r. ``incoming[r]``: where to store the elements from rank r. Sender and
-    receiver must list the same elements in the same order.
+    ``outgoing[r]``: elements to send to rank r. ``incoming[r]``: elements to overwrite with data from rank r. Sender
+    and receiver must list the same elements in the same order.
     """
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART
@@ -246,11 +243,7 @@ def exchange(
 
 
 def copy(source: Any, target: Any, at: np.ndarray, to: np.ndarray, size: np.ndarray) -> None:
-    """Copy ranges of elements from ``source`` to ``target``. Local.
-
-    ``at[i]``: first index of range i in ``source``. ``to[i]``: first index in ``target``. ``size[i]``: number of
-    elements.
-    """
+    """Copy ``source[at[i] : at[i] + size[i]]`` to ``target[to[i] : to[i] + size[i]]`` for all i. Local."""
     count = int(size.sum())
     memory = not isinstance(source, FileSlice) and not isinstance(target, FileSlice)
     if memory and backend.is_device(source) == backend.is_device(target) and count >= SHORT * size.size:

@@ -23,7 +23,7 @@ SHARE_BYTES: Final = 256 << 10  # smaller requests are not divided among holders
 
 @dataclass(frozen=True)
 class PieceOffer:
-    """Description of a tensor part that ``rank`` can send. ``number``: index of the part on that rank."""
+    """Description of piece number ``number`` of rank ``rank``, which can send its elements."""
 
     rank: int
     number: int
@@ -38,14 +38,14 @@ class PieceOffer:
 
 @dataclass(frozen=True)
 class CopyRuns:
-    """Ranges of elements to copy from a source array to a target array."""
+    """Runs of consecutive elements to copy from a source array to a target array."""
 
     to: np.ndarray  # first index in the target, ascending
     at: np.ndarray  # first index in the source
     size: np.ndarray  # number of elements
 
     def covers(self, start: np.ndarray) -> np.ndarray:
-        """Return an array of bool: item i is True if these ranges copy to element ``start[i]`` of the target array."""
+        """Return a bool array: item i is True if these runs copy to element ``start[i]`` of the target array."""
         if not self.to.size:
             return np.zeros(start.size, bool)
         # Index of the last range that begins at ``start`` or before, or -1.
@@ -53,7 +53,7 @@ class CopyRuns:
         return (inside >= 0) & (start < (self.to + self.size)[inside])
 
     def only(self, start: np.ndarray, size: np.ndarray) -> "CopyRuns":
-        """Return a subset of these ranges: copies to ``size[i]`` target elements from index ``start[i]``, for all i."""
+        """Return the runs that copy to ``size[i]`` target elements from index ``start[i]``, for all i."""
         inside = np.searchsorted(self.to, start, "right") - 1
         at = self.at[inside] + start - self.to[inside]
         # A new run starts if the interval before ends elsewhere, in the requested or in the held array.
@@ -62,7 +62,7 @@ class CopyRuns:
 
 
 class GapError(Exception):
-    """Error: no rank holds the tensor element with the index ``element``."""
+    """Error: no rank has the element of a tensor with index ``element``."""
 
     def __init__(self, element: int) -> None:
         super().__init__(element)
@@ -70,12 +70,11 @@ class GapError(Exception):
 
 
 def cover(piece: Piece, offers: Sequence[PieceOffer], rank: int, loads: list[int]) -> list[tuple[PieceOffer, CopyRuns]]:
-    """Choose the tensor parts from which to fill ``piece``. Return pairs (tensor part, ranges to copy). Local.
+    """Return pairs (offer, runs to copy) that fill ``piece`` on this ``rank``. Local offers are preferred. Local.
 
-    ``offers``: parts of this tensor on all ranks. ``rank``: this rank. ``loads``: bytes requested from each rank,
-    updated by this call. Raises `GapError` for missing elements.
+    ``offers``: pieces of this tensor on all ranks. ``loads``: bytes requested from each rank; this call adds to them.
+    Raises `GapError` if an element is missing.
     """
-    # Slices on this rank, ``rank``, are preferred.
     mine = runs(piece.global_shape, piece.box, piece.flat)
     itemsize = piece.array.dtype.itemsize
     shares = max(1, piece.flat.size * itemsize // SHARE_BYTES)  # the largest useful number of offers of the whole piece
@@ -155,30 +154,29 @@ Offers = dict[tuple[str, str], list[PieceOffer]]  # by kind and tensor
 @dataclass(frozen=True)
 class _Transfer:
     number: int  # index of the sender's slice
-    wanted: int  # index of this rank's slice
+    target: int  # index of this rank's slice
     stretches: CopyRuns
 
 
 def reshard(comm: Communicator, held: Sequence[Piece], pieces: Sequence[Piece], optional: Collection[str] = ()) -> int:
     """Fill the arrays of ``pieces`` with tensor data from all ranks. Return the number of bytes received. Collective.
 
-    ``held``: tensor parts that this rank has. ``optional``: kinds of state that may be missing. Raises StorageError on
-    all ranks, before any change, if elements are missing or a shape or dtype differs.
+    ``held``: pieces that this rank has now. ``optional``: kinds, such as "optimizer.m", that may be missing.
+    Raises StorageError on all ranks, before any change, if elements are missing or a shape or dtype differs.
     """
-    # ``optional``: kinds of state, such as "optimizer.m", that stay unchanged if no rank has them.
     chosen, problem = _choose_offers(comm, _gather_offers(comm, held), pieces, optional)
     requests = [_encode_request(parts) for parts in chosen]
     counts = _agree_on_counts(comm, problem, [request.size for request in requests])
     received_requests = _exchange_requests(comm, requests, counts)
     for part in chosen[comm.rank]:  # pieces of this rank need no message
         to, at, size = part.stretches.to, part.stretches.at, part.stretches.size
-        moves.copy(held[part.number].array, pieces[part.wanted].array, at, to, size)
+        moves.copy(held[part.number].array, pieces[part.target].array, at, to, size)
     outgoing = [
         [ElementRuns(held[number].array, at, size) for number, at, size in _decode_request(numbers)]
         for numbers in received_requests
     ]
     incoming = [
-        [ElementRuns(pieces[part.wanted].array, part.stretches.to, part.stretches.size) for part in parts]
+        [ElementRuns(pieces[part.target].array, part.stretches.to, part.stretches.size) for part in parts]
         for parts in chosen
     ]
     outgoing[comm.rank], incoming[comm.rank] = [], []

@@ -16,20 +16,18 @@ from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, first_gap, grouped_alike, intersect_runs, runs
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint import listing
-from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest, StoredPiece
-from hpcdist.checkpoint.format.shard import BlockConsumer, BlockReader, DamagedError
+from hpcdist.checkpoint import listing, manifest
+from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredPiece
+from hpcdist.checkpoint.shard import BlockConsumer, BlockReader, DamagedError
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError, StorageError
 
 
 def fill_piece(directory: Path, piece: Piece, entries: list[StoredPiece], reader: BlockReader) -> None:
-    """Fill the array of ``piece`` (part of a tensor) with data from the checkpoint in ``directory``.
+    """Fill the array of ``piece`` from the checkpoint in ``directory``. ``entries``: stored slices of its tensor.
 
-    ``entries``: all stored parts of this tensor. Raises StorageError if shape or dtype differ or elements are missing,
-    and `DamagedError` for damaged data.
+    Raises StorageError if shape or dtype differ or elements are missing, and `DamagedError` for damaged data.
     """
     _check_entries(directory, piece, entries)
     if isinstance(piece.array, FileSlice):
@@ -146,16 +144,16 @@ def _runs(out: np.ndarray, to: np.ndarray, at: np.ndarray, size: np.ndarray) -> 
 Result = TypeVar("Result")
 
 
-def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: Collection[Path] = ()) -> Path | None:
-    """Return the path of the newest usable checkpoint in ``run_dir``, or None. Collective; local if ``comm`` is None.
+def newest_complete(run_dir: str | Path, comm: Communicator | None = None, skip: Collection[Path] = ()) -> Path | None:
+    """Return the newest checkpoint in ``run_dir`` with a valid manifest and file sizes, or None.
 
-    ``but``: paths to skip. Raises StorageError if a later version of hpcdist wrote a checkpoint.
+    ``skip``: paths to ignore. Collective, or local if ``comm`` is None. Raises StorageError if a later version of
+    hpcdist wrote a checkpoint.
     """
-    # Usable: the manifest is valid and the files have the right sizes.
     comm = comm or solo()
     candidates = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
     for _, path in candidates:
-        if path in but:
+        if path in skip:
             continue
         reason = _unusable_reason(path, comm)
         if not reason:
@@ -167,10 +165,10 @@ def newest_complete(run_dir: str | Path, comm: Communicator | None = None, but: 
 def from_newest_intact(
     run_dir: str | Path, comm: Communicator, first: Path | None, take: Callable[[Path | None], Result]
 ) -> Result:
-    """Restore the newest checkpoint that is not damaged: return ``take(path)``. Collective over ``comm``.
+    """Call ``take(path)`` for the newest checkpoint that is not damaged, and return its result. Collective.
 
-    ``first``: path to try first. ``take``: function that restores a checkpoint (None: no checkpoint), and raises
-    `DamagedError` on all ranks or none.
+    ``first``: path to try first. ``take``: restores a checkpoint, or starts without one if ``path`` is None. It must
+    raise `DamagedError` on all ranks or none.
     """
     path, damaged = first, set[Path]()
     while True:
@@ -201,10 +199,9 @@ def _unusable_reason(path: Path, comm: Communicator) -> str:
 def restore_together(
     comm: Communicator, directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Fill ``pieces`` from the checkpoint in ``directory`` on all ranks, like `restore`. Collective over ``comm``.
+    """Restore ``pieces`` on all ranks, like `restore`. Collective over ``comm``.
 
-    ``optional``: kinds of state that may be missing. If any rank fails, raises StorageError on all ranks, or its
-    subclass `DamagedError` for damaged files.
+    If any rank fails, raises StorageError on all ranks, or its subclass `DamagedError` for damaged files.
     """
     directory = Path(directory)
     stored = on_first_rank(comm, lambda: _PackedEntries.of(manifest.load(directory)))
@@ -223,7 +220,7 @@ def restore_together(
 
 
 def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
-    """Call the function ``read`` on rank 0. Return its result, or raise its HpcdistError, on all ranks. Collective."""
+    """Call ``read()`` on rank 0. Return its result, or raise its HpcdistError, on all ranks. Collective."""
     verdict: Result | HpcdistError | None = None
     if comm.rank == 0:
         try:
@@ -237,12 +234,11 @@ def on_first_rank(comm: Communicator, read: Callable[[], Result]) -> Result:
 
 
 def restore(directory: str | Path, pieces: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
-    """Fill the arrays of ``pieces`` from the checkpoint in ``directory``. Return its non-tensor state, a dict. Local.
+    """Fill the arrays of ``pieces`` from the checkpoint in ``directory``, and return its JSON scalars. Local.
 
-    ``optional``: kinds of state that may be missing, such as "optimizer.m". Raises StorageError for damage, or a
-    missing or different tensor.
+    ``optional``: kinds that may be missing, such as "optimizer.m". Raises StorageError for damage, or a missing or
+    different tensor; the arrays are then undefined.
     """
-    # After a StorageError, the arrays are undefined.
     directory = Path(directory)
     stored = _PackedEntries.of(manifest.load(directory))
     _restore(directory, stored, pieces, optional)

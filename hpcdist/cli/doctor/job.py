@@ -4,12 +4,11 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hpcdist.checkpoint.lock import LOCK_FILE
-from hpcdist.cli.doctor import report
 from hpcdist.comm import start
 from hpcdist.comm.doctor import binding_checks, facts, gather, job_checks, mpi_library
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
@@ -27,11 +26,11 @@ UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives a far-away end time to jobs wi
 DOCTOR_PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
-def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = None) -> int:
+def examine(out: Path | None, device: str, recipe: Path | None, show: Callable[..., int]) -> int:
     """Check the nodes of this job. Rank 0 prints the result. Return the exit code, equal on all ranks. Collective.
 
-    ``out``: run directory to check. ``device``: "cpu", "gpu", or "" if unknown. ``as_json``: print JSON. ``recipe``:
-    recipe file whose packages are checked, or None.
+    ``out``: run directory to check. ``device``: "cpu", "gpu", or "" if unknown. ``recipe``: recipe whose packages are
+    checked, or None. ``show``: prints the results, and returns the exit code.
     """
     launched = launch_environment.launch_environment()
     gpus = facts.gpu_facts(launched, device)
@@ -39,7 +38,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         session = start.start(examined=True)
     except HpcdistError as error:
         if launched is None or not launched.rank:
-            report.show([_world_failure(launched, error)], as_json)
+            show([_world_failure(launched, error)])
         failfast.agreed_exit(FAILURE)  # every rank fails alike, or this rank is alone
     comm, directory = session.comm, (out or Path()).absolute()
     deadline = gather.StageDeadline(f"rank {comm.rank} on {socket.gethostname()}")
@@ -62,9 +61,7 @@ def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = 
         ]
         if recipe is not None:
             checks.append(_packages(recipe))
-        nodes = gathered.table.labels
-        report.show(checks, as_json, ranks=comm.size, nodes=nodes)
-        code = report.exit_code(checks)
+        code = show(checks, ranks=comm.size, nodes=gathered.table.labels)
     code = comm.broadcast_object(code)
     deadline.stop()
     session.leave(code)

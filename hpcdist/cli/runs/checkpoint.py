@@ -215,11 +215,10 @@ def verify(path: Path, as_json: bool) -> int:
     Exit code 0: no damage. 1: damage. 74: nothing to verify.
     """
     from hpcdist.checkpoint import listing
-    from hpcdist.checkpoint.verify import verify as verify_checkpoint
 
     single = path.is_dir() and path.name.startswith("step-")
     paths = [path] if single else [verdict.path for verdict in listing.list_checkpoints(path)]
-    verdicts = [verify_checkpoint(verdict) for verdict in paths]
+    verdicts = [listing.verify(verdict) for verdict in paths]
     if as_json:
         is_damaged = any(verdict.damage for verdict in verdicts)
         click.echo(json.dumps({"damaged": is_damaged, "checkpoints": jsonable(verdicts)}))
@@ -250,17 +249,17 @@ def prune(
     newest restorable checkpoint is always kept; it is verified first. While a job of the run is running, this command
     removes nothing (exit code 74).
     """
-    from hpcdist.checkpoint import verify as checkpoint_verify
+    from hpcdist.checkpoint import listing
     from hpcdist.checkpoint.directory import Retention
 
     rule = Retention(keep, keep_every, keep_best)
     if dry_run:
-        plan = checkpoint_verify.plan(run_dir, rule, damaged)
+        plan = listing.plan_pruning(run_dir, rule, damaged)
         removed, failed = [checkpoint.path for checkpoint in plan.doomed], dict[Path, str]()
     else:
-        with checkpoint_verify.exclude_jobs(run_dir):
-            plan = checkpoint_verify.plan(run_dir, rule, damaged)
-            removed, failed = checkpoint_verify.remove(plan)
+        with listing.exclude_jobs(run_dir):
+            plan = listing.plan_pruning(run_dir, rule, damaged)
+            removed, failed = listing.prune(plan)
     if as_json:
         names = [checkpoint.path for checkpoint in plan.kept]
         click.echo(json.dumps(jsonable({"dry_run": dry_run, "removed": removed, "kept": names, "failed": failed})))

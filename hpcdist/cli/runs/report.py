@@ -75,7 +75,7 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
 
 
 def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
-    from hpcdist.energy.accounts import energy_metrics
+    from hpcdist.energy import energy_metrics
     from hpcdist.energy.config import EnergyConfig
     from hpcdist.training.observe.energy import carbon_intensity
     from hpcdist.training.recipe import recipe as recipes

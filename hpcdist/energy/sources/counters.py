@@ -28,8 +28,16 @@ def read_text(path: str | Path) -> str:
     return b"".join(parts).decode(errors="replace")
 
 
+def read_word(path: str | Path) -> str:
+    """Return the content of a small kernel file without white space at its ends, or "" if it is unreadable. Local."""
+    try:
+        return read_text(path).strip()
+    except OSError:
+        return ""
+
+
 def unreadable_reason(path: str | Path, error: Exception) -> str:
-    """Return the reason why ``path`` could not be read. If permission is missing, it includes the command to run."""
+    """Return an error text on the unreadable file ``path``, with the command that gives a missing permission."""
     if isinstance(error, PermissionError):
         return f"{path} may be read by root only; ask the site to let users read it (chmod a+r {path})"
     return f"{path} cannot be read: {error}"
@@ -42,16 +50,16 @@ MAX_GAP_NS: Final = 30_000_000_000  # a process that was stopped for longer may 
 
 
 class SensorReadError(Exception):
-    """A sensor could not be read this time."""
+    """Error: a sensor could not be read this time."""
 
 
 class CounterResetError(SensorReadError):
-    """A counter was reset, so the difference to an earlier reading is meaningless."""
+    """Error: a counter was reset, so the difference to an earlier reading is meaningless."""
 
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Properties of an energy source, such as the device model, that limit the meaning of its joules."""
+    """Properties of an energy source that limit the meaning of its joules."""
 
     model: str = ""  # name of the device
     ranks: int = 0  # number of this job's ranks that use the device; 0: it belongs to the whole node
@@ -62,11 +70,11 @@ class SourceInfo:
 
 
 class EnergyCounter(Protocol):
-    """Protocol of a cumulative energy counter with ``per_mj`` counts per mJ."""
+    """Protocol of a cumulative energy counter."""
 
     name: str
     kind: str
-    per_mj: int
+    per_mj: int  # counts per mJ
     span: int | None  # counts at which the counter wraps to 0; None: never, or unknown
     gaps: int  # number of intervals between readings whose energy is unknown
 
@@ -76,7 +84,7 @@ class EnergyCounter(Protocol):
         ...
 
     def read(self) -> int:
-        """Return the value of the counter. ``per_mj`` counts are one mJ. Raises SensorReadError. Local."""
+        """Return the value of the counter, in counts. Raises SensorReadError. Local."""
         ...
 
     def power_mw(self) -> int | None:
@@ -85,7 +93,7 @@ class EnergyCounter(Protocol):
 
 
 class NoPowerReading:
-    """Base class of energy counters that cannot report the present power."""
+    """Base class of energy counters that do not report the present power."""
 
     about = SourceInfo()
     gaps = 0
@@ -96,7 +104,7 @@ class NoPowerReading:
 
 @dataclass
 class UpdateInterval:
-    """Estimate, from frequent readings, of the time between two updates of a counter. It is an upper bound."""
+    """Upper bound of the time between two updates of a counter, estimated from frequent readings."""
 
     _began_ns: int | None = None
     _value: int = 0
@@ -104,7 +112,7 @@ class UpdateInterval:
     changes: int = 0
 
     def see(self, now_ns: int, value: int) -> None:
-        """Update the estimate with the counter reading ``value`` at time ``now_ns``, unless the estimate is final."""
+        """Add the reading ``value`` of the counter at the time ``now_ns``, unless the estimate is final."""
         if self._began_ns is None:
             self._began_ns, self._value = now_ns, value
         elif not self.settled(now_ns) and value != self._value:
@@ -113,21 +121,21 @@ class UpdateInterval:
             self._changed_ns = [*self._changed_ns[:1], now_ns]
 
     def settled(self, now_ns: int) -> bool:
-        """Return True if ``update_s``, the estimated time between counter updates, is final at time ``now_ns``."""
+        """Return True if the estimate ``update_s`` is final at the time ``now_ns``."""
         if self._began_ns is None:
             return False
         return self.changes >= PROBED_CHANGES and now_ns - self._began_ns >= PROBE_NS
 
     @property
     def update_s(self) -> float:
-        """Mean seconds between changes of the counter, or NaN before the second change."""
+        """Mean seconds between two changes of the counter, or NaN before the second change."""
         if self.changes < 2:
             return math.nan
         return (self._changed_ns[-1] - self._changed_ns[0]) / 1e9 / (self.changes - 1)
 
 
 class CounterReader:
-    """Reader of one energy counter. It corrects counter wraps and counts failed reads."""
+    """Reader of one energy counter, which corrects wraps and counts failed reads."""
 
     def __init__(self, counter: EnergyCounter) -> None:
         self.name, self.kind = counter.name, counter.kind
@@ -150,7 +158,7 @@ class CounterReader:
         return self._counter.gaps
 
     def read(self, now_ns: int) -> int | None:
-        """Return the energy in mJ at time ``now_ns``, or None if it is unknown, as after a failed read. Local."""
+        """Return the energy in mJ, or None after a failed read. ``now_ns``: present monotonic time. Local."""
         try:
             raw = self._counter.read()
         except CounterResetError as error:
@@ -196,7 +204,7 @@ class CounterReader:
         self._raw, self._read_ns = raw, now_ns
 
     def explain(self) -> str:
-        """Return a text on the failed reads of this source, or "" if no read failed."""
+        """Return an error text on the failed reads, or "" if no read failed."""
         if self.lost:
             return f"{self.name}: {self.lost}"
         if self.gaps:
@@ -213,7 +221,7 @@ BRIDGED_INTERVALS: Final = 2.5  # one read may be missed
 
 
 class IntegratedPower:
-    """Energy counter of a GPU in pJ: the integral of ``power_mw()``, the power in mW. ``about``: its properties."""
+    """Energy counter of a GPU in pJ: the integral over time of ``power_mw()``, the power in mW."""
 
     kind = "gpu"
     per_mj = 10**9
@@ -237,7 +245,7 @@ class IntegratedPower:
         self._twice_pj = 0  # sum of (a + b) dt of the trapezia, in integers, so that no rounding adds up
 
     def read(self) -> int:
-        """Return the energy in pJ since the first call, integrated from power readings. Raises SensorReadError."""
+        """Return the energy in pJ since the first call. Raises SensorReadError."""
         power = self._power_mw()
         now_ns = self._clock_ns()
         if self._last is not None:
@@ -251,5 +259,5 @@ class IntegratedPower:
         return self._twice_pj // 2
 
     def power_mw(self) -> int | None:
-        """Return the power of the last read in mW."""
+        """Return the power in mW at the last `read`, or None before the first."""
         return None if self._last is None else self._last[1]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.energy.accounts.part_time_sensor import UNKNOWN_SENSOR, sensor_of
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.sources import nvml, pm_counters, rapl, utilisation
+from hpcdist.energy.part_time_sensor import UNKNOWN_SENSOR, sensor_of
+from hpcdist.energy.sources import nvml, sysfs, utilisation
 from hpcdist.energy.sources.counters import EnergyCounter
 from hpcdist.energy.sources.nvml import cuda_visible
 from hpcdist.energy.sources.utilisation import RankProcess
@@ -19,10 +19,10 @@ NO_GPU: Final = f"the job computes on the CPU, and {nvml.VISIBLE} names no GPU"
 
 @dataclass(frozen=True)
 class GpuClaim:
-    """UUIDs of the GPUs that a rank uses, or the ``reason`` why they are unknown. ``process``: the rank's process."""
+    """GPUs and process of a rank."""
 
-    gpus: tuple[str, ...] = ()
-    reason: str = ""
+    gpus: tuple[str, ...] = ()  # UUIDs
+    reason: str = ""  # why the GPUs are unknown
     process: RankProcess | None = None
 
 
@@ -31,15 +31,14 @@ class NodeSources:
     """Energy sources of a node, opened for reading."""
 
     counters: list[EnergyCounter] = field(default_factory=list)
-    # reason for each of "gpu", "cpu", "dram" and "node" that is not measured completely
-    missing: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)  # kind that is not measured completely: reason
     needed: set[str] = field(default_factory=set)  # contains "gpu" if the job's total energy must include GPUs
     unused: set[str] = field(default_factory=set)  # contains "gpu" if no rank of this node uses a GPU
     sensors: list[nvml.GpuSensor] = field(default_factory=list)  # for the utilisation of the GPUs
     driver: nvml.NvmlDriver | None = None
 
     def close(self) -> None:
-        """Close the GPU driver. Counters and sensors must not be read afterwards."""
+        """Close the GPU driver. Do not read counters or sensors afterwards."""
         if self.driver is not None:
             self.driver.close()
             self.driver = None
@@ -48,9 +47,10 @@ class NodeSources:
 def claim_gpus(
     config: EnergyConfig, bus_id: str | None, environment: Mapping[str, str], process: RankProcess | None = None
 ) -> GpuClaim:
-    """Return the GPUs that this rank uses, or the reason why these GPUs are unknown. Local.
+    """Return the GPUs that this rank uses, or the reason why they are unknown. Local.
 
-    ``bus_id``: PCI address of the rank's GPU, or None for the CPU. ``process``: copied to the result.
+    ``bus_id``: PCI address of the GPU on which this rank computes, or None for the CPU. ``process``: copied to the
+    result.
     """
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
     if not needs_gpus or (bus_id is None and nvml.VISIBLE not in environment):
@@ -64,9 +64,9 @@ def claim_gpus(
 
 
 def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computing: bool) -> NodeSources:
-    """Open the energy sources of this node that ``config`` selects. Local.
+    """Open and return the energy sources of this node that ``config`` selects. Local.
 
-    ``claims``: GPUs of each rank of the node. ``computing``: True if the ranks compute on GPUs.
+    ``claims``: GPUs of each rank of the node. ``computing``: True if ranks of the node compute on GPUs.
     """
     sources = NodeSources()
     claims = list(claims)
@@ -86,7 +86,7 @@ def open_node_sources(config: EnergyConfig, claims: Iterable[GpuClaim], computin
     else:
         sources.missing["gpu"] = f"energy.sources = {config.sources!r}"
     if config.wants("rapl"):
-        zones, missing = rapl.find(Path(config.powercap))
+        zones, missing = sysfs.find_rapl(Path(config.powercap))
         sources.counters += zones
         sources.missing |= missing
     else:
@@ -117,7 +117,7 @@ def _add_gpus(sources: NodeSources, config: EnergyConfig, ranks: Mapping[str, in
 
 
 def _add_cray(sources: NodeSources, config: EnergyConfig) -> None:
-    counters, missing = pm_counters.find(Path(config.pm_counters))
+    counters, missing = sysfs.find_cray(Path(config.pm_counters))
     if not counters:
         if config.sources == "cray":
             sources.missing |= missing
@@ -157,21 +157,21 @@ MODEL_NOTE: Final = (
 
 
 def survey(config: EnergyConfig, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return one dict for each energy source of this machine, including unreadable sources.
+    """Return a dict for each energy source of this machine, including unreadable sources.
 
     Keys: ``kind``, ``name``, ``readable``, ``reason`` (None if readable), and more for GPUs.
     """
+    # A GPU also has `model`, and `held` (listed in CUDA_VISIBLE_DEVICES). A readable GPU also has `note`, `power`
+    # (meaning of a power reading, such as "average of the module") and `sensor`: [seconds between updates, seconds
+    # measured per update, source of these numbers] or None.
     rows: list[dict[str, Any]] = []
     try:
         with nvml.NvmlDriver() as driver:
-            # A GPU also has `model`, and `held` (listed in CUDA_VISIBLE_DEVICES). A readable GPU also has `note`,
-            # `power` (meaning of a power reading, such as "average of the module") and `sensor`: [seconds between
-            # updates, seconds measured per update, source of these numbers] or None.
             rows += _gpu_rows(driver, environment)
     except MissingCapabilityError as error:
         rows.append({"kind": "gpu", "name": "nvml", "reason": str(error)})
-    by_source = {"rapl": rapl.find(Path(config.powercap)), "pm_counters": pm_counters.find(Path(config.pm_counters))}
-    for name, (counters, missing) in by_source.items():
+    rapl, cray = sysfs.find_rapl(Path(config.powercap)), sysfs.find_cray(Path(config.pm_counters))
+    for name, (counters, missing) in (("rapl", rapl), ("pm_counters", cray)):
         rows += [{"kind": counter.kind, "name": counter.name, "reason": None} for counter in counters]
         rows += [{"kind": kind, "name": name, "reason": reason} for kind, reason in missing.items()]
     rows.append({"kind": "any", "name": "declared", "reason": MODEL_NOTE})

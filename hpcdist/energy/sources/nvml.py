@@ -33,8 +33,8 @@ def cuda_visible(
 ) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs in CUDA_VISIBLE_DEVICES, in this order, or () if the variable is unset.
 
-    ``gpus``: GPUs of the node. ``parent(instance)``: UUID of the GPU that contains a MIG instance. Raises
-    MissingCapabilityError for an ambiguous index.
+    ``gpus``: GPUs of the node. ``parent``: the method `NvmlDriver.parent`. Raises MissingCapabilityError for an
+    ambiguous index.
     """
     # As in CUDA, entries are indices or prefixes of UUIDs, and the first invalid entry ends the list. An index is
     # ambiguous if CUDA may number the GPUs in another order than NVML.
@@ -80,7 +80,7 @@ USAGE: Final = ("usage", "gpu")  # nvmlDeviceGetPowerUsage: an average over a se
 
 @functools.cache
 def load_pynvml() -> ModuleType:
-    """Return the pynvml module. Raises MissingCapabilityError if it cannot be imported."""
+    """Return the module pynvml. Raises MissingCapabilityError if it cannot be imported."""
     try:
         return importlib.import_module("pynvml")
     except ImportError as error:
@@ -88,7 +88,7 @@ def load_pynvml() -> ModuleType:
 
 
 class GpuSensor:
-    """Sensor of a GPU's power, utilisation and memory. The NVML power field is chosen once (see `POWER_FIELDS`)."""
+    """Sensor of the power, utilisation and memory of a GPU. Its power field is the best of `POWER_FIELDS`."""
 
     def __init__(self, nvml: ModuleType, handle: Any, uuid: str) -> None:
         self.uuid = uuid
@@ -129,7 +129,7 @@ class GpuSensor:
         return float(self._ask(self._nvml.nvmlDeviceGetUtilizationRates).gpu) / 100
 
     def memory_share(self) -> float:
-        """Return the fraction of the GPU memory in use, NaN for a GPU without memory. Raises SensorReadError."""
+        """Return the fraction of the GPU memory in use, or NaN for a GPU without memory. Raises SensorReadError."""
         info = self._ask(self._nvml.nvmlDeviceGetMemoryInfo)
         return info.used / info.total if info.total else math.nan
 
@@ -163,7 +163,7 @@ class GpuCounter:
 
 
 class NvmlDriver:
-    """NVIDIA driver, open until `close`. Raises MissingCapabilityError, with the reason, if there is no driver."""
+    """NVIDIA driver, open until `close`. Raises MissingCapabilityError if there is no driver."""
 
     def __init__(self) -> None:
         self._nvml = load_pynvml()
@@ -179,7 +179,7 @@ class NvmlDriver:
         self.close()
 
     def close(self) -> None:
-        """Close the driver. Counters must not be read afterwards."""
+        """Close the driver. Do not read counters afterwards."""
         self._nvml.nvmlShutdown()
 
     def gpus(self) -> list[NvmlGpu]:
@@ -232,18 +232,17 @@ class NvmlDriver:
         return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
 
     def about(self, uuid: str, ranks: int = 0) -> SourceInfo:
-        """Return the properties of the GPU ``uuid``. ``ranks``: number of ranks that use it."""
-        # Raises MissingCapabilityError.
+        """Return the properties of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError."""
         gpu = self._look_up(uuid)[1]
         shared = f"shared by {ranks} ranks" if ranks > 1 else ""
         return SourceInfo(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
 
     def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> EnergyCounter:
-        """Return the energy counter of the GPU ``uuid``. ``ranks``: number of ranks that use it.
+        """Return the energy counter of the GPU ``uuid``, which ``ranks`` ranks use. Raises MissingCapabilityError.
 
-        ``interval_s``: seconds between power readings of a GPU without energy counter. Raises MissingCapabilityError.
+        ``interval_s``: seconds between readings. A GPU without counter (before Volta) gets one that integrates power.
         """
-        # A GPU in MIG mode has one counter for all its instances. GPUs before Volta have no counter.
+        # A GPU in MIG mode has one counter for all its instances.
         handle, gpu = self._look_up(uuid)
         sensor = GpuSensor(self._nvml, handle, uuid)
         about = replace(self.about(uuid, ranks), power_field=sensor.field, power_scope=sensor.scope)

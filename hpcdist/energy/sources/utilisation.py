@@ -26,22 +26,22 @@ _COUNTED: Final = 8  # user nice system idle iowait irq softirq steal; user and 
 
 
 def power_w(tdp_w: float, idle_fraction: float, utilisation: float) -> float:
-    """Return the modelled watts of a device that is busy for the fraction ``utilisation`` (0 to 1) of the time.
+    """Return the modelled watts of a device: ``tdp_w`` if it is busy, and ``idle_fraction * tdp_w`` if it is idle.
 
-    The device draws ``tdp_w`` watts if busy, and ``idle_fraction`` times ``tdp_w`` if idle.
+    ``utilisation``: fraction of the time (0 to 1) in which the device is busy.
     """
     return tdp_w * (idle_fraction + (1 - idle_fraction) * utilisation)
 
 
 def busy_seconds(line: str, ticks: float) -> tuple[float, float]:
-    """Return (busy, total) processor seconds in ``line`` of /proc/stat. ``ticks``: clock ticks per second."""
+    """Return (busy, total) processor seconds from a ``line`` of /proc/stat. ``ticks``: clock ticks per second."""
     values = [int(word) for word in line.split()[1 : 1 + _COUNTED]]
     idle = sum(values[column] for column in _IDLE if column < len(values))
     return (sum(values) - idle) / ticks, sum(values) / ticks
 
 
 class TdpProcessors(NoPowerReading):
-    """Energy counter of a node's processors in uJ, estimated from their thermal design power (TDP) and utilisation."""
+    """Energy counter of a node's processors in uJ, modelled by thermal design power (TDP) and utilisation."""
 
     kind = "cpu"
     name = "declared model of the processors"
@@ -83,9 +83,9 @@ class TdpProcessors(NoPowerReading):
 def tdp_gpu(
     sensor: GpuSensor, about: SourceInfo, tdp_w: float, idle_fraction: float, interval_s: float
 ) -> IntegratedPower:
-    """Return an energy counter that models a GPU: ``tdp_w`` watts if busy, ``idle_fraction`` of it if idle.
+    """Return an energy counter that models a GPU by `power_w`, with the utilisation that ``sensor`` reads.
 
-    ``sensor``: reads the GPU's utilisation. ``about``: its properties. ``interval_s``: seconds between two reads.
+    ``about``: properties of the GPU. ``interval_s``: seconds between two reads.
     """
     declared = SourceInfo(about.model, about.ranks, note=about.note, declared=True)
 
@@ -102,7 +102,7 @@ _SENT: Final = 8
 
 
 class NetworkCounters:
-    """Sent and received bytes over all network interfaces of this node since construction. Local."""
+    """Counters of the bytes sent and received by the network interfaces of this node. Local."""
 
     def __init__(self, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
         self._dev, self._sys = proc / "net" / "dev", sys
@@ -113,7 +113,7 @@ class NetworkCounters:
         self.read()
 
     def read(self) -> tuple[int, int] | None:
-        """Return the bytes sent and received since construction, or None if no interface is readable. Local."""
+        """Return (bytes sent, bytes received) since construction, or None if no interface is readable. Local."""
         # If a counter was reset, for example after a port went down, counting continues from its new value.
         now = self._counters()
         if not now:
@@ -142,7 +142,8 @@ class NetworkCounters:
         names = [name for name in _interface_table(self._dev) if name != "lo"]
         devices = [name for name in names if (folder / name / "device").exists()]
         interfaces = devices or [name for name in names if not (folder / name / "bridge").exists()]
-        return [name for name in interfaces if not (self._ports and _read_word(folder / name / "type") == INFINIBAND)]
+        types = {name: counters.read_word(folder / name / "type") for name in interfaces}
+        return [name for name in interfaces if not (self._ports and types[name] == INFINIBAND)]
 
 
 def _interface_table(path: Path) -> dict[str, list[int]]:
@@ -152,13 +153,6 @@ def _interface_table(path: Path) -> dict[str, list[int]]:
         return {name.strip(): [int(word) for word in rest.split()] for name, _, rest in split}
     except (OSError, ValueError):
         return {}
-
-
-def _read_word(path: Path) -> str:
-    try:
-        return counters.read_text(path).strip()
-    except OSError:
-        return ""
 
 
 PROC: Final = Path("/proc")
@@ -201,7 +195,7 @@ def _space() -> str:
 
 
 class NodeUtilisation:
-    """Utilisation of a node's processors, memory, GPUs and network by the ranks.
+    """Utilisation of the processors, memory, GPUs and network of a node.
 
     ``processes``: processes of the ranks. ``gpus``: sensors of their GPUs.
     """
@@ -217,7 +211,7 @@ class NodeUtilisation:
         self._network = NetworkCounters(proc, sys)
 
     def look(self) -> np.ndarray:
-        """Return the utilisation figures named in `COLUMNS` since the last call, as a 1-D float64 array."""
+        """Return the utilisation since the last call: a 1-D float64 array with the figures named in `COLUMNS`."""
         figures = dict.fromkeys(COLUMNS, math.nan)
         figures |= self._processors() | self._memory() | self._devices()
         network = self._network.read()
@@ -243,7 +237,7 @@ class NodeUtilisation:
     def _memory(self) -> dict[str, float]:
         node = _kibibytes(self._proc / "meminfo", ("MemTotal", "MemAvailable"))
         total, available = node["MemTotal"], node["MemAvailable"]
-        rank_bytes = self._own_bytes()
+        rank_bytes = self._rank_bytes()
         return {
             "memory": rank_bytes / total,
             "node_memory": 1 - available / total,
@@ -251,7 +245,7 @@ class NodeUtilisation:
             "available_bytes": available,
         }
 
-    def _own_bytes(self) -> float:
+    def _rank_bytes(self) -> float:
         if not self._ours or not self._processes:
             return math.nan
         private, shared = 0.0, 0.0
@@ -277,9 +271,9 @@ def _share(
     if not names or not all(name in now and name in before for name in names):
         return math.nan
     busy = sum(now[name][0] - before[name][0] for name in names)
-    whole = sum(now[name][1] - before[name][1] for name in names)
+    total = sum(now[name][1] - before[name][1] for name in names)
     # The kernel's idle time may go back a little.
-    return min(1.0, max(0.0, busy / whole)) if whole > 0 else math.nan
+    return min(1.0, max(0.0, busy / total)) if total > 0 else math.nan
 
 
 def _kibibytes(path: Path, names: Sequence[str]) -> dict[str, float]:

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.hdf5.datasets import Column
-from hpcdist.hdf5.tables import MetricsTable, texts
+from hpcdist.hdf5.datasets import Column, MetricsTable, texts
 
 GROUP: Final = "observations"
 OWN_TABLES: Final = ("step", "evaluation")  # kinds of events with separate tables

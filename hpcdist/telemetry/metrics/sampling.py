@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.hdf5 import datasets, files
-from hpcdist.hdf5.tables import spread_blocks
+from hpcdist.hdf5.datasets import spread_blocks
 from hpcdist.telemetry.metrics import observations
 from hpcdist.telemetry.metrics.observations import Observations
 from hpcdist.telemetry.metrics.step_metrics import MetricsData, read_settled

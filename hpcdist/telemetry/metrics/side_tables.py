@@ -9,8 +9,7 @@ import numpy as np
 
 from hpcdist.comm.record.clock_offsets import ClockReading, HostTable
 from hpcdist.hdf5 import files
-from hpcdist.hdf5.datasets import Column
-from hpcdist.hdf5.tables import MetricsTable, texts
+from hpcdist.hdf5.datasets import Column, MetricsTable, texts
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION
 

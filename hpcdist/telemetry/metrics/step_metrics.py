@@ -14,8 +14,7 @@ import numpy as np
 from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.hdf5 import datasets, files
-from hpcdist.hdf5.datasets import Column
-from hpcdist.hdf5.tables import MetricsTable
+from hpcdist.hdf5.datasets import Column, MetricsTable
 from hpcdist.reporting import atomic, regular
 from hpcdist.reporting.jsonable import json_number
 from hpcdist.telemetry.metrics.quantities import most_over_ranks

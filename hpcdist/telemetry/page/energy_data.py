@@ -13,7 +13,7 @@ from hpcdist.comm.record import spans
 from hpcdist.comm.record.spans import RankSpans, Span
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
-from hpcdist.hdf5.tables import read_spread
+from hpcdist.hdf5.datasets import read_spread
 from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION

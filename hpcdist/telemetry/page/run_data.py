@@ -69,7 +69,7 @@ class ExternalData:
     checkpoints: Sequence[CheckpointEntry] = ()
     checkpoints_reason: str = NO_CHECKPOINT
     sample: TextSample = field(default_factory=TextSample)
-    # Costs by joules (NaN: unknown) and seconds, under the names of `hpcdist.energy.accounts.energy_metrics.figures`.
+    # Costs by joules (NaN: unknown) and seconds, under the names of `hpcdist.energy.energy_metrics.figures`.
     costs: Callable[[float, float], Mapping[str, Any]] = field(default=lambda joules, seconds: {})
 
 

@@ -22,11 +22,11 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import listing
 from hpcdist.checkpoint.directory import Retention
-from hpcdist.checkpoint.format.manifest import BLOCK_BYTES, Manifest
-from hpcdist.checkpoint.format.shard import BlockReader, DamagedError
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
+from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest
 from hpcdist.checkpoint.restoring.restore import on_first_rank, restore_together
-from hpcdist.checkpoint.saving.two_phase import SavePlan
+from hpcdist.checkpoint.shard import BlockReader, DamagedError
+from hpcdist.checkpoint.two_phase import SavePlan
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, DataError, StorageError
 from hpcdist.strategies.data.onebit import FROZEN

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.manifest import Manifest
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, on_first_rank, restore_together
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpcdist.arrays import backend, rng
 from hpcdist.arrays.backend import Array
-from hpcdist.checkpoint.saving.two_phase import group_of
+from hpcdist.checkpoint.two_phase import group_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.hdf5.overlay import Overlay

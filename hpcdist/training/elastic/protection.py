@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint.partner import redundancy
-from hpcdist.checkpoint.partner.redundancy import HeldCopies, PartnerStore
+from hpcdist.checkpoint.partner import HeldCopies, PartnerStore, recover
 from hpcdist.checkpoint.restoring.reshard import reshard
 from hpcdist.comm.communicator import Communicator
 from hpcdist.reporting.units import counted
@@ -140,5 +139,5 @@ def _from_replicas(comm: Communicator, mine: RankMemory | None) -> SurvivorState
 
 def _from_copies(comm: Communicator, mine: RankMemory | None) -> SurvivorState | None:
     place, copies = (None, None) if mine is None else (mine.place, mine.copies)
-    recovered = redundancy.recover(comm, place, copies)
+    recovered = recover(comm, place, copies)
     return None if recovered is None else SurvivorState(recovered.step, recovered.scalars, recovered.held, comm)

@@ -17,16 +17,16 @@ from hpcdist.arrays.gpu import device
 from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import boot_id
+from hpcdist.energy import energy_metrics, phase_shares
 from hpcdist.energy import report as reports
-from hpcdist.energy.accounts import energy_metrics, phase_shares
-from hpcdist.energy.accounts.attribution import Attribution, CounterSamples
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor, sensor_of
+from hpcdist.energy.attribution import Attribution, CounterSamples
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor.monitor import EnergyMonitor
-from hpcdist.energy.monitor.sampler import SourceSamples
-from hpcdist.energy.monitor.tables import NodeRows
+from hpcdist.energy.energy_metrics import CarbonIntensity
+from hpcdist.energy.monitor import EnergyMonitor
+from hpcdist.energy.node_rows import NodeRows
+from hpcdist.energy.part_time_sensor import PowerSensor, sensor_of
 from hpcdist.energy.report import NO_SOURCE
+from hpcdist.energy.sampler import SourceSamples
 from hpcdist.energy.sources.discovery import claim_gpus
 from hpcdist.reporting import atomic, regular
 from hpcdist.reporting.jsonable import json_number
@@ -242,7 +242,8 @@ class EnergyRecorder:
             ranks.append(spans.reshape(-1, 3))
         if self._attribution is not None:
             self._attribution.add(
-                ranks, [_counted(interval, self._users.get(interval.name)) for interval in self.monitor.intervals()]
+                ranks,
+                [_counted(source, self._users.get(source.name)) for source in self.monitor.sampler.intervals()],
             )
 
     def state(self) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import numpy as np
 
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
-from hpcdist.energy.accounts import energy_metrics
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity
+from hpcdist.energy import energy_metrics
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.energy_metrics import CarbonIntensity
+from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
@@ -73,7 +73,7 @@ def energy_events(
     training = joules.get("phases", {}).get("training", {}).get("joules")
     energy = {quantities.key("energy_joules_total", kind): value for kind, value in by_kind.items()}
     energy |= {quantities.key("power_watts", kind): watts for kind, watts in monitor.live.power().items()}
-    if training is not None and (per_token := energy_metrics.joules_per_part(training, tokens)) is not None:
+    if training is not None and (per_token := energy_metrics.joules_per_item(training, tokens)) is not None:
         energy["energy_per_token_joules"] = per_token
     if by_kind and joules["reason"] is None and config.carbon_g_per_kwh:
         emitted = energy_metrics.emissions(sum(by_kind.values()), config.pue, CarbonIntensity(config.carbon_g_per_kwh))

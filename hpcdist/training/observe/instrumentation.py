@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from hpcdist.comm.launch.exit_file import TERMINAL_COLUMNS
 from hpcdist.comm.record.spans import SpanSink, now_ns
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor, SensorShift
+from hpcdist.energy.part_time_sensor import PowerSensor, SensorShift
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry.metrics import side_tables

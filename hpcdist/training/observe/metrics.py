@@ -16,8 +16,8 @@ import numpy as np
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.clock_offsets import HostClocks
 from hpcdist.comm.transport import Message, Request
-from hpcdist.energy.monitor import tables
-from hpcdist.hdf5.tables import MetricsTable
+from hpcdist.energy.node_rows import append_rows
+from hpcdist.hdf5.datasets import MetricsTable
 from hpcdist.telemetry.metrics import observations, side_tables
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.observe.energy import EnergyRecorder
@@ -75,7 +75,7 @@ class RunMetrics:
         nodes = self._energy.collect()
         self._streaming.gather(self._energy.monitor, self._energy.note())
         if self._writer is not None:
-            self._publish(self._writer, *([lambda file, session: tables.append(file, session, nodes)] if nodes else []))
+            self._publish(self._writer, *([lambda file, session: append_rows(file, session, nodes)] if nodes else []))
         self._flushed = time.monotonic()
         self._costs_s.append(self._flushed - start)
 

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from hpcdist.arrays import backend
-from hpcdist.checkpoint.format.shard_layout import blocks_of
+from hpcdist.checkpoint.shard import blocks_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DivergenceError
 from hpcdist.strategies.core.exchange import Exchange

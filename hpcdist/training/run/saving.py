@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from hpcdist.checkpoint import stripe
+from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.config import CheckpointConfig
-from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
-from hpcdist.checkpoint.saving.two_phase import IncrementalWriter, SavePlan, save_planned
+from hpcdist.checkpoint.two_phase import IncrementalWriter, SavePlan, save_planned
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.build import state
 from hpcdist.training.build.trainer import Trainer

@@ -15,9 +15,9 @@ import numpy as np
 from hpcdist.batch import carbon, ledger
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy as slurm_energy
-from hpcdist.energy.accounts import energy_metrics, phase_shares
-from hpcdist.energy.accounts.energy_metrics import CarbonIntensity, StartHistory
+from hpcdist.energy import energy_metrics, phase_shares
 from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.energy_metrics import CarbonIntensity, StartHistory
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import json_number
@@ -154,7 +154,7 @@ def _starts(begun: Sequence[StartHistory], metrics: step_metrics.MetricsData) ->
         steps = int(np.sum(metrics.steps["session"] == start.session))
         row = {"start": start.session, "steps": steps, "seconds": start.seconds, "joules": json_number(start.joules)}
         row["average_w"] = json_number(start.joules / start.seconds) if start.seconds > 0 else None
-        rows.append(row | {"j_per_step": energy_metrics.joules_per_part(start.joules, steps)})
+        rows.append(row | {"j_per_step": energy_metrics.joules_per_item(start.joules, steps)})
     return rows
 
 

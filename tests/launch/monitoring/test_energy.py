@@ -12,7 +12,7 @@ import pytest
 
 from harness import jobs
 from harness.trainings import recipe_keys
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
 from hpcdist.reporting.units import format_joules
 
 WATTS = {"GPU-00": 100.0, "GPU-01": 50.0, "GPU-02": 7.0}  # each steps every 10 ms

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 from harness import jobs
 from harness.jobs import LIMIT_S, newest_step, until
-from hpcdist.checkpoint.verify import verify
+from hpcdist.checkpoint.listing import verify
 from hpcdist.comm.launch import mpirun
 
 ROWS, FEATURES, CLASSES, RATE = 30, 7, 5, 0.05

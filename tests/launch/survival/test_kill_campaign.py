@@ -20,7 +20,7 @@ import pytest
 from harness import jobs
 from harness.inputs import newest_intact_checkpoint
 from harness.jobs import LIMIT_S
-from hpcdist.checkpoint.verify import verify
+from hpcdist.checkpoint.listing import verify
 
 KILLS = int(os.environ.get("HPCDIST_TEST_JOB_KILLS", "3"))
 FULL = KILLS > 20

@@ -7,7 +7,7 @@ from harness.inputs import FLOAT
 from harness.inputs import LARGE as LAYOUT
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.partner.redundancy import PartnerStore, recover
+from hpcdist.checkpoint.partner import PartnerStore, recover
 from hpcdist.checkpoint.restoring import messages
 from hpcdist.checkpoint.restoring.reshard import reshard
 from hpcdist.strategies.core.exchange import pieces_of

@@ -11,10 +11,10 @@ from harness.inputs import LARGE as LAYOUT
 from harness.inputs import newest_intact_checkpoint, pieces_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
-from hpcdist.checkpoint.saving.two_phase import SavePlan, save
+from hpcdist.checkpoint.two_phase import SavePlan, save
 from hpcdist.errors import StorageError
 
 

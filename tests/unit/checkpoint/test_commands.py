@@ -13,11 +13,11 @@ from harness.inputs import flip_bit
 from harness.jobs import call_command
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.directory import VAL_LOSS
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint.listing import verify
 from hpcdist.checkpoint.restoring.restore import newest_complete
-from hpcdist.checkpoint.saving.two_phase import save
-from hpcdist.checkpoint.verify import verify
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads
 
 

@@ -18,7 +18,7 @@ from harness.jobs import LIMIT_S, call_command
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import lock, state
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
-from hpcdist.checkpoint.saving.two_phase import SavePlan, commit, save
+from hpcdist.checkpoint.two_phase import SavePlan, commit, save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic
@@ -100,7 +100,7 @@ def test_lock_of_a_living_process_blocks_and_of_a_killed_one_not(tmp_path):
 
 def test_lock_of_another_machine_expires_without_heartbeat(tmp_path, short_timeouts):
     other = RunLock()
-    other._own |= {"machine": "another", "host": "far"}
+    other.identity |= {"machine": "another", "host": "far"}
     other.take(tmp_path)
     with pytest.raises(StorageError, match="on far"):
         RunLock().take(tmp_path)  # its heartbeat continues
@@ -118,7 +118,7 @@ def test_lock_of_an_earlier_start_of_the_same_job_is_replaced(tmp_path):
     forge(tmp_path, machine="another")
     mine = RunLock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
     mine.take(tmp_path)
-    assert lock_owner(tmp_path) == mine._own and not mine.lost() and earlier.lost()
+    assert lock_owner(tmp_path) == mine.identity and not mine.lost() and earlier.lost()
     mine.release()
     earlier.release()
     assert not list(tmp_path.iterdir())
@@ -128,7 +128,7 @@ def test_old_damaged_lock_is_replaced(tmp_path, short_timeouts):
     (tmp_path / LOCK_FILE).write_text("{")
     mine = RunLock()
     mine.take(tmp_path)
-    assert lock_owner(tmp_path) == mine._own and not mine.lost()
+    assert lock_owner(tmp_path) == mine.identity and not mine.lost()
     mine.release()
     assert not list(tmp_path.iterdir())
 
@@ -158,8 +158,8 @@ def test_process_that_lost_its_lock_cannot_save(tmp_path, short_timeouts):
     frozen.take(tmp_path)
     save(tmp_path / "checkpoints", 1, state(1), {}, solo())
     assert frozen.lost() == "" and lock.lost(tmp_path) == "" and lock.lost(tmp_path / "elsewhere") == ""
-    other._own |= {"machine": "another", "host": "far"}
-    (tmp_path / LOCK_FILE).write_text(json.dumps(other._own))
+    other.identity |= {"machine": "another", "host": "far"}
+    (tmp_path / LOCK_FILE).write_text(json.dumps(other.identity))
     theirs = tmp_path / "checkpoints" / "step-2.tmp"
     theirs.mkdir()
     with pytest.raises(StorageError, match=r"not saved: process \d+ on far has taken .* over") as caught:
@@ -304,7 +304,7 @@ def test_copied_lock_of_a_file_system_without_links_still_locks(tmp_path, monkey
     monkeypatch.setattr(os, "link", raise_os_error)
     mine = RunLock()
     mine.take(tmp_path)
-    assert lock_owner(tmp_path) == mine._own and lock.is_held(tmp_path)
+    assert lock_owner(tmp_path) == mine.identity and lock.is_held(tmp_path)
     mine.release()
 
 

@@ -152,7 +152,7 @@ def test_broken_hdf5plugin_is_reported(without_hdf5plugin, tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     with h5py.File(write_filtered(tmp_path / "data.h5", ZSTD)) as file, pytest.raises(MissingCapabilityError) as caught:
         files.storage_of(file["tokens"])
-    assert "module hdf5plugin: it is there, and cannot be imported: made for another HDF5" in str(caught.value)
+    assert "module hdf5plugin: it is installed, but cannot be imported: made for another HDF5" in str(caught.value)
 
 
 @pytest.mark.full

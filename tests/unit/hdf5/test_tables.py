@@ -3,8 +3,7 @@
 import numpy as np
 
 from hpcdist.hdf5 import files
-from hpcdist.hdf5.datasets import Column
-from hpcdist.hdf5.tables import MetricsTable, read_spread, texts
+from hpcdist.hdf5.datasets import Column, MetricsTable, read_spread, texts
 
 COLUMNS = (
     Column("step", "i8", "1", "steps"),

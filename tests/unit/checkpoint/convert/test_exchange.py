@@ -20,11 +20,11 @@ from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import split
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.convert import safetensors
 from hpcdist.checkpoint.convert.importing import ForeignFile, import_checkpoint
-from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.training import data, inference

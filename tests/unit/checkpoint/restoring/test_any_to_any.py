@@ -18,10 +18,10 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.piece import Piece, runs, whole_box
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint.format import manifest
-from hpcdist.checkpoint.format.shard import BlockReader
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.listing import stored_tensors
 from hpcdist.checkpoint.restoring.restore import restore
+from hpcdist.checkpoint.shard import BlockReader
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.training.build.state import restore_state
@@ -89,7 +89,7 @@ def small_blocks(monkeypatch):
 
     monkeypatch.setattr(BlockReader, "read", count_read_bytes)
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # no crash in this test
-    monkeypatch.setattr("hpcdist.checkpoint.format.shard.write_index", lambda *_: None)  # not needed here
+    monkeypatch.setattr("hpcdist.checkpoint.shard.write_index", lambda *_: None)  # not needed here
 
 
 @pytest.fixture

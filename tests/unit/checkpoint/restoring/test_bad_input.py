@@ -17,12 +17,11 @@ from harness.jobs import call_command
 from harness.marks import cases
 from harness.trainings import recipe_of, trainer_of
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint import listing
+from hpcdist.checkpoint import listing, manifest
 from hpcdist.checkpoint.directory import LATEST
-from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.checkpoint.restoring.restore import newest_complete, on_first_rank
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, StorageError
 from hpcdist.training import inference, run_directory

@@ -18,7 +18,7 @@ import pytest
 from harness.inputs import newest_intact_checkpoint, write_text
 from harness.jobs import LIMIT_S
 from harness.trainings import SETTINGS
-from hpcdist.checkpoint.verify import verify
+from hpcdist.checkpoint.listing import verify
 from hpcdist.cli.main import main
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import side_tables, step_metrics

@@ -15,9 +15,9 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece, first_gap, intersect_runs, runs, whole_box
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 
@@ -86,10 +86,10 @@ def test_restore_on_any_number_of_ranks_is_bit_equal(tmp_path, rng, saved, resto
 
 
 def test_column_shards_are_restored_as_row_shards(tmp_path, rng, monkeypatch):
-    for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
+    for module in ("manifest", "shard", "restoring.restore"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
-    monkeypatch.setattr("hpcdist.checkpoint.format.shard.READ_BYTES", 192)
-    monkeypatch.setattr("hpcdist.checkpoint.format.shard.PART_BYTES", 320)
+    monkeypatch.setattr("hpcdist.checkpoint.shard.READ_BYTES", 192)
+    monkeypatch.setattr("hpcdist.checkpoint.shard.PART_BYTES", 320)
     whole = rng.standard_normal((60, 45))
 
     def body(comm):

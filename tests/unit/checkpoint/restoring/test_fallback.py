@@ -9,10 +9,10 @@ from harness.inputs import flip_bit
 from harness.marks import on_threads
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.checkpoint.format import manifest, shard
-from hpcdist.checkpoint.format.shard import DamagedError
+from hpcdist.checkpoint import manifest, shard
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, restore_together
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.shard import DamagedError
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import StorageError
 

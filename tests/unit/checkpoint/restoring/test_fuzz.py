@@ -25,11 +25,10 @@ from harness.trainings import trainer_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import listing
+from hpcdist.checkpoint import listing, manifest
 from hpcdist.checkpoint.directory import loss_of
-from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.optim.rates import SmoothedNoise

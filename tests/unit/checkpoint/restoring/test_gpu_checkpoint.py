@@ -9,7 +9,7 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restoring.restore import restore
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.threads.communicator import run_threads
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "bias", (5,))])
@@ -48,8 +48,8 @@ def test_each_gpu_piece_is_copied_once(gpu, tmp_path):
     gpu.LOG.clear()
     path = run_threads(1, lambda comm: save(tmp_path, 1, pieces, {}, comm))[0]
     copied = {
-        (gpu.D2H, "shard_layout._of_device"): len(pieces),
-        (gpu.SYNCHRONISE, "shard_layout._wait_for_copy"): len(pieces),
+        (gpu.D2H, "shard._of_device"): len(pieces),
+        (gpu.SYNCHRONISE, "shard._wait_for_copy"): len(pieces),
     }
     assert gpu.LOG.sites() == copied and gpu.LOG.nbytes(gpu.D2H) == sum(piece.array.nbytes for piece in pieces)
     gpu.LOG.clear()

@@ -37,9 +37,9 @@ import numpy as np
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.checkpoint.saving.background import BackgroundCheckpoints
+from hpcdist.checkpoint.background import BackgroundCheckpoints
 from hpcdist.checkpoint.restoring.restore import from_newest_intact, newest_complete, restore_together
-from hpcdist.checkpoint.saving.two_phase import SavePlan, save_planned
+from hpcdist.checkpoint.two_phase import SavePlan, save_planned
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 

@@ -11,8 +11,8 @@ import pytest
 
 from harness.combinations import COLOCATED, HALF, LOCAL, POLL, SERVED, SMALL
 from harness.trainings import local_bits, outcomes, trainer_of
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.directory import VAL_LOSS, Retention, loss_of
-from hpcdist.checkpoint.format import manifest
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import DataError, HpcdistError, StorageError
 from hpcdist.training.observe.energy import EnergyRecorder

@@ -8,7 +8,7 @@ import pytest
 from harness import jobs
 from harness.marks import cases
 from hpcdist.arrays.gpu import device
-from hpcdist.cli.doctor import command, report
+from hpcdist.cli.doctor import command
 from hpcdist.comm.doctor import mpi_library
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check, MpiLibrary
 from hpcdist.comm.launch.environment import LaunchEnvironment
@@ -191,5 +191,5 @@ def test_variables_are_listed(monkeypatch):
 
 
 def test_exit_code_is_1_if_any_check_fails():
-    assert report.exit_code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
-    assert report.exit_code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1
+    assert command.show([Check("a", OK, ""), Check("b", WARN, "")], False) == 0
+    assert command.show([Check("a", OK, ""), Check("b", FAIL, "")], False) == 1

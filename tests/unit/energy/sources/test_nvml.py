@@ -19,7 +19,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.sources import counters, nvml
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.sources.counters import SensorReadError, CounterReader
-from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.errors import MissingCapabilityError
 
 NVML_ONLY = EnergyConfig(sources="nvml", interval_s=0.005, utilisation_s=0.0)

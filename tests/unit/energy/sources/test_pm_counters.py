@@ -11,11 +11,11 @@ import pytest
 from harness.marks import cases
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor.monitor import EnergyMonitor
-from hpcdist.energy.sources import counters, pm_counters
+from hpcdist.energy.monitor import EnergyMonitor
+from hpcdist.energy.sources import counters, sysfs
 from hpcdist.energy.sources.counters import CounterReader, CounterResetError, SensorReadError
 from hpcdist.energy.sources.discovery import GpuClaim, open_node_sources
-from hpcdist.energy.sources.pm_counters import STALE_NS, PmCounter, PmCounterFiles
+from hpcdist.energy.sources.sysfs import STALE_NS, PmCounter, PmCounterFiles
 
 S = 1_000_000_000
 
@@ -55,7 +55,7 @@ def node(tmp_path):
 
 
 def test_node_counter_precedes_part_counters(tmp_path):
-    result, missing = pm_counters.find(Node(tmp_path, accelerators=12).root)
+    result, missing = sysfs.find_cray(Node(tmp_path, accelerators=12).root)
     assert missing == {}
     names = ["energy", "cpu_energy", "memory_energy", *(f"accel{number}_energy" for number in range(12))]
     assert [counter.name for counter in result] == [f"pm_counters/{name}" for name in names]
@@ -75,13 +75,13 @@ def test_node_counter_precedes_part_counters(tmp_path):
 )
 def test_values_are_converted_by_unit(node, text, uj):
     node.renew(energy=text)
-    assert pm_counters.find(node.root)[0][0].read() == uj
+    assert sysfs.find_cray(node.root)[0][0].read() == uj
 
 
 @pytest.mark.parametrize("text", ["", "J", "12 kWh", "twelve J", "-"])
 def test_invalid_value_is_reported(node, text):
     node.renew(energy=text)
-    result, missing = pm_counters.find(node.root)
+    result, missing = sysfs.find_cray(node.root)
     assert result == [] and "not a number and its unit" in missing["node"]
 
 
@@ -135,7 +135,7 @@ def test_restarted_controller_abandons_the_counter(node):
 
 
 def test_changed_power_cap_is_noted(node):
-    track = CounterReader(pm_counters.find(node.root)[0][0])
+    track = CounterReader(sysfs.find_cray(node.root)[0][0])
     track.read(0)
     assert track.about.note == ""
     node.renew(generation="4", energy="1001 J")
@@ -143,14 +143,14 @@ def test_changed_power_cap_is_noted(node):
 
 
 def test_decreasing_counter_is_abandoned(node):
-    track = CounterReader(pm_counters.find(node.root)[0][0])
+    track = CounterReader(sysfs.find_cray(node.root)[0][0])
     track.read(0)
     node.renew(energy="5 J")
     assert track.read(1) is None and "went back" in track.explain()
 
 
 def test_failing_part_does_not_affect_other_counters(node):
-    tracks = [CounterReader(counter) for counter in pm_counters.find(node.root)[0]]
+    tracks = [CounterReader(counter) for counter in sysfs.find_cray(node.root)[0]]
     (node.root / "cpu_energy").unlink()
     node.renew()
     (node.root / "cpu_energy").write_text("broken\n")
@@ -160,7 +160,7 @@ def test_failing_part_does_not_affect_other_counters(node):
 
 def test_missing_freshness_rejects_all_counters(node):
     (node.root / "freshness").unlink()
-    result, missing = pm_counters.find(node.root)
+    result, missing = sysfs.find_cray(node.root)
     assert result == [] and "freshness" in missing["node"]
 
 
@@ -174,7 +174,7 @@ def test_permission_reason_names_the_cure():
         if before == 0:
             os.seteuid(65534)  # root ignores mode bits
         try:
-            missing = pm_counters.find(node.root)[1]
+            missing = sysfs.find_cray(node.root)[1]
         finally:
             os.seteuid(before)
         assert missing["node"].endswith(f"ask the site to let users read it (chmod a+r {root}/energy)")

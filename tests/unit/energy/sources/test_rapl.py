@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.energy.sources import rapl
+from hpcdist.energy.sources import sysfs
 from hpcdist.energy.sources.counters import CounterReader, SensorReadError
 
 RANGE = 262_143_328_850
@@ -46,7 +46,7 @@ def two_sockets(root):
 
 def test_packages_and_memory_are_counted_once(root):
     two_sockets(root)
-    counters, missing = rapl.find(root)
+    counters, missing = sysfs.find_rapl(root)
     assert [(counter.kind, counter.name, counter.read()) for counter in counters] == [
         ("cpu", "package-0", 1000),
         ("cpu", "package-1", 1001),
@@ -59,12 +59,12 @@ def test_packages_and_memory_are_counted_once(root):
 def test_zones_nested_in_their_package_are_found(root):
     zone(root, "intel-rapl:0", "package-0", 1)
     zone(root, "intel-rapl:0/intel-rapl:0:0", "dram", 2)
-    assert [counter.name for counter in rapl.find(root)[0]] == ["package-0", "package-0 dram"]
+    assert [counter.name for counter in sysfs.find_rapl(root)[0]] == ["package-0", "package-0 dram"]
 
 
 def test_wrap_is_unrolled_by_zone_range(root):
     path = zone(root, "intel-rapl:0", "package-0", 999_000, range_uj=1_000_000)
-    track = CounterReader(rapl.find(root)[0][0])
+    track = CounterReader(sysfs.find_rapl(root)[0][0])
     first = track.read(0)
     (path / "energy_uj").write_text("4000\n")
     assert track.read(1) - first == 5
@@ -72,20 +72,20 @@ def test_wrap_is_unrolled_by_zone_range(root):
 
 def test_wrap_without_zone_range_abandons_the_zone(root):
     path = zone(root, "intel-rapl:0", "package-0", 999_000, range_uj=None)
-    track = CounterReader(rapl.find(root)[0][0])
+    track = CounterReader(sysfs.find_rapl(root)[0][0])
     assert track.read(0) == 999
     (path / "energy_uj").write_text("4000\n")
     assert track.read(1) is None and "its range is not known" in track.lost
 
 
 def test_missing_powercap_is_reported(root):
-    counters, missing = rapl.find(root / "nowhere")
+    counters, missing = sysfs.find_rapl(root / "nowhere")
     assert counters == [] and set(missing) == {"cpu", "dram"} and "does not exist" in missing["cpu"]
 
 
 def test_missing_memory_zones_are_reported(root):
     zone(root, "intel-rapl:0", "package-0", 1)
-    counters, missing = rapl.find(root)
+    counters, missing = sysfs.find_rapl(root)
     assert [counter.kind for counter in counters] == ["cpu"] and "no dram zone" in missing["dram"]
 
 
@@ -93,34 +93,34 @@ def test_amd_packages_are_counted_without_cores_and_memory(root):
     for socket in range(2):
         zone(root, f"intel-rapl:{socket}", f"package-{socket}", 1000, range_uj=65_532_610_987)
         zone(root, f"intel-rapl:{socket}/intel-rapl:{socket}:0", "core", 400, range_uj=65_532_610_987)
-    counters, missing = rapl.find(root)
+    counters, missing = sysfs.find_rapl(root)
     assert [counter.name for counter in counters] == ["package-0", "package-1"] and set(missing) == {"dram"}
 
 
 def test_all_dies_of_a_package_are_counted(root):
     for die in range(2):
         zone(root, f"intel-rapl:{die}", f"package-0-die-{die}", 10 + die)
-    assert [counter.read() for counter in rapl.find(root)[0]] == [10, 11]
+    assert [counter.read() for counter in sysfs.find_rapl(root)[0]] == [10, 11]
 
 
 def test_unreadable_package_removes_all_cpu_counters(root):
     two_sockets(root)
     (root / "intel-rapl:1" / "energy_uj").unlink()
-    counters, missing = rapl.find(root)
+    counters, missing = sysfs.find_rapl(root)
     assert {counter.kind for counter in counters} == {"dram"} and missing["cpu"].startswith("package-1: ")
 
 
 def test_counter_that_is_no_number_is_reported(root):
     path = zone(root, "intel-rapl:0", "package-0", "")
-    assert "cannot be read" in rapl.find(root)[1]["cpu"]
+    assert "cannot be read" in sysfs.find_rapl(root)[1]["cpu"]
     (path / "energy_uj").unlink()
     (path / "energy_uj").mkdir()
-    assert "cannot be read" in rapl.find(root)[1]["cpu"]
+    assert "cannot be read" in sysfs.find_rapl(root)[1]["cpu"]
 
 
 def test_permission_denied_reason_names_root(root):
     path = zone(root, "intel-rapl:0", "package-0", 1)
-    counter = rapl.find(root)[0][0]
+    counter = sysfs.find_rapl(root)[0][0]
     (path / "energy_uj").chmod(0o400 if os.geteuid() == 0 else 0)
     before = os.geteuid()
     if before == 0:
@@ -128,6 +128,6 @@ def test_permission_denied_reason_names_root(root):
     try:
         with pytest.raises(SensorReadError, match="may be read by root only"):
             counter.read()
-        assert rapl.find(root)[1]["cpu"].startswith("package-0: ")
+        assert sysfs.find_rapl(root)[1]["cpu"].startswith("package-0: ")
     finally:
         os.seteuid(before)

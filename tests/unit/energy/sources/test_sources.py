@@ -8,7 +8,7 @@ from pathlib import Path
 import click.testing
 import pytest
 
-from hpcdist.cli.energy.group import command
+from hpcdist.cli.energy import command
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.sources.discovery import GpuClaim, open_node_sources, survey
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.monitor.monitor import EnergyMonitor
+from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.energy.report import DECLARED
 from hpcdist.energy.sources import counters, utilisation
 from hpcdist.energy.sources.counters import CounterReader

@@ -387,7 +387,7 @@ def test_read_and_written_bytes_of_a_step_match_the_formula(
 
 @pytest.mark.full
 def test_checkpoints_move_between_files_and_memory(text, tmp_path, monkeypatch):
-    for module in ("format.manifest", "format.shard", "restoring.restore", "format.shard_layout"):
+    for module in ("manifest", "shard", "restoring.restore"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     settings = text | {"parallel.strategy": "zero3", "run.steps": 6}
     files = settings | offload_keys(tmp_path, ALL_AWAY)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import StorageError
-from hpcdist.hdf5 import tables
+from hpcdist.hdf5 import datasets
 from hpcdist.telemetry.metrics import sampling, step_metrics
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 
@@ -45,13 +45,13 @@ def test_large_run_is_sampled_evenly(tmp_path, rng, monkeypatch):
 def test_blocks_are_disjoint_and_few(rng, chunk):
     for _ in range(50):
         rows, most = (int(rng.integers(1, 10**6)) for _ in range(2))
-        blocks = tables.spread_blocks(rows, chunk, most)
+        blocks = datasets.spread_blocks(rows, chunk, most)
         assert blocks[0][0] == 0 and blocks[-1][1] == rows
         assert all(a < b <= c for (a, b), (c, _) in zip(blocks[:-1], blocks[1:], strict=True))
         total = sum(stop - start for start, stop in blocks)
         assert total <= max(most, 2 * chunk) and (rows > most or blocks == [(0, rows)])
-        assert len(blocks) <= tables.MAX_BLOCKS
-    assert tables.spread_blocks(0, chunk, 10) == []
+        assert len(blocks) <= datasets.MAX_BLOCKS
+    assert datasets.spread_blocks(0, chunk, 10) == []
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from harness.trainings import assemble_trainer, recipe_keys, session_of
 from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor, SensorShift
+from hpcdist.energy.part_time_sensor import PowerSensor, SensorShift
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import observations, quantities, side_tables, step_metrics

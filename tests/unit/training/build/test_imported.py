@@ -8,7 +8,7 @@ import pytest
 
 from harness.marks import cases
 from harness.trainings import recipe_keys, recipe_of
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
 from hpcdist.cli.runs import checkpoint
 from hpcdist.comm.start import start_alone
 from hpcdist.comm.threads.communicator import solo

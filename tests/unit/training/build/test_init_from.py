@@ -10,9 +10,9 @@ from harness.marks import cases
 from harness.trainings import assert_rejected, trainer_of
 from hpcdist.arrays import backend
 from hpcdist.arrays.piece import Piece, runs
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.convert import safetensors
 from hpcdist.checkpoint.convert.importing import import_checkpoint
-from hpcdist.checkpoint.format import manifest
 from hpcdist.checkpoint.listing import PARAMETERS, stored_tensors
 from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.comm.threads.communicator import run_threads, solo

@@ -9,7 +9,7 @@ import pytest
 
 from harness.marks import cases
 from harness.trainings import assemble_trainer, assert_rejected, recipe_keys, session_of
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.hdf5 import files
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid

@@ -14,7 +14,7 @@ import pytest
 
 from harness.marks import cases
 from harness.trainings import recipe_keys, recipe_of, survive
-from hpcdist.checkpoint.partner.redundancy import PartnerStore
+from hpcdist.checkpoint.partner import PartnerStore
 from hpcdist.checkpoint.restoring.restore import newest_complete
 from hpcdist.comm.threads.group import RankDeath
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError

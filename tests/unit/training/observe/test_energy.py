@@ -10,10 +10,10 @@ import pytest
 
 from harness.marks import cases
 from hpcdist.arrays.gpu import device
-from hpcdist.checkpoint.saving.two_phase import save
+from hpcdist.checkpoint.two_phase import save
 from hpcdist.comm.record.spans import PHASES
 from hpcdist.comm.threads.communicator import run_threads, solo
-from hpcdist.energy.accounts import phase_shares
+from hpcdist.energy import phase_shares
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.sources.discovery import GpuClaim
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter

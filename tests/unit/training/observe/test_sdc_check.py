@@ -9,7 +9,7 @@ import pytest
 from harness import trainings
 from harness.marks import cases
 from harness.trainings import assemble_trainer, assert_rejected, recipe_keys
-from hpcdist.checkpoint.format.shard_layout import blocks_of
+from hpcdist.checkpoint.shard import blocks_of
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import DivergenceError
 from hpcdist.strategies.core.operations import Kind

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.energy.accounts.part_time_sensor import PowerSensor
+from hpcdist.energy.part_time_sensor import PowerSensor
 from hpcdist.training.observe import instrumentation
 from hpcdist.training.observe.instrumentation import SHIFTED_STEPS, StepShifter
 

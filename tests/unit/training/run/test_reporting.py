@@ -10,7 +10,7 @@ from hpcdist.batch import carbon, ledger
 from hpcdist.batch.sites import search
 from hpcdist.bench.sweep import definition
 from hpcdist.checkpoint import directory as checkpoints
-from hpcdist.checkpoint.format import manifest
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.cli.jobs import begin
 from hpcdist.comm.record import flight_recorder, spans

@@ -1,0 +1,382 @@
+"""Save in two phases: writers write shards into ``step-N.tmp``, and rank 0 renames it to ``step-N`` if all succeeded.
+
+Every writer syncs its shard before rank 0 gathers the outcomes. Rank 0 writes the manifest before the rename. After an
+error, rank 0 removes ``step-N.tmp``. A writer holds two buffers of 16 MiB.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint import manifest, shard
+from hpcdist.checkpoint.directory import Retention
+from hpcdist.checkpoint.lock import lost
+from hpcdist.checkpoint.manifest import Slot, StoredPiece
+from hpcdist.checkpoint.shard import BlockSource, IncomingBlocks, WrittenShards, blocks_of, first_holders, send_blocks
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import StorageError
+from hpcdist.hdf5.overlay import Overlay
+
+# A shard is linked only if at least one byte in MAX_UNUSED_RATIO is in use; otherwise it is rewritten (empirical).
+MAX_UNUSED_RATIO: Final = 8
+
+
+@dataclass
+class IncrementalWriter:
+    """Writer of shards that writes only changed tensor data, and hard-links older shards for unchanged data."""
+
+    directory: Path | None = None  # of the last checkpoint
+    entries: dict[Slot, StoredPiece] = field(default_factory=dict)  # its stored data
+    shards: WrittenShards = field(default_factory=WrittenShards)  # its files
+    _written: tuple[Path, dict[Slot, StoredPiece], WrittenShards] | None = None  # by the save in progress
+
+    def write(
+        self,
+        directories: tuple[Path, Path],
+        name: str,
+        slots: Sequence[Slot],
+        sources: Sequence[BlockSource],
+        about: Mapping[str, Any],
+        opens: Callable[[Path], Overlay] = Overlay.created,
+    ) -> WrittenShards:
+        """Write changed tensor data to the shard ``name``, and hard-link older shards for unchanged data. Local.
+
+        ``directories``: (temporary, final) path of the checkpoint. Other arguments: see `shard.write`.
+        """
+        temporary, final = directories
+        shards, linked = self._link(temporary, self._unchanged(slots, sources))
+        new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
+        new_shard = WrittenShards()
+        if new or not linked:  # a writer without pieces writes an empty shard
+            changed = [slot for slot, _ in new], [source for _, source in new]
+            new_shard = shard.write(temporary, name, *changed, about, opens)
+        entries = dict(zip((slot for slot, _ in new), new_shard.entries, strict=True)) | linked
+        shards = WrittenShards(
+            shards.files | new_shard.files,
+            [entries[slot] for slot in slots],
+            shards.outside | new_shard.outside,
+            shards.unused,
+        )
+        self._written = final, entries, shards
+        return shards
+
+    def _unchanged(self, slots: Sequence[Slot], sources: Sequence[BlockSource]) -> dict[Slot, StoredPiece]:
+        same = {}
+        for slot, source in zip(slots, sources, strict=True):
+            entry = self.entries.get(slot)
+            if entry is None or not slot.nbytes:
+                continue  # empty pieces have no digest to compare, and cost nothing to write
+            if entry.digests == tuple(xxhash.xxh3_128_hexdigest(block.data) for block in source()):
+                same[slot] = entry
+        return same
+
+    def _link(self, temporary: Path, same: dict[Slot, StoredPiece]) -> tuple[WrittenShards, dict[Slot, StoredPiece]]:
+        # ``same``: the unchanged tensor slices. A shard is linked if most of its data is unchanged.
+        files: dict[str, int] = {}
+        outside: dict[str, str] = {}
+        unused: list[StoredPiece] = []
+        linked: dict[Slot, StoredPiece] = {}
+        for name in sorted({entry.file for entry in same.values()}):
+            assert self.directory is not None
+            # A linked shard keeps the step that wrote it in its name.
+            step = self.directory.name.removeprefix("step-")
+            link_name = name if "-of-" in name else f"{name.removesuffix('.h5')}-of-{step}.h5"
+            used = sum(entry.nbytes for entry in same.values() if entry.file == name)
+            try:
+                size = (self.directory / name).stat().st_size
+                if used * MAX_UNUSED_RATIO < size:
+                    continue
+                os.link(self.directory / name, temporary / link_name)
+            except OSError as error:
+                print(f"hpcdist: {self.directory / name} is written again: {error.strerror}", file=sys.stderr)
+                continue
+            files[link_name], outside[link_name] = size, self.shards.outside[name]
+            linked |= {slot: replace(entry, file=link_name) for slot, entry in same.items() if entry.file == name}
+            # The other pieces of the shard are listed too, so that all of its bytes can be verified.
+            before = [entry for slot, entry in self.entries.items() if slot not in same] + list(self.shards.unused)
+            unused += [replace(entry, file=link_name) for entry in before if entry.file == name and entry.nbytes]
+        return WrittenShards(files, (), outside, unused), linked
+
+    def settle(self) -> None:
+        """Record that the last `write` is committed, so that the next `write` may link to its shards. Local."""
+        if self._written is not None:
+            self.directory, self.entries, self.shards = self._written
+        self._written = None
+
+
+@dataclass(frozen=True)
+class WriterGroup:
+    """Group of ranks whose tensors the group's first rank writes into one shard."""
+
+    comm: Communicator | None  # None: a single rank
+    index: int  # number of the group
+    count: int  # number of groups
+
+    @property
+    def writes(self) -> bool:
+        """True if this rank is the writer of its group. Local."""
+        return self.comm is None or self.comm.rank == 0
+
+
+def group_of(comm: Communicator, writers: str) -> WriterGroup:
+    """Return the group of ranks that share a shard with this rank. The first call is collective over ``comm``.
+
+    ``writers``: "rank" for one group per rank, "node" for one per node, or a number of groups.
+    """
+    count = comm.size
+    if writers.isdecimal():
+        count = min(count, int(writers))
+    if writers == "rank" or (count == comm.size and writers != "node"):
+        return WriterGroup(None, comm.rank, comm.size)
+    key = "checkpoint.writers", writers
+    if key not in comm.settled:
+        index = comm.rank * count // comm.size  # contiguous ranks; group sizes differ by at most one
+        if writers == "node":
+            nodes = comm.nodes()
+            index, count = nodes.index, nodes.count
+        members = comm.split(index, comm.rank, "checkpoint")
+        comm.settled[key] = WriterGroup(members, index, count)
+    group: WriterGroup = comm.settled[key]
+    return group
+
+
+class GroupGather:
+    """Gather of ``pieces`` on the writer rank of ``group``. Collective construction over the group.
+
+    The writer calls each function of `sources` once, in order, and then `end`, even after an error. Other ranks call
+    `bring`.
+    """
+
+    def __init__(self, group: WriterGroup, pieces: Sequence[Piece]) -> None:
+        self._group, local_slots = group, [Slot.of(piece) for piece in pieces]
+        comm = group.comm
+        slots_by_rank: list[list[Slot]] = [local_slots] if comm is None else comm.allgather_object(local_slots)
+        chosen_by_rank = [[True] * len(local_slots)] if comm is None else first_holders(slots_by_rank)
+        mine = chosen_by_rank[0 if comm is None else comm.rank]
+        self.arrays = [piece.array for piece, chosen in zip(pieces, mine, strict=True) if chosen]
+        self._slots = [
+            [slot for slot, chosen in zip(slots, flags, strict=True) if chosen]
+            for slots, flags in zip(slots_by_rank, chosen_by_rank, strict=True)
+        ]
+        self._incoming: IncomingBlocks | None = None
+        self._from = 0
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Descriptions of the data in this group's shard, ordered by rank."""
+        return [slot for slots in self._slots for slot in slots]
+
+    def sources(self) -> list[BlockSource]:
+        """Return a function for each of `slots`, which yields its bytes in blocks."""
+        local_sources: list[BlockSource] = [partial(blocks_of, array) for array in self.arrays]
+        theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
+        return local_sources + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
+
+    def _sent(self, rank: int, count: int) -> Iterator[np.ndarray]:
+        return self._arriving(rank).blocks(count)
+
+    def _arriving(self, rank: int) -> IncomingBlocks:
+        while self._incoming is None or self._from < rank:
+            if self._incoming is not None:
+                self._incoming.drain()  # discards the rest of a lower rank
+            assert self._group.comm is not None
+            self._from += 1
+            sizes = [size for slot in self._slots[self._from] for size in slot.blocks()]
+            self._incoming = IncomingBlocks(self._group.comm, self._from, sizes)
+        return self._incoming
+
+    def bring(self) -> str:
+        """Send this rank's pieces to the writer rank of its group. Return an error text, or "" on success."""
+        assert self._group.comm is not None
+        rank = self._group.comm.rank
+        sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
+        return send_blocks(self._group.comm, 0, self.arrays, sizes)
+
+    def end(self) -> None:
+        """Receive and discard the data not read yet, so that the sending ranks can continue. For the writer only."""
+        if len(self._slots) > 1:
+            self._arriving(len(self._slots) - 1).drain()
+
+
+@dataclass(frozen=True)
+class ShardOutcome:
+    """Result of the save on one rank."""
+
+    error: str = ""  # "" on success
+    written: WrittenShards | None = None  # None if this rank is not a writer
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Checkpoint to save: its directory, its step, and the contents of its manifest."""
+
+    directory: Path
+    step: int
+    world: int
+    scalars: dict[str, Any]
+    about: dict[str, Any]
+    keep: int | Retention
+    opens: Callable[[Path], Overlay] = Overlay.created  # creates the file of a shard, on its writer
+
+    @property
+    def temporary(self) -> Path:
+        """Path of the checkpoint directory while the checkpoint is unfinished."""
+        return self.directory / f"step-{self.step}.tmp"
+
+    @property
+    def final(self) -> Path:
+        """Path of the checkpoint directory after the commit."""
+        return self.directory / f"step-{self.step}"
+
+
+def save(
+    directory: str | Path,
+    step: int,
+    pieces: Sequence[Piece],
+    scalars: dict[str, Any],
+    comm: Communicator,
+    keep: int | Retention = 2,
+    *,
+    writers: str = "rank",
+    about: dict[str, Any] | None = None,
+) -> Path:
+    """Save the checkpoint of ``step`` N and return its path ``directory/step-N``. Collective over ``comm``.
+
+    ``pieces``: this rank's tensors. ``scalars``: JSON values of rank 0. ``keep``: number of newest checkpoints to keep,
+    or a rule. Raises StorageError on all ranks if a rank cannot write; existing checkpoints are then unchanged.
+    """
+    return save_planned(SavePlan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
+
+
+def save_planned(
+    plan: SavePlan,
+    pieces: Sequence[Piece],
+    comm: Communicator,
+    writers: str,
+    incremental: IncrementalWriter | None = None,
+) -> Path:
+    """Save the checkpoint ``plan`` and return its path. Collective over ``comm``.
+
+    ``pieces``: this rank's tensors. ``writers``: as in `group_of`. ``incremental``: writer of changed data only, for
+    ``writers`` "rank", or None to write all data.
+    """
+    group = group_of(comm, writers)
+    prepare(plan, group, comm)
+    gathering = GroupGather(group, pieces)
+    if group.writes:
+        outcome = write(plan, group, gathering.slots, gathering.sources(), incremental)
+        gathering.end()
+    else:
+        outcome = ShardOutcome(gathering.bring())
+    outcomes = gather(comm, outcome)  # the vote: rank 0 now knows if every shard is on disk
+    # The broadcast in `agree` is also a barrier: no rank returns before the checkpoint is visible.
+    agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
+    if incremental is not None:
+        incremental.settle()
+    return plan.final
+
+
+def prepare(plan: SavePlan, group: WriterGroup, comm: Communicator) -> None:
+    """Create the temporary directory of the checkpoint ``plan``. Raises StorageError on all ranks. Collective."""
+    error = lost(plan.directory.parent) if comm.rank == 0 else ""
+    if comm.rank == 0 and not error:
+        try:
+            names.begin(plan.directory, plan.step, shard.directories(group.count))
+        except OSError as failure:
+            error = f"{plan.directory} cannot be written: {failure.strerror or failure}"
+    agree(comm, error)
+
+
+def write(
+    plan: SavePlan,
+    group: WriterGroup,
+    slots: Sequence[Slot],
+    sources: Sequence[BlockSource],
+    incremental: IncrementalWriter | None = None,
+) -> ShardOutcome:
+    """Write the shard of ``group``, and return the result or the error. Local.
+
+    ``sources[i]``: function that yields the bytes of ``slots[i]``. ``incremental``: writer of changed data only, or
+    None to write all data.
+    """
+    name = shard.file_name(group.index, group.count)
+    about = {"step": plan.step, "rank": group.index}
+    try:
+        if incremental is not None:
+            return ShardOutcome(
+                "", incremental.write((plan.temporary, plan.final), name, slots, sources, about, plan.opens)
+            )
+        return ShardOutcome("", shard.write(plan.temporary, name, slots, sources, about, plan.opens))
+    except OSError as failure:
+        return ShardOutcome(str(failure))
+
+
+def gather(comm: Communicator, outcome: ShardOutcome) -> list[ShardOutcome]:
+    """Return the results of all ranks; ranks other than 0 get only their error texts. Collective."""
+    data = np.frombuffer(bytearray(msgspec.msgpack.encode(outcome)), np.uint8)
+    gathered: list[tuple[str, int]] = comm.allgather_object((outcome.error, data.size))
+    if comm.rank:
+        comm.send(data, 0)
+        return [ShardOutcome(error) for error, _ in gathered]
+    outcomes = [outcome]
+    for peer, (_, size) in enumerate(gathered[1:], start=1):
+        message = np.empty(size, np.uint8)
+        comm.recv(message, peer)
+        outcomes.append(msgspec.msgpack.decode(message.data, type=ShardOutcome))
+    return outcomes
+
+
+def agree(comm: Communicator, error: str) -> None:
+    """Raise StorageError on every rank if ``error`` is not "" on rank 0. Collective."""
+    error = comm.broadcast_object(error)
+    if error:
+        raise StorageError(f"the checkpoint was not saved: {error}")
+
+
+def commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
+    """Commit the checkpoint ``plan`` if no rank has an error. Return an error text, or "" on success. Local.
+
+    ``outcomes``: results of all ranks. After an error, the temporary directory is removed.
+    """
+    # If another job has taken over the directory, the unfinished checkpoint is not removed.
+    taken = lost(plan.directory.parent)
+    if taken:
+        return taken
+    error = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
+    error = error or _commit(plan, outcomes)
+    if error:
+        shutil.rmtree(plan.temporary, ignore_errors=True)  # frees space on a full disk
+    return error
+
+
+def _commit(plan: SavePlan, outcomes: Sequence[ShardOutcome]) -> str:
+    shards = [outcome.written for outcome in outcomes if outcome.written is not None]
+    sizes = {name: size for written in shards for name, size in written.files.items()}
+    outside = {name: digest for written in shards for name, digest in written.outside.items()}
+    try:
+        entries = [entry for written in shards for entry in written.entries]
+        committed = manifest.build(plan.step, plan.world, plan.scalars, sizes, entries, plan.about)
+        unused = tuple(entry for written in shards for entry in written.unused)
+        committed = replace(
+            committed,
+            index=shard.write_index(plan.temporary, committed.pieces, plan.step),
+            outside=outside,
+            unused=unused,
+        )
+        names.commit(plan.directory, plan.step, manifest.encode(committed), plan.keep)
+    except StorageError as failure:
+        return str(failure)
+    except OSError as failure:
+        return f"{plan.directory} cannot be written: {failure.strerror or failure}"
+    return ""
