@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import BFLOAT16, accumulation_dtype, is_16bit_float
-from hpcdist.arrays.intrinsics import bits_of, float_of
+from hpcdist.arrays.intrinsics import INFINITE, MAGNITUDE, bits_of, float_of
 from hpcdist.arrays.jit import jit
 from hpcdist.collectives.reduction import AllreduceFunction
 from hpcdist.collectives.segments import scratch
@@ -19,8 +19,6 @@ from hpcdist.comm.communicator import Communicator
 # uint32 constants: Python integers would make every operation 64 bits wide and halve the vector width.
 _SIGN16: Final = np.uint32(0x8000)
 _MAGNITUDE16: Final = np.uint32(0x7FFF)
-_MAGNITUDE32: Final = np.uint32(0x7FFF_FFFF)
-_INFINITY32: Final = np.uint32(0x7F80_0000)
 _SUBNORMAL16_BELOW: Final = np.uint32(0x0400)
 _INFINITY16: Final = np.uint32(0x7C00)
 _QUIET16: Final = np.uint32(0x7E00)
@@ -56,14 +54,14 @@ def float16_to_float32(half: Any) -> Any:
 def float32_to_float16(value: Any) -> Any:
     """Return the bits (uint16) of float32 ``value`` rounded to float16. For use in compiled loops."""
     word = bits_of(value)
-    magnitude = np.uint32(word & _MAGNITUDE32)
+    magnitude = np.uint32(word & MAGNITUDE)
     shifted = np.uint32(magnitude >> _SHIFT)
     tie = np.uint32(shifted & _ONE)  # add just under half, plus 1 if the last bit is odd: ties to even
     normal = np.uint32(np.uint32(np.uint32(magnitude - _BIAS) + _BELOW_HALF_13) + tie) >> _SHIFT
     # The sum with 0.5 is rounded to multiples of 2^-24, the unit of subnormals, which are its lowest bits.
     subnormal = np.uint32(bits_of(np.float32(float_of(magnitude) + float_of(_ROUNDER))) - _ROUNDER)
     quiet = np.uint32(_QUIET16 | np.uint32(shifted & _FRACTION16))
-    special = quiet if magnitude > _INFINITY32 else _INFINITY16
+    special = quiet if magnitude > INFINITE else _INFINITY16
     finite = subnormal if magnitude < _SMALLEST_NORMAL else np.uint32(normal)
     narrow = special if magnitude >= _BEYOND else finite
     return np.uint16(np.uint32(narrow | np.uint32(np.uint32(word >> _HALF_WORD) & _SIGN16)))
@@ -82,7 +80,7 @@ def float32_to_bfloat16(value: Any) -> Any:
     tie = np.uint32(np.uint32(word >> _HALF_WORD) & _ONE)
     rounded = np.uint32(np.uint32(word + _BELOW_HALF_16) + tie)
     quiet = np.uint32(word | _QUIET32)
-    selected = quiet if np.uint32(word & _MAGNITUDE32) > _INFINITY32 else rounded
+    selected = quiet if np.uint32(word & MAGNITUDE) > INFINITE else rounded
     return np.uint16(np.uint32(selected >> _HALF_WORD))
 
 

@@ -1,12 +1,14 @@
 """Requests, matched messages and shared memory, which a communicator gets from its transport."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.events import EventSink
+
+LARGEST_TAG: Final = 32767  # every MPI library supports tags up to this value
 
 
 class Request(Protocol):

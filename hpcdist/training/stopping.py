@@ -9,9 +9,9 @@ import numpy as np
 
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.world import AnyComm, communicator_of
+from hpcdist.constants import STOP_FILE
 from hpcdist.training.run.stop_requests import (
     EXIT_CODES,
-    STOP_FILE,
     StopReason,
     StopRequests,
     agreed_reason,

@@ -31,11 +31,11 @@ from hpcdist.collectives.algorithms.broadcast import BROADCAST, broadcast
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
 from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.tuning import autotune
+from hpcdist.collectives.tuning.autotune import NATIVE
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.reporting.units import parse_bytes
 
-NATIVE: Final = "native"
 AUTO: Final = "auto"  # the choice of `hpcdist.collectives.tuning.autotune` for the size, as at the start of a training
 MEMCPY: Final = "memcpy"
 WIRE: Final = "wire"

@@ -21,6 +21,7 @@ from hpcdist.bench.collectives.results import ORDINARY, SHARED, CellLimits, Coll
 from hpcdist.bench.timing import without_collection
 from hpcdist.collectives.dispatch import AlgorithmTable
 from hpcdist.collectives.node import shared_memory
+from hpcdist.collectives.tuning.autotune import NATIVE
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
 from hpcdist.reporting.units import format_bytes
@@ -223,7 +224,7 @@ class _ContenderChoice:
         names = contenders.algorithms(cell.op)
         named = [name for name in self.request.algorithms if name in names]
         runnable = []
-        for name in dict.fromkeys([contenders.NATIVE, *(named if self.request.algorithms else names)]):
+        for name in dict.fromkeys([NATIVE, *(named if self.request.algorithms else names)]):
             for kind in contenders.kinds(name, cell.op, self.request.buffers):
                 chosen = self._auto(cell, kind) if name == contenders.AUTO else ""
                 contender = contenders.contender(self.comm, cell, name, kind, chosen)

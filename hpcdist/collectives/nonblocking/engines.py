@@ -38,10 +38,8 @@ from hpcdist.collectives.segments import Buffers, scratch_in
 from hpcdist.collectives.sharded import SHARDED
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transport import Request
+from hpcdist.comm.transport import LARGEST_TAG, Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, MissingCapabilityError, UsageError
-
-TAGS: Final = 1 << 15  # MPI guarantees tags up to 32767
 
 
 class _Operation:
@@ -136,7 +134,7 @@ class PollEngine(ProgressEngine):
 
     def _next_tag(self) -> int:
         # All ranks start the same operations in the same order, so they use the same tags.
-        self._tag = (self._tag + 1) % TAGS
+        self._tag = (self._tag + 1) % (LARGEST_TAG + 1)
         return self._tag
 
     def progress(self) -> None:

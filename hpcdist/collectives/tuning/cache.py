@@ -18,13 +18,12 @@ from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
-from hpcdist.reporting.machine import load_average, package_version, processor
+from hpcdist.reporting.machine import load_average, processor
 
 FORMAT: Final = 2
 BUSY, IDLE = 0.5, 0.25  # load average per processor
 TABLES: Final = "allreduce"  # the kind with a table of sizes; other kinds serve one size
 LARGEST_SIZE: Final = "max_bytes"
-PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def key(
         "dtype": dtype,
         "buffer": buffer,
         "max_bytes": max_bytes,
-        "software": {name: package_version(name, "not installed") for name in PACKAGES},
+        "software": user_cache.software(),
     }
 
 

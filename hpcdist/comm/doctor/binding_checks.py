@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from hpcdist.comm.doctor.facts import THREADS, VISIBLE
+from hpcdist.comm.doctor.facts import THREADS
 from hpcdist.comm.doctor.job_checks import Lint, RankRow, RankTable, apply_lints
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.placement import is_permutation, shown
+from hpcdist.constants import VISIBLE_GPUS
 from hpcdist.reporting.hostlist import format_ranges
 from hpcdist.reporting.units import counted
 
@@ -87,7 +88,7 @@ def _isolated(rows: list[RankRow]) -> str:
     least = min(rows, key=lambda row: row.facts.gpu.count).facts.gpu
     if least.count >= len(used):
         return ""
-    cause = f"{VISIBLE}={least.visible}" if least.visible is not None else "hidden by the system"
+    cause = f"{VISIBLE_GPUS}={least.visible}" if least.visible is not None else "hidden by the system"
     return f"the ranks use {len(used)} GPUs, and see only {least.count} each ({cause})"
 
 

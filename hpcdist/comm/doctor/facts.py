@@ -21,6 +21,7 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import exit_file
 from hpcdist.comm.launch.core_binding import hardware_threads
 from hpcdist.comm.launch.environment import LaunchEnvironment, inside_srun, integer_variable, started_by_srun
+from hpcdist.constants import THREAD_VARIABLES, VISIBLE_GPUS
 from hpcdist.errors import HpcdistError
 from hpcdist.reporting.hostlist import parse_ranges
 from hpcdist.reporting.machine import package_version, processor
@@ -28,12 +29,9 @@ from hpcdist.reporting.machine import package_version, processor
 NUMA: Final = Path("/sys/devices/system/node")
 PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba", "cupy-cuda12x", "cupy-cuda13x")
 THREADS: Final = "OMP_NUM_THREADS"
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _SETTINGS: Final = ("HPCDIST_", "NCCL_")
 _SETTINGS_ALONE: Final = (
-    THREADS,
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
+    *THREAD_VARIABLES,
     "NUMBA_NUM_THREADS",
     "CUDA_DEVICE_ORDER",
     "LD_LIBRARY_PATH",
@@ -131,7 +129,7 @@ def rank_facts(
 
 def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
     """Choose this rank's GPU, or no GPU if ``kind`` is "cpu". Return its facts. Call this before MPI starts."""
-    visible = environment.get(VISIBLE)
+    visible = environment.get(VISIBLE_GPUS)
     if kind == "cpu":
         return GpuFacts(visible, 0, "", "the device is the CPU")
     try:

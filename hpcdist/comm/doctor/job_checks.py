@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from hpcdist import constants
 from hpcdist.comm.doctor.facts import NodeFacts, RankFacts, SchedulerRequest, Volume
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.reporting.hostlist import group_texts
@@ -141,7 +142,7 @@ def _index(table: RankTable, rank: int) -> int:
 SKEW_S: Final = 1.0  # walltimes and log entries have whole seconds
 RUN_DIRECTORY: Final = "run directory"
 NODE_LOCAL: Final = "node-local"
-SHARED_MEMORY: Final = "/dev/shm"
+SHARED_MEMORY: Final = str(constants.SHARED_MEMORY)
 # Least free space (empirical): checkpoints may be larger, but small runs exist. /dev/shm holds the gradients of a
 # node's ranks (100 million parameters in float32), the node-local folder holds MPI's session directories.
 LEAST_BYTES: Final = {RUN_DIRECTORY: 1 << 30, NODE_LOCAL: 256 << 20, SHARED_MEMORY: 512 << 20}

@@ -19,13 +19,13 @@ from hpcdist.comm.handover import OPERATIONS
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import LaunchEnvironment
 from hpcdist.comm.mpi import cuda_aware
+from hpcdist.comm.mpi.cuda_aware import CHILD_LIMIT_S
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import counted
 
 OK: Final = "OK"
 WARN: Final = "WARN"
 FAIL: Final = "FAIL"
-CHILD_LIMIT_S: Final = 60.0
 WITHOUT_THREADS: Final = (
     "without it there is no progress thread for overlap; build MPI with --enable-mpi-thread-multiple"
 )
@@ -67,7 +67,11 @@ def load_library() -> MpiLibrary:
     """Return the MPI library that mpi4py would use. Raises MissingCapabilityError if there is no MPI library."""
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
+            [sys.executable, "-P", "-c", _ASK],
+            capture_output=True,
+            text=True,
+            timeout=CHILD_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise MissingCapabilityError(

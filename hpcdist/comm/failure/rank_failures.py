@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transport import Request
+from hpcdist.comm.transport import LARGEST_TAG, Request
 from hpcdist.errors import DeadlineError, RankDiedError
 
 Result = TypeVar("Result")
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 DETECTION_PATIENCE_S: Final = 1.0  # a connection may break before the MPI library detects the failure (empirical)
 _POLL_S: Final = 1e-3
-_UNUSED_TAG: Final = 32766  # a tag without messages
+_UNUSED_TAG: Final = LARGEST_TAG - 1  # a tag without messages
 
 
 def is_rank_failure(
@@ -85,8 +85,8 @@ def _has_failed(comm: Communicator, patience_s: float) -> bool:
 AGREEMENT_PATIENCE_S: Final = 2.0  # ranks that fail alike do so within milliseconds; longer for loaded machines
 _SLACK_S: Final = 0.5  # added to the wait of the other ranks for rank 0's answer
 _PAUSE_S: Final = 1e-3
-_AGREEMENT_TAG: Final = 32767  # the largest tag that every MPI guarantees (MPI_TAG_UB)
-_BARRIER_TAG: Final = 32766
+_AGREEMENT_TAG: Final = LARGEST_TAG
+_BARRIER_TAG: Final = LARGEST_TAG - 1
 _DIGEST_BYTES: Final = 16
 
 

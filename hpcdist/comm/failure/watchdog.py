@@ -14,10 +14,10 @@ from typing import Final
 
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.constants import NS_PER_S
 from hpcdist.errors import FAILURE, ConfigurationError
 
 MARKER: Final = "deadline"  # file next to the records: a rank has passed its deadline, so all ranks dump their stacks
-NS: Final = 1_000_000_000
 
 
 class Watchdog:
@@ -87,9 +87,9 @@ class Watchdog:
         next_look = last
         while not self._stopping.wait(self._interval_s):
             now = time.monotonic_ns()
-            if now - last > (5 * self._interval_s + 1) * NS:
+            if now - last > (5 * self._interval_s + 1) * NS_PER_S:
                 resumed = now  # the whole process was stopped (suspended job, debugger): deadlines start again
-                self.recorder.note("frozen", f"was stopped for {(now - last) / NS:.1f} s")
+                self.recorder.note("frozen", f"was stopped for {(now - last) / NS_PER_S:.1f} s")
             self._beat()
             last = now
             overdue = [
@@ -99,21 +99,21 @@ class Watchdog:
                 self._expire(*overdue[0])
                 return
             if now >= next_look:
-                next_look = now + int(self._marker_interval_s * NS)
+                next_look = now + int(self._marker_interval_s * NS_PER_S)
                 self._follow()
 
     def _beat(self) -> None:
-        self.recorder.beat(int(self._interval_s * NS))
+        self.recorder.beat(int(self._interval_s * NS_PER_S))
 
     def _late(self, now: int, start: int, resumed: int, token: int) -> bool:
-        age_s = (now - max(start, resumed)) / NS
+        age_s = (now - max(start, resumed)) / NS_PER_S
         shortest_s = min(self.deadline_s, *self._limits_s.values()) if self._limits_s else self.deadline_s
         return age_s > shortest_s * self._factor and age_s > self._deadline_s(token)
 
     def _expire(self, start: int, token: int) -> None:
         rank, limit_s = self.recorder.rank, self._deadline_s(token)
         what = self.recorder.describe(token)
-        text = f"{what}: has taken {(time.monotonic_ns() - start) / NS:.1f} s, the deadline is {limit_s:g} s"
+        text = f"{what}: has taken {(time.monotonic_ns() - start) / NS_PER_S:.1f} s, the deadline is {limit_s:g} s"
         self.recorder.note("deadline", text)
         self._dump(text)
         if self._announce(f"rank {rank}: {text}\n"):

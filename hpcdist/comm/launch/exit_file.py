@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from hpcdist.constants import SHARED_MEMORY
 from hpcdist.errors import INTERRUPTED, REQUEUE
 from hpcdist.reporting import atomic, regular
 
@@ -28,7 +29,6 @@ RUN_FILE: Final = "run"
 STOPPED_FILE: Final = "stopped"
 NOTHING_TO_SAVE: Final = "at-once-"  # plus the process id: mark of a rank that has nothing to save
 SEGMENTS: Final = "segments-"  # plus the process id: names of the shared memory that the rank's MPI has mapped
-SHARED_MEMORY: Final = Path("/dev/shm")
 SEGMENT_DIRECTORY: Final = "hpcdist-shm-"  # prefix of the name of a directory for the segments of one job
 # Of Open MPI 5 and 4, and MPICH
 _SEGMENT_NAMES: Final = ("sm_segment.", "vader_segment.", "mpich_shm_", SEGMENT_DIRECTORY)

@@ -14,7 +14,7 @@ from hpcdist.comm.launch.exit_file import SURVIVE
 OPEN_MPI_TRANSPORTS: Final = "OMPI_MCA_btl"
 UCX_TRANSPORTS: Final = "UCX_TLS"
 TCP_INTERFACE: Final = "OMPI_MCA_btl_tcp_if_include"
-_FAULT_TOLERANCE: Final = "OMPI_MCA_mpi_ft_enable"
+FAULT_TOLERANCE: Final = "OMPI_MCA_mpi_ft_enable"  # in the environment of every rank started with --with-ft
 _MPIRUN_SIZES: Final = (  # world size, number of ranks on this host, transports
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", OPEN_MPI_TRANSPORTS),
     ("PMI_SIZE", "MPI_LOCALNRANKS", UCX_TRANSPORTS),
@@ -76,7 +76,7 @@ def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
 
     Call this before MPI starts. Local.
     """
-    if environment.get(SURVIVE) or _FAULT_TOLERANCE in environment:
+    if environment.get(SURVIVE) or FAULT_TOLERANCE in environment:
         # With fault tolerance, new ranks need TCP.
         return
     for world_size, local_size, transports in _MPIRUN_SIZES:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from hpcdist.comm.launch.core_binding import CoreBinding
-from hpcdist.comm.launch.exit_file import SEGMENT_DIRECTORY, SEGMENTS, SHARED_MEMORY
+from hpcdist.comm.launch.exit_file import SEGMENT_DIRECTORY, SEGMENTS
 from hpcdist.comm.launch.listeners import OPEN_MPI_TRANSPORTS, TCP_INTERFACE, UCX_TRANSPORTS
+from hpcdist.constants import SHARED_MEMORY, THREAD_VARIABLES
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting.machine import package_version
 
@@ -45,7 +46,6 @@ SECOND_MPI_CURE: Final = (
 # Under a resource manager, its binding and its number of slots are not overridden.
 _RESOURCE_MANAGERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 _HOST_OPTIONS: Final = {"-H", "-f", "-machinefile", "--machinefile", "-rf", "-rankfile", "--rankfile"}
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _EXPORTED: Final = "SLURM_EXPORT_ENV"
 # Options that Open MPI 5 refuses twice; `_last_option` keeps the last one.
 _ONCE: Final = ("--bind-to", "--map-by")
@@ -355,5 +355,5 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables of the ranks for any launcher. ``threads``: number of threads per rank."""
     # Variables that are already set keep their values. If SLURM_EXPORT_ENV is set, srun must pass all variables.
-    added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
+    added = {name: str(threads) for name in THREAD_VARIABLES if name not in environment}
     return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added  # undoes --export=NONE

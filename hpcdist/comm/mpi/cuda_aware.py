@@ -27,11 +27,9 @@ from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import LaunchEnvironment
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import user_cache
-from hpcdist.reporting.machine import package_version
 
 CACHE_FORMAT: Final = 1
 CACHE_KIND: Final = "device_pointers"
-CACHE_PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
 # Includes variables of the loader: the same MPI library may run above a UCX with CUDA or without CUDA.
 CACHE_SETTINGS: Final = ("MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_", "LD_")
 
@@ -58,7 +56,7 @@ def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.e
         "driver": driver,
         "cupy": str(module.__version__),
         "settings": user_cache.mpi_settings(environment, *CACHE_SETTINGS),
-        "software": {name: package_version(name, "not installed") for name in CACHE_PACKAGES},
+        "software": user_cache.software(),
     }
 
 

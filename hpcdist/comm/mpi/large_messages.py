@@ -12,9 +12,10 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, namespace
 from hpcdist.arrays.ranges import Range
+from hpcdist.comm.transport import LARGEST_TAG
 
 LARGEST_COUNT = 2**31 - 1  # elements of one call; tests lower it on all ranks
-PAIR_TAG: Final = 32765  # messages of a large all-to-all: MPI promises tags up to 32767
+PAIR_TAG: Final = LARGEST_TAG - 2  # messages of a large all-to-all
 
 
 def pieces(size: int, largest: int | None = None) -> list[Range]:

@@ -17,10 +17,10 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.mpi import ulfm
 from hpcdist.comm.record.flight_recorder import has_ended, start_ticks
+from hpcdist.constants import SHARED_MEMORY
 from hpcdist.errors import RankDiedError
 
 _STRIDE: Final = max(mmap.PAGESIZE, ALIGN_BYTES)
-_SHM: Final = Path("/dev/shm")  # MPI libraries create their windows here
 
 
 class Members:
@@ -127,7 +127,7 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
         views = [whole[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
         return MemoryBlock(views, members, is_shared=True)
     # An MPI library with too little space in /dev/shm may get a SIGBUS at the first touch: check first.
-    if all(ulfm.allgather_objects(mpi, comm, room_in(_SHM) >= sum(sizes))):
+    if all(ulfm.allgather_objects(mpi, comm, room_in(SHARED_MEMORY) >= sum(sizes))):
         with contextlib.suppress(mpi.Exception):  # then private blocks; `hpcdist doctor` checks /dev/shm
             return WindowBlock(mpi, comm, sizes, members)
     return private_block(comm.rank, sizes, members)

@@ -17,9 +17,10 @@ from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import ulfm
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.transport import Message
+from hpcdist.constants import THREAD_VARIABLES
 from hpcdist.errors import UsageError
 
-_INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_")
+_INHERITED: Final = ("HPCDIST_", "PYTHONPATH", *THREAD_VARIABLES, "NUMBA_")
 
 
 @dataclass(frozen=True)

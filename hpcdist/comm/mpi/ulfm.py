@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"  # in the environment of every rank started with --with-ft
+from hpcdist.comm.launch.listeners import FAULT_TOLERANCE
+
 _LIBRARY: Final = "libmpi.so.40"  # of Open MPI 4 and 5
 _SYMBOL: Final = "ompi_ftmpi_enabled"
 
@@ -22,7 +23,11 @@ _SYMBOL: Final = "ompi_ftmpi_enabled"
 @functools.cache  # called in every gather
 def is_enabled(mpi: Any) -> bool:
     """Return True if MPI continues after a rank failure. ``mpi``: the initialised module mpi4py.MPI. Local."""
-    if not mpi.Get_library_version().startswith("Open MPI") or os.environ.get(VARIABLE, "0") in ("", "0", "false"):
+    if not mpi.Get_library_version().startswith("Open MPI") or os.environ.get(FAULT_TOLERANCE, "0") in (
+        "",
+        "0",
+        "false",
+    ):
         return False
     try:
         loaded = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

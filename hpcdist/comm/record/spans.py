@@ -18,12 +18,11 @@ import numpy as np
 
 from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record import flight_recorder
-from hpcdist.comm.record.flight_recorder import MOST_RANKS
+from hpcdist.comm.record.flight_recorder import MOST_BYTES, MOST_RANKS
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
 MAGIC: Final = b"HPCDSPN\0"
-MOST_BYTES: Final = 256 << 20  # largest file that is read; usual files have a few million bytes
 VERSION: Final = 1
 # Phases that share the time of a rank, except "step", which encloses a whole step.
 PHASES: Final = ("compute", "communication", "update", "data", "checkpoint", "validation", "other", "step")

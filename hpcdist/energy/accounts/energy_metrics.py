@@ -11,18 +11,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.constants import ENERGY_COLUMNS, ENERGY_GROUP, ENERGY_SAMPLES, ENERGY_SOURCES, J_PER_KWH
 from hpcdist.energy.report import NODE
 from hpcdist.hdf5 import datasets, files
 from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import json_number
 
-GROUP: Final = "energy"
-SAMPLES: Final = f"{GROUP}/samples"
 BLOCK: Final = 1 << 16  # rows read at once
 MOST_BLOCKS: Final = 1024  # with more samples, a start may appear shorter by the time of a block
 POINTS: Final = (64, 16384)  # samples of a source to keep: per block at least, and of all blocks about
-_COLUMNS: Final = ("t_mono_ns", "session", "node", "source", "energy_mj")
-J_PER_KWH: Final = 3.6e6
 NO_INTENSITY: Final = "no carbon intensity is known: set energy.carbon_g_per_kwh, with energy.carbon_source"
 NO_PRICE: Final = "no price is known: set energy.price_per_kwh"
 NO_ENERGY: Final = "the energy is not known"
@@ -89,8 +86,8 @@ class StartHistory:
 
 def read(path: Path) -> list[StartHistory]:
     """Return the energy history of each start or restart of a run from its metrics file ``path``; [] without data."""
-    with files.open_read(path) as file, regular.damage(path, f"its {GROUP} is damaged, or of another program"):
-        if SAMPLES not in file:
+    with files.open_read(path) as file, regular.damage(path, f"its {ENERGY_GROUP} is damaged, or of another program"):
+        if ENERGY_SAMPLES not in file:
             return []
         sources, samples, gaps = _sources(file), _samples(file), _gaps(file)
     starts: dict[int, list[SourceHistory]] = {}
@@ -110,10 +107,10 @@ def _places(table: dict[str, np.ndarray]) -> list[_Place]:
 
 
 def _sources(file: Any) -> dict[_Place, tuple[str, str, str, bool]]:
-    table = datasets.read(file, f"{GROUP}/sources")
+    table = datasets.read(file, ENERGY_SOURCES)
     about: dict[_Place, tuple[str, bool]] = {}
-    if f"{GROUP}/about" in file:  # not in older files
-        rows = datasets.read(file, f"{GROUP}/about")
+    if f"{ENERGY_GROUP}/about" in file:  # not in older files
+        rows = datasets.read(file, f"{ENERGY_GROUP}/about")
         about = dict(
             zip(_places(rows), zip(map(_text, rows["note"]), map(bool, rows["declared"]), strict=True), strict=True)
         )
@@ -124,11 +121,11 @@ def _sources(file: Any) -> dict[_Place, tuple[str, str, str, bool]]:
 
 
 def _gaps(file: Any) -> set[_Place]:
-    return set(_places(datasets.read(file, f"{GROUP}/gaps"))) if f"{GROUP}/gaps" in file else set()
+    return set(_places(datasets.read(file, f"{ENERGY_GROUP}/gaps"))) if f"{ENERGY_GROUP}/gaps" in file else set()
 
 
 def _samples(file: Any) -> dict[_Place, np.ndarray]:
-    columns = [file[f"{SAMPLES}/{name}"] for name in _COLUMNS]
+    columns = [file[f"{ENERGY_SAMPLES}/{name}"] for name in ENERGY_COLUMNS]
     rows = min(column.shape[0] for column in columns)
     blocks = -(-rows // BLOCK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, MOST_BLOCKS)).astype(int)) if blocks else ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from hpcdist.constants import ENERGY_GROUP
 from hpcdist.energy.monitor.sampler import DrainedSamples
 from hpcdist.energy.monitor.windows import PhaseWindow
 from hpcdist.energy.sources.counters import SourceInfo
@@ -14,7 +15,6 @@ from hpcdist.energy.sources.utilisation import BYTES, COLUMNS
 from hpcdist.hdf5.datasets import Column
 from hpcdist.hdf5.tables import MetricsTable
 
-GROUP: Final = "energy"
 _WHERE: Final = (
     Column("session", "i8", "1", "which start of the run, from 0"),
     Column("node", "i8", "1", "index of the node in the job"),
@@ -73,7 +73,7 @@ _COLUMNS: Final[Mapping[str, tuple[Column, ...]]] = {
         Column("lasted_s", "f8", "s", "time since this start"),
     ),
 }
-TABLES: Final = {name: MetricsTable(f"{GROUP}/{name}", columns) for name, columns in _COLUMNS.items()}
+TABLES: Final = {name: MetricsTable(f"{ENERGY_GROUP}/{name}", columns) for name, columns in _COLUMNS.items()}
 _OF_NODES: Final = ("utilisation", "sampler")
 
 

@@ -5,7 +5,6 @@ sends the rows of each layer in two all-to-alls forward and two backward, each o
 """
 
 import time
-from typing import Final
 
 import numpy as np
 
@@ -17,8 +16,7 @@ from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL
 from hpcdist.collectives.node.published import PublishedMemory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
-
-NODE_SHARED: Final = "node_shared"  # without messages: see `hpcdist.strategies.expert.shared`
+from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:

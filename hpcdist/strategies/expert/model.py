@@ -20,8 +20,9 @@ from hpcdist.models.experts import kernels
 from hpcdist.models.experts.mixture import LocalExperts, StayingRows
 from hpcdist.models.model import Model
 from hpcdist.models.stage import Parameters, Saved, Stage, StreamOf, WrappedStage
-from hpcdist.strategies.expert.axis import NODE_SHARED, ExpertAxis
+from hpcdist.strategies.expert.axis import ExpertAxis
 from hpcdist.strategies.expert.shared import SharedRows
+from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 class TravellingRows(StayingRows):

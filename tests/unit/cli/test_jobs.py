@@ -8,11 +8,12 @@ import pytest
 from harness.jobs import call_command
 from hpcdist.batch import ledger
 from hpcdist.cli.jobs import begin
+from hpcdist.constants import FINISHED
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, STORAGE, USAGE
 from hpcdist.training import run_directory
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run import stop_requests
-from hpcdist.training.run.start_record import FINISHED, StartRecord
+from hpcdist.training.run.start_record import StartRecord
 
 STEPS = 20
 

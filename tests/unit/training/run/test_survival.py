@@ -13,7 +13,8 @@ from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
 from hpcdist.comm.launch import garbage
-from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopReason, StopRequests, agreed_reason
+from hpcdist.constants import STOP_FILE
+from hpcdist.training.run.stop_requests import EXIT_CODES, StopReason, StopRequests, agreed_reason
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
