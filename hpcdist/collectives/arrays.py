@@ -27,6 +27,7 @@ from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.tuning import autotune
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of, whole_number
 from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
 
@@ -37,6 +38,9 @@ BUDGET_S: Final = autotune.BUDGET_S
 _UNORDERED: Final = "hierarchical"  # its shares are not in rank order, as the rows of the result must be
 
 Number = TypeVar("Number", int, float)
+
+# (kind of operation, dtype, type of the array) -> algorithm, or a table by size
+_SELECTED: Final = PerCommunicator[tuple[str, np.dtype, type], str]()
 
 
 @overload
@@ -250,11 +254,10 @@ def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
 def _selected(comm: Communicator, buffer: Array, kind: str) -> str:
     if comm.size == 1:
         return autotune.NATIVE
-    key = kind, buffer.dtype, type(buffer)
-    text: str | None = comm.settled.get(key)
-    if text is None:
-        text = comm.settled[key] = _select(comm, buffer, kind)
-    return text
+    key, selected = (kind, buffer.dtype, type(buffer)), comm.caches[_SELECTED]
+    if key not in selected:
+        selected[key] = _select(comm, buffer, kind)
+    return selected[key]
 
 
 def _select(comm: Communicator, buffer: Array, kind: str) -> str:

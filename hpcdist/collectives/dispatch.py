@@ -40,6 +40,7 @@ from hpcdist.collectives.segments import scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import fault_in_table
+from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.errors import HpcdistError, UsageError
 
 
@@ -120,6 +121,9 @@ class _Prepared:
     scaled: ScaledFunction
 
 
+_PREPARED: Final = PerCommunicator[tuple[str, str, np.dtype] | tuple[str, str, np.dtype, str], _Prepared]()
+
+
 def allreduce(
     comm: Communicator,
     buffer: Array,
@@ -137,23 +141,24 @@ def allreduce(
     # 16-bit floats are summed in float32 and rounded once.
     if algorithm not in _BY_NAME:
         algorithm = _row(comm, buffer, algorithm, op)
-    settled: _Prepared | None = comm.settled.get((algorithm, op, buffer.dtype))
-    if settled is None or type(buffer) is not np.ndarray or buffer.ndim != 1 or not buffer.flags.carray:
-        settled = _prepare(comm, buffer, algorithm, op)
-    if scale != 1.0 and not settled.may_scale:
-        _refuse_scale(comm, buffer, algorithm, op, scale)
-    if comm.size == 1:
-        if scale != 1.0:
+    prepared = comm.caches[_PREPARED].get((algorithm, op, buffer.dtype))
+    if prepared is None or type(buffer) is not np.ndarray or buffer.ndim != 1 or not buffer.flags.carray:
+        prepared = _prepare(comm, buffer, algorithm, op)
+    run = prepared.run
+    if scale != 1.0:
+        if not prepared.may_scale:
+            _refuse_scale(comm, buffer, algorithm, op, scale)
+        if comm.size == 1:
             _scale_alone(buffer, scale)
+            return
+        run = functools.partial(prepared.scaled, scale=scale)
+    elif comm.size == 1:
         return
     # One event for the whole call, so that the watchdog can name a rank that skips the call.
     events = comm.events
-    token = events.begin(comm.name, settled.event, settled.dtype, buffer.size, 0, -1, 0)
+    token = events.begin(comm.name, prepared.event, prepared.dtype, buffer.size, 0, -1, 0)
     try:
-        if scale == 1.0:
-            settled.run(comm, buffer, op)
-        else:
-            settled.scaled(comm, buffer, op, scale=scale)
+        run(comm, buffer, op)
     except REFUSALS:
         events.end(token)  # no rank waits: an open event would be reported by the watchdog
         raise
@@ -177,10 +182,10 @@ def _prepare(comm: Communicator, buffer: Array, algorithm: str, op: str) -> _Pre
         raise
     on_gpu = is_device(buffer)
     key = (algorithm, op, buffer.dtype, "gpu") if on_gpu else (algorithm, op, buffer.dtype)
-    if key not in comm.settled:
-        comm.settled[key] = _compose(comm, algorithm, buffer.dtype, on_gpu)
-    prepared: _Prepared = comm.settled[key]
-    return prepared
+    cache = comm.caches[_PREPARED]
+    if key not in cache:
+        cache[key] = _compose(comm, algorithm, buffer.dtype, on_gpu)
+    return cache[key]
 
 
 def _compose(comm: Communicator, algorithm: str, dtype: np.dtype, on_gpu: bool) -> _Prepared:
