@@ -22,7 +22,7 @@ from benchmarks import harness
 from benchmarks.harness import Results
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.models.experts.mixture import StayingRows

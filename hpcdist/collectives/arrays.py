@@ -18,13 +18,12 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import fault_in, name_of
 from hpcdist.arrays.ranges import Range, consecutive, split
-from hpcdist.collectives import dispatch
+from hpcdist.collectives import autotune, dispatch
 from hpcdist.collectives.algorithms import all_to_all as exchange
 from hpcdist.collectives.algorithms import broadcast as tree
 from hpcdist.collectives.reduction import check_buffer
 from hpcdist.collectives.segments import gather_counts
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
-from hpcdist.collectives.tuning import autotune
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.failure.family import PerCommunicator

@@ -19,10 +19,10 @@ from typing import Final, Protocol, TypeAlias
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import nccl
 from hpcdist.collectives.algorithms import circulant, ring
 from hpcdist.collectives.algorithms.all_to_all import all_to_all_reduce_scatter
-from hpcdist.collectives.gpu import nccl
-from hpcdist.collectives.gpu.staging import staged_all_gather, staged_reduce_scatter
+from hpcdist.collectives.dispatch import staged_all_gather, staged_reduce_scatter
 from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op, combiner, may_lose_nan
 from hpcdist.collectives.segments import scratch

@@ -21,8 +21,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm import events
-from hpcdist.comm.transport import Request
+from hpcdist.comm.transport import Request, attributed, call_site_outside
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
 
@@ -172,7 +171,7 @@ def ranges_fingerprint(shares: Sequence[Range]) -> str:
 
 def call_site() -> str:
     """Return "file:line" of the code outside hpcdist/collectives and hpcdist/comm that called the collective. Local."""
-    site = events.attributed.get(get_ident()) or events.call_site(sys._getframe(1), _INTERNAL)
+    site = attributed.get(get_ident()) or call_site_outside(sys._getframe(1), _INTERNAL)
     return "an unknown place" if site is None else f"{site.code.co_filename}:{site.line}"
 
 

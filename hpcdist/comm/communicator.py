@@ -17,10 +17,9 @@ from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm import checks
 from hpcdist.comm.checks import REDUCTIONS, check_reduction, check_tiling, is_plain
-from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.failure.family import CommunicatorFamily
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.transport import Message, PendingRequest, Request, SharedBlock
+from hpcdist.comm.transport import UNKNOWN_BYTES, Message, PendingRequest, Request, SharedBlock
 from hpcdist.comm.window import DeferredWindow, ObservedWindow, Window
 from hpcdist.errors import UsageError
 

@@ -18,18 +18,18 @@ from typing import Any, Final, NoReturn
 
 from hpcdist.comm import placement
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.failure import exits, failfast
 from hpcdist.comm.failure.rank_failures import all_agree, is_rank_failure
 from hpcdist.comm.failure.watchdog import Watchdog
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.launch import environment, exit_file, guard, listeners, standard_streams
+from hpcdist.comm.launch import environment, exit_file, guard, standard_streams
 from hpcdist.comm.mpi import cuda_aware, spawn
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.spans import NULL_SPANS, Spans, SpanSink
 from hpcdist.comm.threads.communicator import solo
+from hpcdist.comm.transport import NULL_SINK
 from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting import atomic
 
@@ -325,7 +325,7 @@ def import_mpi() -> Any:
     # A job that survives rank failures requests THREAD_SERIALIZED: with THREAD_MULTIPLE, Open MPI 5 may deadlock when a
     # rank dies.
     environment.provide_home()
-    listeners.exclude_tcp()
+    environment.exclude_tcp()
     try:
         import mpi4py
     except ImportError as error:
@@ -343,7 +343,7 @@ def import_mpi() -> Any:
             f"mpi4py {importlib.metadata.version('mpi4py')} finds no MPI library ({error}); load the site's MPI "
             "module, or install hpcdist[workstation]"
         ) from error
-    listeners.restrict_to_loopback()
+    environment.restrict_to_loopback()
     if finalizes:
         setattr(sys, _Finalizer.__name__, _Finalizer(MPI))  # Python empties `sys` as the last module except builtins
     return MPI

@@ -1,14 +1,71 @@
-"""Requests, matched messages and shared memory, which a communicator gets from its transport."""
+"""Interfaces of a communicator to its transport and its observers: requests, messages, shared memory and event sinks.
 
-from collections.abc import Callable
-from typing import Final, Protocol
+MPI libraries without the large counts of MPI-4 need messages of at most 2^31 - 1 elements. A collective is split into
+`pieces`. A message is sent as one element of a derived datatype.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
-from hpcdist.comm.events import EventSink
+from hpcdist.arrays.backend import Array, namespace
+from hpcdist.arrays.ranges import Range
 
 LARGEST_TAG: Final = 32767  # every MPI library supports tags up to this value
+
+
+UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is unknown
+
+
+class CallSite(NamedTuple):
+    """Line of code that requested an operation, which may be executed later or by another thread."""
+
+    code: CodeType
+    instruction: int
+    line: int
+
+
+def call_site_outside(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
+    """Return the innermost call in the stack of ``frame`` whose file is not in the folders ``outside``, or None."""
+    while frame is not None and frame.f_code.co_filename.startswith(outside):
+        frame = frame.f_back
+    return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its operations, instead of the calling line
+
+
+def attribute(site: CallSite | None) -> None:
+    """Record ``site`` as the calling line of this thread's later operations. None restores the actual line. Local."""
+    attributed.pop(get_ident(), None)
+    if site is not None:
+        attributed[get_ident()] = site
+
+
+class EventSink:
+    """Observer of a communicator's operations. This base class does nothing.
+
+    `end` is not called for an operation that raises an error. So the last operation without an end shows the failure.
+    """
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
+
+        ``comm``: communicator name. ``sent_bytes``: bytes that this rank sends, or `UNKNOWN_BYTES`. ``peer``: the other
+        rank, or -1.
+        """
+        return 0
+
+    def end(self, token: int) -> None:
+        """Record the end of the operation for which `begin` returned ``token``."""
+
+
+NULL_SINK: Final = EventSink()
 
 
 class Request(Protocol):
@@ -77,3 +134,40 @@ class PendingRequest:
         if not self.done and self._transport.test():
             self._complete()
         return self.done
+
+
+LARGEST_COUNT = 2**31 - 1  # elements of one call; tests lower it on all ranks
+PAIR_TAG: Final = LARGEST_TAG - 2  # messages of a large all-to-all
+
+
+def pieces(size: int, largest: int | None = None) -> list[Range]:
+    """Split ``size`` elements into ranges of at most ``largest`` elements (default `LARGEST_COUNT`). Local."""
+    largest = largest or LARGEST_COUNT
+    return [Range(start, min(start + largest, size)) for start in range(0, size, largest)]
+
+
+def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
+    """Return the intersection of each of ``ranges`` with ``piece``, relative to ``piece.start``. Local."""
+    return [part.intersect(piece).shift(-piece.start) for part in ranges]
+
+
+def as_one_element(mpi: Any, message: Array) -> list[Any]:
+    """Return an mpi4py buffer specification of ``message`` as one element of a derived datatype. Local."""
+    return [message, 1, _datatype(mpi, message.dtype.char, message.size, LARGEST_COUNT)]
+
+
+@functools.cache  # a program has few sizes; the datatypes live as long as MPI
+def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
+    starts, itemsize = range(0, size, largest), np.dtype(code).itemsize
+    counts = [min(largest, size - start) for start in starts]
+    return mpi.Datatype.fromcode(code).Create_hindexed(counts, [start * itemsize for start in starts]).Commit()
+
+
+def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
+    """Return a new scratch buffer for copies of ``ranges`` of ``buffer``, and each copy's range in it. Local.
+
+    Ranges of more than ``largest`` elements have no copy: their returned range is empty.
+    """
+    sizes = [part.size if part.size <= largest else 0 for part in ranges]
+    slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return namespace(buffer).empty(slots[-1].stop, buffer.dtype), slots

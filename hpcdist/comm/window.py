@@ -9,8 +9,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from hpcdist.comm.events import EventSink
-from hpcdist.comm.mpi import large_messages, ulfm
+from hpcdist.comm import transport
+from hpcdist.comm.mpi import ulfm
+from hpcdist.comm.transport import EventSink
 from hpcdist.errors import MissingCapabilityError, UsageError
 
 PROBE_BYTES: Final = 8  # after the memory of each rank: tests a new window
@@ -100,13 +101,13 @@ class MpiTransfers:
         self.sync()
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        for piece in large_messages.pieces(buffer.size):
+        for piece in transport.pieces(buffer.size):
             self._window.Put(
                 [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
             )
 
     def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        for piece in large_messages.pieces(buffer.size):
+        for piece in transport.pieces(buffer.size):
             self._window.Get(
                 [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
             )

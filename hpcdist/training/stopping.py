@@ -1,4 +1,7 @@
-"""Stop requests (signals, stop file, end of the job) for programs with their own loop: `hpcdist.should_stop`."""
+"""Stop requests (signals, stop file, end of the job) for programs with their own loop: `hpcdist.should_stop`.
+
+The path of a signal through the modules is in `training.run.stop_requests`.
+"""
 
 import os
 import time

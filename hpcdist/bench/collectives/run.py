@@ -19,9 +19,9 @@ from hpcdist.bench.collectives import contenders, results
 from hpcdist.bench.collectives.contenders import BufferContents, BufferPool, CollectivesContender
 from hpcdist.bench.collectives.results import ORDINARY, SHARED, CellLimits, CollectivesCell, CollectivesConfiguration
 from hpcdist.bench.timing import without_collection
+from hpcdist.collectives.autotune import NATIVE
 from hpcdist.collectives.dispatch import AlgorithmTable
 from hpcdist.collectives.node import shared_memory
-from hpcdist.collectives.tuning.autotune import NATIVE
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
 from hpcdist.reporting.units import format_bytes

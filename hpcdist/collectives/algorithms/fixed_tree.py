@@ -25,8 +25,7 @@ from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.ring import all_gather
-from hpcdist.collectives.half_precision import round_into, widen
-from hpcdist.collectives.reduction import check_buffer, check_op, ufunc
+from hpcdist.collectives.reduction import check_buffer, check_op, round_into, ufunc, widen
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator

@@ -11,7 +11,7 @@ import numpy as np
 from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.arrays.intrinsics import array_at, array_behind
 from hpcdist.arrays.jit import jit
-from hpcdist.collectives.half_precision import round_bfloat16, round_float16, widen_bfloat16, widen_float16
+from hpcdist.collectives.reduction import round_bfloat16, round_float16, widen_bfloat16, widen_float16
 
 SUM: Final = 0
 MAX: Final = 1

@@ -22,9 +22,8 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype, name_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
 from hpcdist.collectives import segments
-from hpcdist.collectives.half_precision import multiply
 from hpcdist.collectives.node import kernels, protocol
-from hpcdist.collectives.reduction import check_buffer, check_op
+from hpcdist.collectives.reduction import check_buffer, check_op, multiply
 from hpcdist.collectives.segments import check_ranges
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transport import SharedBlock

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
-from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
+from hpcdist.comm.transport import NULL_SINK, UNKNOWN_BYTES, EventSink
 from hpcdist.errors import MissingCapabilityError
 
 Result = TypeVar("Result")

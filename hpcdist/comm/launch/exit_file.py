@@ -1,8 +1,10 @@
-"""Exit code of a job, written to a file by its ranks, and the exit at stop signals before the first step.
+"""Exit code of a job, written to a file by its ranks, and the start of a command before the first step.
 
-`hpcdist run` trusts the exit code in this file, because Open MPI's mpirun may return 0 after a failure.
+`hpcdist run` trusts the exit code in this file, because Open MPI's mpirun may return 0 after a failure. Before the
+first step, a stop signal exits at once, and garbage collection is rare: imports make hardly any garbage.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -245,3 +247,18 @@ def resume_command(command: Sequence[str], run_dir: Path | None = None, *, scrip
     named = any(word == "--out" or word.startswith("--out=") for word in options)
     added = [*([] if named or run_dir is None else ["--out", str(run_dir)]), "--resume", "auto"]
     return [*command[:begin], *(added + options if script else options + added), *command[end:]]
+
+
+SELDOM: Final = (100_000, 20, 20)
+USUAL: Final = gc.get_threshold()
+
+
+def collect_seldom() -> None:
+    """Run Python's garbage collection less often, until `collect_as_usual` is called. Local."""
+    gc.set_threshold(*SELDOM)
+
+
+def collect_as_usual() -> None:
+    """Undo `collect_seldom`, unless other code has changed the thresholds of the garbage collection. Local."""
+    if gc.get_threshold() == SELDOM:
+        gc.set_threshold(*USUAL)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from hpcdist.comm.launch.core_binding import CoreBinding
+from hpcdist.comm.launch.environment import OPEN_MPI_TRANSPORTS, TCP_INTERFACE, UCX_TRANSPORTS
 from hpcdist.comm.launch.exit_file import SEGMENT_DIRECTORY, SEGMENTS
-from hpcdist.comm.launch.listeners import OPEN_MPI_TRANSPORTS, TCP_INTERFACE, UCX_TRANSPORTS
 from hpcdist.constants import SHARED_MEMORY, THREAD_VARIABLES
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting.machine import package_version

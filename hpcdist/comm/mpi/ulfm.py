@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.comm.launch.listeners import FAULT_TOLERANCE
+from hpcdist.comm.launch.environment import FAULT_TOLERANCE
 
 _LIBRARY: Final = "libmpi.so.40"  # of Open MPI 4 and 5
 _SYMBOL: Final = "ompi_ftmpi_enabled"

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.start import Session, fail_alike, import_mpi, library, refuse_worker, start
+from hpcdist.comm.transport import UNKNOWN_BYTES
 from hpcdist.errors import ConfigurationError, UsageError
 
 Value = TypeVar("Value")

@@ -20,8 +20,8 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Final
 
-from hpcdist.comm.events import EventSink, attributed
 from hpcdist.comm.launch.environment import process_fields
+from hpcdist.comm.transport import EventSink, attributed
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 

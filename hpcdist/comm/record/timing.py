@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
+from hpcdist.comm.transport import NULL_SINK, UNKNOWN_BYTES, EventSink
 from hpcdist.reporting.units import format_bytes
 
 

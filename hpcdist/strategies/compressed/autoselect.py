@@ -18,8 +18,8 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import FLOAT32
 from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.autotune import CLEARLY
 from hpcdist.collectives.sharded import SHARDED
-from hpcdist.collectives.tuning.autotune import CLEARLY
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.compression.compressor import ErrorFeedback
 from hpcdist.reporting.units import format_bytes

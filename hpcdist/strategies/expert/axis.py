@@ -13,7 +13,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL
-from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
 from hpcdist.strategies.tensor.axis import NODE_SHARED

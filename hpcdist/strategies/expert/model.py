@@ -14,7 +14,7 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.experts import kernels
 from hpcdist.models.experts.mixture import LocalExperts, StayingRows

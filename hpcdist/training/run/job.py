@@ -12,7 +12,7 @@ from typing import Any
 from hpcdist.arrays import jit
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch import exit_file, garbage, standard_streams
+from hpcdist.comm.launch import exit_file, standard_streams
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.start import Session
 from hpcdist.constants import RECIPE_FILE
@@ -137,7 +137,7 @@ class TrainingJob:
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
         """Make the remaining steps, then validate. Return (outcome, validation loss or NaN). Collective."""
-        garbage.collect_as_usual()  # user modules may make cycles that hold large arrays
+        exit_file.collect_as_usual()  # user modules may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:
             try:

@@ -10,7 +10,7 @@ from harness.trainings import Trained as Run
 from harness.trainings import check_same
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.gpu import nccl
+from hpcdist.collectives import nccl
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.collectives.cost_model import LinkParameters, MachineCosts
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
-from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache

@@ -22,7 +22,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
 from hpcdist.arrays.memory import Ledger
 from hpcdist.collectives import segments
-from hpcdist.collectives.nonblocking.progress import (
+from hpcdist.collectives.progress import (
     ALL_GATHER,
     ALLREDUCE,
     REDUCE_SCATTER,

@@ -19,12 +19,11 @@ from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
+from hpcdist.collectives import nccl, tuning_cache
+from hpcdist.collectives.cost_model import FORMULAS, Clock, MachineCosts, Topology, measure_machine, slowest_rank
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
-from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.reduction import REFUSALS
-from hpcdist.collectives.tuning import cache
-from hpcdist.collectives.tuning.cache import Tuning, TuningRow
-from hpcdist.collectives.tuning.cost_model import FORMULAS, Clock, MachineCosts, Topology, measure_machine, slowest_rank
+from hpcdist.collectives.tuning_cache import Tuning, TuningRow
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
 
@@ -170,7 +169,7 @@ def select(
     if slowest_rank(everyone, comm.size) == 1:
         return Tuning(NATIVE, source="default")
     topology = _agreed(everyone, Topology.of(comm))
-    key = cache.key(
+    key = tuning_cache.key(
         everyone,
         topology.ranks_per_node,
         library,
@@ -179,9 +178,9 @@ def select(
         request.buffer,
         request.max_bytes,
     )
-    note, load = "", slowest_rank(everyone, cache.load_per_processor())
+    note, load = "", slowest_rank(everyone, tuning_cache.load_per_processor())
     if cached and not renewed:
-        stored, note = everyone.broadcast_object(cache.read(key, load) if everyone.rank == 0 else None)
+        stored, note = everyone.broadcast_object(tuning_cache.read(key, load) if everyone.rank == 0 else None)
         if stored is not None and usable(stored.text, request.kind, topology.nodes):
             earlier: Tuning = stored
             return earlier
@@ -193,7 +192,7 @@ def select(
         str(AlgorithmTable.of(_limits(rows, request.kind))), tuple(rows), machine, seconds, "measured", note, load
     )
     if cached and everyone.rank == 0:
-        tuning = cache.save(tuning, key)
+        tuning = tuning_cache.save(tuning, key)
     agreed: Tuning = everyone.broadcast_object(tuning)
     return agreed
 
