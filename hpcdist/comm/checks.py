@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from threading import get_ident
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.comm.transport import Request, attributed, call_site_outside
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
+
+if TYPE_CHECKING:  # communicator.py imports this module
+    from hpcdist.comm.communicator import Communicator
 
 REDUCTIONS: Final = ("sum", "max", "min")
 _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS["float64"]))
@@ -64,19 +67,6 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL: Final = (*(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm")), contextlib.__file__)
 
 
-class ComparableCommunicator(Protocol):
-    """Attributes and methods of a communicator that the comparison of calls needs."""
-
-    name: str
-    rank: int
-    size: int
-    checked: bool
-    is_comparing: bool
-
-    def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None: ...
-    def iallreduce(self, buffer: Array, op: str = "sum") -> Request: ...
-
-
 Move: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is in flight
 
 
@@ -112,9 +102,7 @@ def describe_call(
     return CollectiveCall(operation, algorithm, name, str(count), reduction, extra)
 
 
-def compare_native(
-    comm: ComparableCommunicator, operation: str, buffer: Array, reduction: str = "", extra: str = ""
-) -> None:
+def compare_native(comm: "Communicator", operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
     """Check that all ranks pass equal arguments to a collective that MPI executes. Collective over ``comm``.
 
     Raises CommunicationError on every rank if they differ. For the arguments see `describe_call`.
@@ -123,7 +111,7 @@ def compare_native(
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
 
-def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, move: Move | None = None) -> None:
+def compare_calls(comm: "Communicator", call: CollectiveCall, move: Move | None = None) -> None:
     """Raise CommunicationError on all ranks unless all ranks of ``comm`` pass an equal ``call``. Collective.
 
     ``move(request)`` is called repeatedly until the comparison message ``request`` is complete.
@@ -134,9 +122,7 @@ def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, move: Move
         raise CommunicationError(_difference(comm.name, everybody))
 
 
-def announce_refusal(
-    comm: ComparableCommunicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None
-) -> None:
+def announce_refusal(comm: "Communicator", call: CollectiveCall, error: HpcdistError, move: Move | None = None) -> None:
     """Make the ranks that wait in `compare_calls` fail, because this rank raises ``error`` instead of making ``call``.
 
     ``move(request)`` is called repeatedly until the message ``request`` is complete.
@@ -153,7 +139,7 @@ def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[.
     ``algorithm`` is the name of the algorithm in error messages.
     """
 
-    def compare_then_run(comm: ComparableCommunicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
+    def compare_then_run(comm: "Communicator", buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"
         compare_calls(comm, describe_call("allreduce", algorithm, buffer, op, times))
         if scale == 1.0:
@@ -176,7 +162,7 @@ def call_site() -> str:
 
 
 def _exchange_calls(
-    comm: ComparableCommunicator, call: CollectiveCall, move: Move | None = None
+    comm: "Communicator", call: CollectiveCall, move: Move | None = None
 ) -> list[tuple[CollectiveCall, str]]:
     fields = [" ".join(field.split())[:_FIELD_CHARACTERS] for field in astuple(call)]
     text = "\t".join(fields).encode("ascii", "replace") + b"\n"

@@ -15,6 +15,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, namespace
 from hpcdist.arrays.ranges import Range
+from hpcdist.errors import CommunicationError
 
 LARGEST_TAG: Final = 32767  # every MPI library supports tags up to this value
 
@@ -138,6 +139,18 @@ class PendingRequest:
 
 LARGEST_COUNT = 2**31 - 1  # elements of one call; tests lower it on all ranks
 PAIR_TAG: Final = LARGEST_TAG - 2  # messages of a large all-to-all
+
+
+def check_size(nbytes: int, source: int, tag: int, buffer: Array, receiver: str = "") -> None:
+    """Raise CommunicationError unless a received message of ``nbytes`` bytes fills ``buffer``. Local.
+
+    ``receiver``: beginning of the error message.
+    """
+    if nbytes != buffer.nbytes:
+        raise CommunicationError(
+            f"{receiver}a message of {nbytes} bytes from rank {source} (tag {tag}) arrived for a buffer of "
+            f"{buffer.nbytes} bytes; both must have the same size"
+        )
 
 
 def pieces(size: int, largest: int | None = None) -> list[Range]:

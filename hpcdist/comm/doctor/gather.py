@@ -18,9 +18,10 @@ import numpy as np
 
 from hpcdist.comm.communicator import Communicator, Nodes
 from hpcdist.comm.doctor.facts import NodeFacts, RankFacts
-from hpcdist.comm.doctor.job_checks import ClockOffset, Greeting, RankRow, RankTable
+from hpcdist.comm.doctor.job_checks import Greeting, RankRow, RankTable
 from hpcdist.comm.failure import failfast
-from hpcdist.comm.record import clock_offsets
+from hpcdist.comm.record.clock_offsets import ClockReading, measure_offsets
+from hpcdist.constants import NS_PER_S
 from hpcdist.errors import DeadlineError
 from hpcdist.reporting import atomic
 
@@ -37,7 +38,7 @@ class Gathered:
     """Facts of all ranks, on rank 0. ``failure``: rank 0's error when it wrote a file to the run directory, or ""."""
 
     table: RankTable
-    offsets: tuple[ClockOffset, ...]
+    offsets: tuple[ClockReading, ...]
     failure: str
 
 
@@ -89,7 +90,7 @@ def gather(
     nodes = comm.nodes()
     greeting = greet(comm, nodes, stage)
     stage("comparing clocks")
-    offsets = () if nodes.leaders is None else compare_clocks(nodes.leaders, clock)
+    offsets = () if nodes.leaders is None else measure_offsets(nodes.leaders, lambda: round(clock() * NS_PER_S))
     stage(f"looking for a new file in {directory}")
     # The result names the nodes that do not see rank 0's new file within `look_s` seconds.
     name, text, failure = comm.broadcast_object(_leave_text(directory, prefix) if comm.rank == 0 else None)
@@ -155,12 +156,6 @@ def _ring(comm: Communicator) -> tuple[bool, float | None]:
         right = right and heard.tolist() == [source, number]
     # True if all messages arrived intact, and the median seconds per small message.
     return right, float(np.median(times))
-
-
-def compare_clocks(leaders: Communicator, clock: Callable[[], float] = time.time) -> tuple[ClockOffset, ...]:
-    """Return each node's clock offset to node 0 on rank 0, else (). ``leaders`` has one rank per node. Collective."""
-    readings = clock_offsets.measure_offsets(leaders, lambda: round(clock() * 1e9))
-    return tuple(ClockOffset(reading.offset_ns / 1e9, reading.bound_ns / 1e9) for reading in readings)
 
 
 def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:

@@ -8,6 +8,8 @@ from typing import Final
 from hpcdist import constants
 from hpcdist.comm.doctor.facts import NodeFacts, RankFacts, SchedulerRequest, Volume
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
+from hpcdist.comm.record.clock_offsets import ClockReading
+from hpcdist.constants import NS_PER_S
 from hpcdist.reporting.hostlist import group_texts
 from hpcdist.reporting.units import counted, format_bytes
 
@@ -151,20 +153,7 @@ OF_ONE_NODE: Final = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs"
 _MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is only a warning
 
 
-@dataclass(frozen=True)
-class ClockOffset:
-    """Clock offset of a node relative to the first node's clock, and the bound of its measurement error, in seconds."""
-
-    offset_s: float
-    bound_s: float
-
-    @property
-    def certain_s(self) -> float:
-        """Lower bound of the absolute clock offset in seconds: the measured value minus its error, at least 0."""
-        return max(0.0, abs(self.offset_s) - self.bound_s)
-
-
-def check_clocks(table: RankTable, offsets: Sequence[ClockOffset], limit_s: float = SKEW_S) -> Check:
+def check_clocks(table: RankTable, offsets: Sequence[ClockReading], limit_s: float = SKEW_S) -> Check:
     """Check that node clocks agree within ``limit_s`` seconds. ``table`` (facts of all ranks) names the nodes.
 
     ``offsets`` holds each node's clock offset to the first node.
@@ -172,20 +161,21 @@ def check_clocks(table: RankTable, offsets: Sequence[ClockOffset], limit_s: floa
     name = "clocks"
     if len(offsets) < 2:
         return Check(name, OK, "one node")
-    wrong = [offset.certain_s > limit_s for offset in offsets]
+    wrong = [abs(offset.offset_ns) - offset.bound_ns > limit_s * NS_PER_S for offset in offsets]
     if any(wrong):
         texts = [_ahead(offset) if bad else "" for offset, bad in zip(offsets, wrong, strict=True)]
         cure = "walltime and logs use these clocks: the site's time service (chronyd, ntpd) does not run there"
         return Check(name, WARN, table.by_node(texts), cure)
-    most = max(offsets, key=lambda offset: abs(offset.offset_s))
-    bound_s = max(offset.bound_s for offset in offsets)
-    return Check(name, OK, f"at most {abs(most.offset_s) * 1e3:.3f} ms apart, to within {bound_s * 1e3:.3f} ms")
+    most_ns = max(abs(offset.offset_ns) for offset in offsets)
+    bound_ns = max(offset.bound_ns for offset in offsets)
+    return Check(name, OK, f"at most {most_ns / 1e6:.3f} ms apart, to within {bound_ns / 1e6:.3f} ms")
 
 
-def _ahead(offset: ClockOffset) -> str:
+def _ahead(offset: ClockReading) -> str:
     # To 0.1 s, so that nodes with the same wrong offset share a text.
-    side = "ahead of" if offset.offset_s > 0 else "behind"
-    return f"{abs(offset.offset_s):.1f} s {side} the first node, to within {max(0.1, offset.bound_s):.1f} s"
+    offset_s, bound_s = offset.offset_ns / NS_PER_S, offset.bound_ns / NS_PER_S
+    side = "ahead of" if offset_s > 0 else "behind"
+    return f"{abs(offset_s):.1f} s {side} the first node, to within {max(0.1, bound_s):.1f} s"
 
 
 def check_directory(table: RankTable, path: str, failure: str) -> Check:

@@ -19,7 +19,6 @@ from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import shared_memory, ulfm
 from hpcdist.comm.transport import Message, Request, SharedBlock
-from hpcdist.errors import CommunicationError
 
 _EXTREMES: Final = {"max": np.maximum, "min": np.minimum}
 _EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH uses a slow algorithm above if the operator is user-defined
@@ -67,11 +66,7 @@ class _MpiMessage:
         self.source, self.tag, self.nbytes = status.Get_source(), status.Get_tag(), status.Get_elements(mpi.BYTE)
 
     def recv(self, buffer: Array) -> None:
-        if buffer.nbytes != self.nbytes:
-            raise CommunicationError(
-                f"a message of {self.nbytes} bytes from rank {self.source} (tag {self.tag}) arrived for a buffer of "
-                f"{buffer.nbytes} bytes; both must have the same size"
-            )
+        transport.check_size(self.nbytes, self.source, self.tag, buffer)
         target, finish = self._handover.incoming(buffer)
         is_large = target.size > transport.LARGEST_COUNT
         self._message.Recv(transport.as_one_element(self._mpi, target) if is_large else target)
@@ -106,11 +101,8 @@ class MpiCommunicator(Communicator):
     def _check_received(self, message: Array, status: Any) -> None:
         # MPI raises only for a longer message (ERR_TRUNCATE); a shorter one would leave old data at the end.
         received = status.Get_elements(self._mpi.BYTE)  # Get_count is wrong from 2^31 bytes on
-        if received != message.nbytes:
-            raise CommunicationError(
-                f"{self.name} rank {self.rank}: a message of {received} bytes from rank {status.Get_source()} "
-                f"(tag {status.Get_tag()}) arrived for a buffer of {message.nbytes} bytes; both must have the same size"
-            )
+        receiver = f"{self.name} rank {self.rank}: "
+        transport.check_size(received, status.Get_source(), status.Get_tag(), message, receiver)
 
     def _isend(self, message: Array, peer: int, tag: int) -> Request:
         return _MpiRequest(self._comm.Isend(self._spec(message), peer, tag))

@@ -45,7 +45,7 @@ def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
 
 MAGIC: Final = b"HPCDREC\0"
 MOST_BYTES: Final = 256 << 20  # largest file that is read; usual files have one or two million bytes
-VERSION: Final = 1
+VERSION: Final = 1  # of the files of flight recorders and spans
 # magic, version, rank, world, pid, capacity, start of the process in clock ticks, wall clock, monotonic clock, host
 HEADER: Final = struct.Struct("<8sIIIIIxxxxQqq64s")
 BEAT: Final = 16  # words of 8 bytes from the start of the file: time of the last heartbeat,
@@ -169,11 +169,29 @@ class RankRecord:
 
 def read(path: Path) -> RankRecord:
     """Return the content of one rank's flight recorder file. Raises StorageError if the file is invalid."""
+    return parse(read_bytes(path, "flight recorder"), path)
+
+
+def read_bytes(path: Path, kind: str) -> bytes:
+    """Return the content of the file ``path`` of this ``kind``, a name for the message of the StorageError."""
     try:
-        data = regular.read(path, MOST_BYTES)
+        return regular.read(path, MOST_BYTES)
     except OSError as error:
-        raise StorageError(f"the flight recorder file {path} cannot be read: {error}; check its permissions") from error
-    return parse(data, path)
+        raise StorageError(f"the {kind} file {path} cannot be read: {error}; check its permissions") from error
+
+
+def check_header(path: Path, version: int, nbytes: int, least_bytes: int, rank: int, world: int) -> None:
+    """Raise StorageError if the header of a recorder file of ``nbytes`` bytes is invalid."""
+    if version != VERSION or nbytes < least_bytes:
+        raise StorageError(
+            f"{path} has version {version} and {nbytes} bytes; expected version {VERSION} and at least {least_bytes} "
+            "bytes. Use the hpcdist version that wrote the file, or delete the file"
+        )
+    if not rank < world <= MOST_RANKS:
+        raise StorageError(
+            f"{path} is damaged: the header has rank {rank} and {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
+            "delete the file"
+        )
 
 
 def parse(data: bytes, path: Path) -> RankRecord:
@@ -181,16 +199,7 @@ def parse(data: bytes, path: Path) -> RankRecord:
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short); delete {path}")
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
-    if version != VERSION or len(data) < size_bytes(capacity):
-        raise StorageError(
-            f"{path} has version {version} and {len(data)} bytes; expected version {VERSION} and at least "
-            f"{size_bytes(capacity)} bytes. Use the hpcdist version that wrote the file, or delete the file"
-        )
-    if not rank < world <= MOST_RANKS:
-        raise StorageError(
-            f"{path} is damaged: the header has rank {rank} and {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
-            "delete the file"
-        )
+    check_header(path, version, len(data), size_bytes(capacity), rank, world)
     offset = wall - monotonic
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
     try:

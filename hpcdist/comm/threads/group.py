@@ -14,6 +14,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import ANY
 from hpcdist.comm.handover import Handover
+from hpcdist.comm.transport import check_size
 from hpcdist.errors import CommunicationError, DeadlineError, RankDiedError
 
 
@@ -281,12 +282,7 @@ class ThreadBlock:
 
 def deliver(envelope: ThreadMessage, message: Array) -> None:
     """Copy the payload of the received ``envelope`` into ``message``, the user's buffer of the same size."""
-    # Raises CommunicationError if the sizes differ.
-    if envelope.payload.nbytes != message.nbytes:
-        raise CommunicationError(
-            f"a message of {envelope.payload.nbytes} bytes from rank {envelope.source} (tag {envelope.tag}) arrived "
-            f"for a buffer of {message.nbytes} bytes; both must have the same size"
-        )
+    check_size(envelope.payload.nbytes, envelope.source, envelope.tag, message)
     message.view(np.uint8)[...] = envelope.payload
 
 
