@@ -49,8 +49,8 @@ def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return the result. Collective over keyword-only ``comm``.
 
-    ``array``: numpy or cupy array, PyTorch tensor, or number, of equal shape on all ranks. ``op``: "sum", "mean" (not
-    for integers), "max" or "min". All ranks get the same bits. Raises UsageError for an invalid op, and
+    ``array``: numpy or cupy array, PyTorch tensor, or number, of equal shape on all ranks. ``op``: "sum", "mean"
+    (not for integers), "max" or "min". All ranks get the same bits. Raises UsageError for an invalid op, and
     BufferHandoverError for an unsupported array.
     """
     # 16-bit floats are summed in float32 and rounded once. Python integers must fit in 64 bits; their sum is exact.
@@ -109,7 +109,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     """Return the rows of all ranks' arrays, concatenated in rank order. Collective over keyword-only ``comm``.
 
-    ``array``: shape (n, ...). Only n may differ between ranks. Raises UsageError for a 0-d array or unequal dims, and
+    ``array``: shape (n, ...). Only n may differ between ranks. Raises UsageError for other shapes, and
     BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
@@ -240,12 +240,12 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the allreduce algorithm for ``buffer``, or a table by size. The first call for a dtype is collective."""
+    """Return the allreduce algorithm (or table by size) for ``buffer``. The first call for a dtype is collective."""
     return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 
 def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
-    """Return the `Sharding` algorithm for ``buffer``. The first call for a dtype and device is collective."""
+    """Return the `Sharding` for ``buffer``. The first call for a dtype and device is collective."""
     name = _selected(comm, buffer, autotune.SHARDED_KIND)
     return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
 

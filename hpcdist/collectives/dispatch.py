@@ -64,7 +64,7 @@ from hpcdist.errors import HpcdistError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmTable:
-    """Allreduce algorithms by buffer size: ``names[i]`` up to ``limits[i]`` bytes, else the last of ``names``."""
+    """Allreduce algorithms by buffer size: ``names[i]`` up to ``limits[i]`` bytes, and the last name above."""
 
     names: tuple[str, ...]
     limits: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class AlgorithmTable:
 
     @classmethod
     def of(cls, rows: list[tuple[int, str]]) -> "AlgorithmTable":
-        """Return the table of ``rows``: (largest size in bytes, algorithm), ascending. The last size is ignored."""
+        """Return the table of ``rows``: (largest size in bytes, algorithm), ascending. The last size is not used."""
         run_ends = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
         return cls((*(name for _, name in run_ends), rows[-1][1]), tuple(limit for limit, _ in run_ends))
 
@@ -101,10 +101,8 @@ def parse_algorithm(text: "str | AlgorithmTable") -> AlgorithmTable:
             f"invalid allreduce algorithm: {fault}; choose one of {', '.join(names)}, or a table by buffer size, "
             "NAME<=BYTES,...,NAME, for example recursive_doubling<=4096,ring"
         )
-    return text if isinstance(text, AlgorithmTable) else _rows(text)
-
-
-def _rows(text: str) -> AlgorithmTable:
+    if isinstance(text, AlgorithmTable):
+        return text
     rows = [row.partition("<=") for row in text.split(",")]
     return AlgorithmTable(tuple(name for name, _, _ in rows), tuple(int(limit) for _, _, limit in rows[:-1]))
 
@@ -153,8 +151,7 @@ def allreduce(
     """Reduce ``buffer`` in place by ``algorithm``, with equal bits on all ranks. Collective over ``comm``.
 
     ``buffer``: 1-D, contiguous, of equal size and dtype on every rank. ``op``: "sum", "max" or "min". Keyword-only
-    ``scale``: factor of the result, 1 for integers. Raises UsageError for invalid arguments, and BufferHandoverError
-    for an unsupported buffer.
+    ``scale``: factor of the result; 1 for integers. Raises UsageError, or BufferHandoverError for the buffer.
     """
     # 16-bit floats are summed in float32 and rounded once.
     if algorithm not in _BY_NAME:
@@ -227,7 +224,7 @@ def _refuse_scale(comm: Communicator, buffer: Array, algorithm: str, op: str, sc
 
 
 def with_scale(function: AllreduceFunction) -> ScaledFunction:
-    """Return a version of the allreduce ``function`` whose keyword-only ``scale`` multiplies the result. Local."""
+    """Return the allreduce ``function`` with a keyword ``scale`` that multiplies the result. Local."""
     if "scale" in inspect.signature(function).parameters:
         return cast(ScaledFunction, function)
 
@@ -280,7 +277,7 @@ def _fill(source: Array, block: np.ndarray, after: Event) -> Event:
 def staged_reduce_scatter(
     function: ReduceScatter, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum"
 ) -> None:
-    """Reduce-scatter a GPU ``buffer`` by ``function`` on the host. Rank r gets the range ``shares[r]``. Collective."""
+    """Reduce-scatter a GPU ``buffer`` by ``function`` on the host. Rank r gets ``buffer[shares[r]]``. Collective."""
     host = staging.to_host(buffer)
     function(comm, host, shares, op)
     share = shares[comm.rank]
@@ -289,7 +286,7 @@ def staged_reduce_scatter(
 
 
 def staged_all_gather(function: AllGather, comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
-    """All-gather a GPU ``buffer`` by ``function`` on the host. Rank r provides the range ``shares[r]``. Collective."""
+    """All-gather a GPU ``buffer`` by ``function`` on the host. Rank r contributes ``buffer[shares[r]]``. Collective."""
     host = staging.lease(buffer.size, buffer.dtype)
     share = shares[comm.rank]
     if share:
@@ -306,7 +303,6 @@ _ON_HOST: Final = ("hierarchical",)
 
 
 def _route(algorithm: str, function: AllreduceFunction) -> AllreduceFunction:
-    """Return the allreduce ``algorithm`` for GPU buffers. ``function``: the same algorithm for host buffers. Local."""
     if algorithm == NCCL:
         return nccl.nccl_allreduce
     if algorithm == "node_shared":
@@ -332,7 +328,7 @@ def _pointers(function: AllreduceFunction, asks: str, comm: Communicator, buffer
 
 
 def takes_pointers(comm: Communicator, operation: str) -> bool:
-    """Return True if MPI accepts pointers to GPU memory for ``operation``, such as "allreduce", on ``comm``. Local."""
+    """Return True if MPI accepts pointers to GPU memory in ``operation``, such as "allreduce". Local."""
     return isinstance(comm, Communicator) and operation in comm.handover.pointers
 
 

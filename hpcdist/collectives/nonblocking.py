@@ -143,12 +143,12 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait until one MPI request of this engine or of ``*others`` is complete. Local."""
+        """Make progress, then wait for one MPI request, of this engine or of the arguments ``*others``. Local."""
         self.progress()
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until one MPI request is complete: of this engine or of ``*others`` (further arguments). Local."""
+        """Wait until one MPI request is complete, of this engine or of the arguments ``*others``. Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]
@@ -321,9 +321,9 @@ KINDS: Final[dict[str, Callable[[Communicator], ProgressEngine]]] = {"thread": T
 
 
 def begin(comm: Communicator, kind: str) -> ProgressEngine:
-    """Return the progress engine of ``kind`` ("thread" or "poll") for ``comm``. Collective over ``comm``.
+    """Return the progress engine of ``kind`` "thread" or "poll" for ``comm``. Collective over ``comm``.
 
-    Raises UsageError for an unknown kind, and MissingCapabilityError if a thread cannot be used.
+    Raises UsageError for an unknown kind, and MissingCapabilityError if no thread can be used.
     """
     if kind not in KINDS:
         raise UsageError(f"progress {kind!r} is unknown; choose one of {', '.join(KINDS)}")

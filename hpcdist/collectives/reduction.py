@@ -35,17 +35,17 @@ AllreduceFunction: TypeAlias = Callable[[Communicator, Array, str], None]
 
 
 class ScaledFunction(Protocol):
-    """An allreduce that multiplies the result by ``scale``, then rounds to the buffer's dtype. Collective."""
+    """An allreduce that multiplies the result by ``scale``, then rounds to the dtype of the buffer. Collective."""
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         """Reduce ``buffer`` in place and multiply the result by keyword-only ``scale``."""
 
 
 def combiner(buffer: Array, op: str) -> Combine:
-    """Return the numpy or cupy ufunc that performs ``op`` on ``buffer``.
+    """Return the numpy or cupy ufunc that performs ``op`` on ``buffer``. Raises UsageError for an unknown op.
 
-    Raises UsageError for an unknown op, and BufferHandoverError for an unsupported buffer. 16-bit floats are
-    unsupported, because every partial sum would be rounded.
+    Raises BufferHandoverError for an unsupported buffer. 16-bit floats are not supported: each partial sum would be
+    rounded.
     """
     check_buffer(buffer)
     if is_16bit_float(buffer.dtype):
@@ -57,7 +57,7 @@ def combiner(buffer: Array, op: str) -> Combine:
 
 
 def ufunc(buffer: Array, op: str) -> Combine:
-    """Return the numpy or cupy ufunc that performs ``op``, for any dtype. Raises UsageError for an unknown op."""
+    """Return the numpy or cupy ufunc of ``op`` for the device of ``buffer``. Raises UsageError for an unknown op."""
     check_op(op)
     function = getattr(namespace(buffer), _UFUNCS[op])
     if buffer.dtype.kind in "iu":  # integers wrap around without warnings
@@ -72,7 +72,7 @@ def ufunc(buffer: Array, op: str) -> Combine:
 
 
 def may_lose_nan(buffer: Array, op: str) -> bool:
-    """Return True for max and min of floats, in which MPI and NCCL may lose NaNs. Local."""
+    """Return True for max and min of floats, because MPI and NCCL may lose NaNs in these. Local."""
     return op != "sum" and buffer.dtype.kind == "f"
 
 
@@ -215,7 +215,7 @@ for _loop in (widen_float16, widen_bfloat16, round_float16, round_bfloat16):
 def widened_allreduce(
     algorithm: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0
 ) -> None:
-    """Reduce 16-bit floats: run ``algorithm`` in float32, multiply by keyword-only ``scale``, round. Collective."""
+    """Reduce 16-bit floats: run ``algorithm`` in float32, multiply by keyword-only ``scale``, and round. Collective."""
     wide = scratch("widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
     widen(buffer, wide)
     algorithm(comm, wide, op)
@@ -232,7 +232,7 @@ def widen(source: Array, target: Array) -> None:
 
 
 def round_into(target: Array, total: Array) -> None:
-    """Round ``total`` to the dtype of ``target`` and write it there. Overflow becomes infinity. Local."""
+    """Round ``total`` to the dtype of ``target``, and write it there. Overflow becomes infinity. Local."""
     if is_16bit_float(target.dtype) and not is_device(target):
         round_on_host(target, total)
         return

@@ -45,8 +45,8 @@ class ReduceScatterFunction(Protocol):
     ) -> None:
         """Reduce ``buffer`` in place, or into ``result``. Rank r gets its element range ``shares[r]``. Collective.
 
-        All ranks or no rank must pass ``result``, an array for this rank's range. ``buffer`` is then not changed,
-        unless ``result`` is a view of it.
+        All ranks or no rank must pass ``result``, an array for this rank's range. Then ``buffer`` is not
+        changed, unless ``result`` is a view of it.
         """
 
 
@@ -56,9 +56,9 @@ AllGatherFunction: TypeAlias = Callable[[Communicator, Array, Sequence[Range]], 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Algorithm that reduce-scatters a buffer to one share per rank, and all-gathers the shares.
+    """Algorithm that reduce-scatters a buffer to one element range per rank, and all-gathers these ranges.
 
-    Share boundaries are multiples of 64 bytes. 16-bit floats are summed in rank order in float32, and rounded once.
+    Range boundaries are multiples of 64 bytes. 16-bit floats are summed in rank order in float32, and rounded once.
     """
 
     shares: SharesFunction

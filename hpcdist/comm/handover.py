@@ -22,7 +22,7 @@ OPERATIONS: Final = (MESSAGES, *COLLECTIVES)
 
 
 class Handover:
-    """Converter of the caller's buffers to memory that MPI may read or write.
+    """Conversion of buffers to memory that MPI may read or write.
 
     ``device_pointers``: the `OPERATIONS` for which MPI accepts pointers to GPU memory; True means all.
     """
@@ -40,10 +40,7 @@ class Handover:
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
-        """Return an array that MPI can send in ``operation``, with the data of ``buffer``.
-
-        16-bit floats are viewed as uint16.
-        """
+        """Return an array with the data of ``buffer`` that MPI can send. 16-bit floats become uint16."""
         _check(buffer)
         if backend.is_device(buffer):
             if operation in self.pointers:
@@ -54,7 +51,7 @@ class Handover:
         return _bits(buffer)
 
     def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], None] | None]:
-        """Return an array into which MPI can receive, and a function that then copies the data to ``buffer``.
+        """Return (array into which MPI can receive, function that copies it to ``buffer``).
 
         The function is None if MPI receives directly into ``buffer``.
         """
@@ -66,13 +63,13 @@ class Handover:
             if operation not in self.pointers:
                 host = staging.lease(buffer.size, buffer.dtype)
                 # No wait here: the copy back follows kernels on the current stream that still use `buffer`.
-                return _bits(host), lambda: _copy_back(host, buffer)
+                return _bits(host), lambda: staging.to_device(host, buffer)
             # MPI writes device memory outside of any stream: kernels that still read the memory must end first.
             device.produced()
         return _bits(buffer), None
 
     def both(self, buffer: Array, operation: str = "") -> tuple[Array, Callable[[], None] | None]:
-        """Return an array with ``buffer``'s data for an in-place MPI ``operation``, and a function to call afterwards.
+        """Return (array with the data of ``buffer``, function to call after MPI's in-place ``operation`` on it).
 
         The function copies the result to ``buffer``. It is None if MPI works directly on ``buffer``.
         """
@@ -81,10 +78,6 @@ class Handover:
         if finish is not None:
             staging.begin_to_host(buffer, message.view(buffer.dtype)).synchronize()
         return message, finish
-
-
-def _copy_back(host: np.ndarray, buffer: Array) -> None:
-    staging.to_device(host, buffer)
 
 
 def _check(buffer: Array) -> None:

@@ -24,7 +24,7 @@ UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume 
 
 
 class CallSite(NamedTuple):
-    """Line of code that requested an operation, which may be executed later or by another thread."""
+    """A line of code that requested an operation. Another thread may execute the operation, or a later call."""
 
     code: CodeType
     instruction: int
@@ -32,7 +32,7 @@ class CallSite(NamedTuple):
 
 
 def call_site_outside(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
-    """Return the innermost call in the stack of ``frame`` whose file is not in the folders ``outside``, or None."""
+    """Return the innermost call in the stack of ``frame`` whose file is not in the directories ``outside``, or None."""
     while frame is not None and frame.f_code.co_filename.startswith(outside):
         frame = frame.f_back
     return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
@@ -42,7 +42,7 @@ attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its o
 
 
 def attribute(site: CallSite | None) -> None:
-    """Record ``site`` as the calling line of this thread's later operations. None restores the actual line. Local."""
+    """Record ``site`` as the call site of later operations of this thread. None: record the actual call site. Local."""
     attributed.pop(get_ident(), None)
     if site is not None:
         attributed[get_ident()] = site
@@ -51,14 +51,14 @@ def attribute(site: CallSite | None) -> None:
 class EventSink:
     """Observer of a communicator's operations. This base class does nothing.
 
-    `end` is not called for an operation that raises an error. So the last operation without an end shows the failure.
+    If an operation raises an error, `end` is not called: an operation without an end shows the failure.
     """
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
 
-        ``comm``: communicator name. ``sent_bytes``: bytes that this rank sends, or `UNKNOWN_BYTES`. ``peer``: the other
-        rank, or -1.
+        ``comm``: name of the communicator. ``sent_bytes``: bytes that this rank sends, or `UNKNOWN_BYTES`.
+        ``peer``: the other rank, or -1.
         """
         return 0
 
@@ -93,7 +93,7 @@ class Message(Protocol):
 class SharedBlock(Protocol):
     """Memory that all ranks of a node can read and write, or private memory if the ranks cannot share memory.
 
-    ``views``: bytes of each rank. If ``is_shared`` is False, only the view of the calling rank exists.
+    ``views``: bytes of each rank. If ``is_shared`` is False, only this rank's view exists.
     """
 
     views: list[np.ndarray]
@@ -106,7 +106,7 @@ class SharedBlock(Protocol):
     def check_alive(self, since: float) -> None:
         """Let messages progress, and raise RankDiedError if a rank of the communicator has died. Local.
 
-        ``since``: value of `time.monotonic` at the start of the wait.
+        ``since``: `time.monotonic` at the start of the wait.
         """
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class SharedBlock(Protocol):
 
 
 class PendingRequest:
-    """A request whose end is recorded in the event log. ``finish``: called once after completion, or None."""
+    """A request whose end is recorded in the event log. ``finish``: function to call after completion, or None."""
 
     def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], None] | None) -> None:
         self._events, self._token, self._transport, self._finish = events, token, transport, finish
@@ -160,7 +160,7 @@ def pieces(size: int, largest: int | None = None) -> list[Range]:
 
 
 def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
-    """Return the intersection of each of ``ranges`` with ``piece``, relative to ``piece.start``. Local."""
+    """Return the intersection of each of ``ranges`` with ``piece``, as offsets from the start of ``piece``. Local."""
     return [part.intersect(piece).shift(-piece.start) for part in ranges]
 
 
@@ -177,9 +177,9 @@ def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
 
 
 def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
-    """Return a new scratch buffer for copies of ``ranges`` of ``buffer``, and each copy's range in it. Local.
+    """Return (scratch buffer, range of each copy in it) to copy ``ranges`` of ``buffer``. Local.
 
-    Ranges of more than ``largest`` elements have no copy: their returned range is empty.
+    Ranges of more than ``largest`` elements get no copy: their returned range is empty.
     """
     sizes = [part.size if part.size <= largest else 0 for part in ranges]
     slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]

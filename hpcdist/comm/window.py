@@ -21,7 +21,7 @@ _MAGIC: Final = 0x6870_6364_0000_0000
 class Window(Protocol):
     """One-sided access to the memory of other ranks. All methods except `close` are local.
 
-    Until `flush`, do not change the buffer of a put, or read the buffer of a get.
+    Before `flush`, do not change the buffer of a put, and do not read the buffer of a get.
     """
 
     memory: np.ndarray  # (bytes of this rank, maybe 0) uint8
@@ -155,7 +155,7 @@ class DeferredWindow:
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MpiTransfers:
     """Return a tested window with ``nbytes`` bytes on this rank. Collective over ``comm``, an mpi4py communicator.
 
-    ``mpi``: module mpi4py.MPI. Raises MissingCapabilityError on all ranks if windows or the test transfers fail.
+    Raises MissingCapabilityError on all ranks if windows do not work.
     """
     transfers, reason = None, ""
     try:

@@ -45,8 +45,8 @@ def all_to_all(
 ) -> None:
     """Send ``send[send_ranges[q]]`` to each rank q; receive from q into ``receive[receive_ranges[q]]``. Collective.
 
-    Buffers are 1-D, contiguous, of equal dtype, without overlap. ``algorithm``: "pairwise", "bruck" or "native". Raises
-    UsageError for invalid algorithms or ranges, and BufferHandoverError for invalid buffers.
+    Buffers are 1-D, contiguous, of equal dtype, without overlap. Raises UsageError for an invalid ``algorithm`` or
+    ranges, and BufferHandoverError for invalid buffers.
     """
     # For "bruck", all ranges on all ranks must have one size.
     function = ALL_TO_ALL.get(algorithm)
@@ -138,10 +138,7 @@ _Parts: TypeAlias = list[list[Array]]  # one list per rank of a node
 def hierarchical_all_to_all(
     comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
 ) -> None:
-    """Send ``send[send_ranges[r]]`` to each rank r, and receive ``receive[receive_ranges[r]]`` from it. Collective.
-
-    _Parts for another node go through a gateway rank, one per pair of nodes.
-    """
+    """Execute `all_to_all`, with one message each way between two nodes. Collective over ``comm``."""
     nodes = comm.nodes()
     here = nodes.members[nodes.index]
     own_ranges = [send_ranges[rank] for rank in here], [receive_ranges[rank] for rank in here]
@@ -192,7 +189,7 @@ def _between(
 
 
 def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
-    """Return the message sizes in elements: an array indexed [rank, 0 (send) or 1 (receive), peer]. Collective."""
+    """Return the message sizes of all ranks: elements, indexed [rank, 0 (send) or 1 (receive), peer]. Collective."""
     local_sizes = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
     return gather_counts(comm, np.array(local_sizes, np.int64))
 
@@ -249,7 +246,7 @@ def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> 
 
 
 def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place. Each rank gets only its range of elements ``buffer[shares[rank]]``. Collective."""
+    """Reduce ``buffer`` in place. Each rank gets only its element range ``buffer[shares[rank]]``. Collective."""
     check_buffer(buffer)
     ufunc(buffer, op)  # rejects an unknown op before anything is sent
     check_ranges(comm, buffer, shares)

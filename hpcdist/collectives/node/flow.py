@@ -35,9 +35,9 @@ ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """Reduction of ``buffer`` over the ranks of a node by messages. Collective over ``intra``, the node's communicator.
+    """Reduction of ``buffer`` by messages over ``intra``, the communicator of a node. Construction is collective.
 
-    ``order``: segments of the buffer, in the order in which they are summed. ``owners``: number of ranks that share the
+    ``order``: segments (ranges) of the buffer, in the order of summation. The first ``owners`` ranks share the
     summation of each segment.
     """
 
@@ -54,7 +54,7 @@ class NodeFlow:
         self._totals: deque[list[Request]] = deque()
 
     def within(self, segment: Range, rank: int) -> Range:
-        """Return the part of ``segment`` that ``rank`` sums, as offsets in ``segment``; may be empty. Local."""
+        """Return the part of ``segment`` that ``rank`` sums, as a range inside the segment; may be empty. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
             parts = split(segment.size, self._owners, self.buffer.itemsize)
@@ -63,12 +63,12 @@ class NodeFlow:
         return parts[rank]
 
     def part(self, segment: Range, rank: int) -> Array:
-        """Return a view of the elements of `buffer` in ``segment`` that ``rank`` sums. Local."""
+        """Return a view of the elements in ``segment`` that ``rank`` sums. Local."""
         part: Array = self.buffer[self.within(segment, rank).shift(segment.start).slice]
         return part
 
     def own(self, segment: Range) -> Array:
-        """Return a view of the elements of `buffer` in ``segment`` that this rank sums. Local."""
+        """Return a view of the elements in ``segment`` that this rank sums. Local."""
         return self.part(segment, self._intra.rank)
 
     def _begin_next(self) -> None:
@@ -109,7 +109,7 @@ class NodeFlow:
             self.combine(total, rows[-1], local_part)
 
     def spread(self, segment: Range) -> None:
-        """Start to exchange the reduced ``segment``: send this rank's part, and receive the other ranks' parts."""
+        """Start to exchange the sums of ``segment``: send this rank's part, and receive the other ranks' parts."""
         for request in self._sends.pop(segment, ()):
             request.wait()  # do not receive into memory that is still being sent
         local_part = self.own(segment)
@@ -144,7 +144,7 @@ MOST_OWNERS: Final = 8  # the memory of a node grows quadratically: 160 MiB for 
 def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
     """Return True if counter number ``word`` of every rank reaches ``number`` within ``spins`` polls.
 
-    ``lines``: address of each rank's counters.
+    ``lines``: address of the counters of each rank.
     """
     for rank in range(lines.size):
         # Acquire: data written before the release store in `raise_to` is visible once the number is.
@@ -158,7 +158,7 @@ def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
 
 @jit
 def raise_to(line: int, word: int, number: int) -> None:
-    """Set this rank's counter number ``word`` to ``number``. ``line``: address of this rank's counters.
+    """Set counter number ``word`` of this rank to ``number``. ``line``: address of this rank's counters.
 
     A rank that reads the new value also sees all earlier writes of this rank.
     """
@@ -166,7 +166,7 @@ def raise_to(line: int, word: int, number: int) -> None:
 
 
 class Counters:
-    """Shared memory of ``comm``: for each rank, progress counters, then ``nbytes`` bytes of data. Collective.
+    """Shared memory of ``comm``: the progress counters of each rank, then ``nbytes`` bytes. Construction is collective.
 
     Each rank writes only its own counters, and reads all counters. ``is_shared``: False if sharing failed.
     """
@@ -180,7 +180,7 @@ class Counters:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
     def publish(self, word: int, number: int) -> None:
-        """Raise this rank's counter number ``word`` to ``number``. Its readers see all earlier writes. Local."""
+        """Set counter number ``word`` of this rank to ``number``. Ranks that read it see all earlier writes. Local."""
         raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
@@ -199,7 +199,7 @@ class Counters:
 
 
 class FlowMemory(Counters):
-    """Memory that the ranks of a node share for reductions. Collective over the node's communicator ``intra``."""
+    """Memory that the ranks of a node share for reductions. Construction is collective over ``intra``."""
 
     def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
         super().__init__(intra, SLOTS * (segment_bytes + part_bytes))
@@ -208,13 +208,13 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the shared memory with the input data of ``rank`` for segment ``number``."""
+        """Return a view of the input data of ``rank`` for segment ``number`` in the shared memory."""
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the shared memory with the sums that ``rank`` computed for segment ``number``."""
+        """Return a view of the sums that ``rank`` computed for segment ``number`` in the shared memory."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
@@ -228,8 +228,8 @@ def flow_of(
 ) -> NodeFlow:
     """Return an object that reduces ``buffer`` over the ranks of a node, segment by segment. Collective over ``intra``.
 
-    ``order``: segments in the order of summation. ``owners``: number of ranks that sum, each at most ``part_bytes``
-    bytes of a segment. Raises CommunicationError after an aborted reduction over ``intra``.
+    ``owners``, ``order``: see `NodeFlow`. ``part_bytes``: maximum bytes of a segment that one rank sums. Raises
+    CommunicationError after an aborted reduction.
     """
     # The first ``owners`` ranks divide each segment. Without shared memory, return a plain `NodeFlow`.
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
@@ -251,7 +251,7 @@ def flow_of(
 
 
 def keep_for(comm: Communicator, intra: Communicator) -> None:
-    """Make `release` of ``comm`` also free the shared memory of ``intra``, the communicator of this node. Local."""
+    """Make `release` of ``comm`` also free the shared memory of its node communicator ``intra``. Local."""
     _inside[comm] = intra
 
 
@@ -339,10 +339,10 @@ def part_bytes(nbytes: int) -> int:
 
 
 class PublishedMemory:
-    """Arrays in a node's shared memory: each rank writes its arrays and reads all arrays. Construction is collective.
+    """Arrays in the shared memory of a node: each rank writes its arrays and reads all. Construction is collective.
 
-    ``is_shared``: False if the ranks cannot share memory. ``head``: for each rank, an array of ``numbers`` int64
-    values. `grow` allocates the other arrays.
+    ``is_shared``: False if sharing failed. ``head``: for each rank, an array of ``numbers`` int64 values. `grow`
+    allocates the other arrays.
     """
 
     def __init__(self, comm: Communicator, numbers: int) -> None:
@@ -355,9 +355,9 @@ class PublishedMemory:
         self.head = [view[view.size - 8 * numbers :].view(np.int64) for view in self._counters.block.views]
 
     def grow(self, sizes: Mapping[str, int]) -> None:
-        """Enlarge each named array to ``sizes[name]`` bytes or more. Its data is lost. Collective.
+        """Enlarge each array to at least ``sizes[name]`` bytes. Its data is lost. Collective, with equal sizes.
 
-        All ranks pass equal sizes. Raises MissingCapabilityError if the memory cannot be shared.
+        Raises MissingCapabilityError if the memory cannot be shared.
         """
         short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, 0)}
         if not short:
@@ -376,7 +376,7 @@ class PublishedMemory:
         segments.count_in_ledger(self._parts.views[self._comm.rank])
 
     def part(self, rank: int, name: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray:
-        """Return the first elements of ``rank``'s array ``name``, in the given shape and dtype. Local."""
+        """Return the first elements of the array ``name`` of ``rank``, in this shape and dtype. Local."""
         nbytes = prod(shape) * dtype.itemsize
         if not nbytes:
             return np.empty(shape, dtype)
@@ -396,5 +396,5 @@ class PublishedMemory:
         self._counters.publish(_TURNS, self._turns)
 
     def wait(self) -> None:
-        """Wait until each rank has called `publish` at least as often as this rank. Local."""
+        """Wait until each rank has called `publish` as often as this rank. Local."""
         self._counters.wait(_TURNS, self._turns)

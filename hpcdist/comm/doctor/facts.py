@@ -46,7 +46,7 @@ _PLUGINS_LIMIT_S: Final = 10.0
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """GPUs that a rank sees, and the name of its chosen GPU or the reason why it has no GPU."""
+    """The GPUs that a rank sees, and the GPU that it chose. ``reason``: why it has no GPU, or ""."""
 
     visible: str | None
     count: int
@@ -56,10 +56,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Volume:
-    """Directory that the job needs, with its file system type and this user's free space.
-
-    ``error``: the reason why the directory is not accessible, or "".
-    """
+    """A directory that the job needs, with its use (``role``), file system type (``kind``), free space or ``error``."""
 
     role: str
     path: str
@@ -71,11 +68,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Hardware, software versions, environment variables and directories of a node.
-
-    A "core" is a hardware thread, except in ``hardware_threads``: the numbers of the hardware threads of each physical
-    core.
-    """
+    """Hardware, software, environment variables and directories of a node. ``cores`` counts hardware threads."""
 
     processor: str
     cores: int
@@ -88,7 +81,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """Resources that the job requested from its scheduler. None means unknown; ``scheduler`` "" means no scheduler."""
+    """Resources that the job requested from its scheduler. None: unknown. ``scheduler`` is "" without a scheduler."""
 
     scheduler: str
     tasks: int | None = None
@@ -98,7 +91,7 @@ class SchedulerRequest:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Resources of a rank: its cores, threads and GPU, and its local rank according to the launcher and to Slurm."""
+    """Cores, threads and GPU of a rank, and its local rank as announced by the launcher and by Slurm."""
 
     host: str
     cores: tuple[int, ...]
@@ -113,7 +106,7 @@ class RankFacts:
 def rank_facts(
     launch: LaunchEnvironment | None, gpu: GpuFacts, environment: Mapping[str, str] = os.environ
 ) -> RankFacts:
-    """Return this rank's resources. ``launch``: launcher name and rank numbers. ``gpu``: result of `gpu_facts`."""
+    """Return this rank's `RankFacts`. ``launch``: the launcher's variables. ``gpu``: result of `gpu_facts`."""
     is_srun_rank = launch is not None and started_by_srun(launch.size, launch.rank, environment)
     return RankFacts(
         host=socket.gethostname().split(".")[0],
@@ -128,7 +121,7 @@ def rank_facts(
 
 
 def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
-    """Choose this rank's GPU, or no GPU if ``kind`` is "cpu". Return its facts. Call this before MPI starts."""
+    """Choose this rank's GPU, unless ``kind`` is "cpu", and return its facts. Call this before MPI starts."""
     visible = environment.get(VISIBLE_GPUS)
     if kind == "cpu":
         return GpuFacts(visible, 0, "", "the device is the CPU")
@@ -148,7 +141,7 @@ def node_facts(
 ) -> NodeFacts:
     """Return this node's hardware, software versions, environment variables and ``volumes``.
 
-    ``library``: MPI version text. ``volumes``: directories that the job needs. ``numa``: sysfs folder of NUMA domains.
+    ``library``: version text of the MPI library. ``numa``: sysfs directory of the NUMA domains.
     """
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}
@@ -164,9 +157,9 @@ def node_facts(
 
 
 def volume_facts(role: str, path: Path, kind: str) -> Volume:
-    """Return the `Volume` of ``path``, with the free space at ``path`` or its nearest existing parent.
+    """Return the `Volume` of ``path``, with the free space of ``path`` or of its nearest existing parent.
 
-    ``role`` is the use of the directory, such as "run directory". ``kind`` is the file system type.
+    ``role``: use of the directory, such as "run directory". ``kind``: file system type.
     """
     existing = path.absolute()
     try:
@@ -179,7 +172,7 @@ def volume_facts(role: str, path: Path, kind: str) -> Volume:
 
 
 def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each NUMA domain in the sysfs folder ``root``, or () if they are unknown."""
+    """Return the hardware threads of each NUMA domain in the sysfs directory ``root``, or () if unknown."""
     domains = []
     for path in sorted(root.glob("node[0-9]*/cpulist")):
         try:
@@ -190,7 +183,7 @@ def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
 
 
 def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
-    """Return a short digest of hpcdist's source files in the folder ``package``, to detect edited copies."""
+    """Return a short hash of hpcdist's source files in the directory ``package``, to detect edited copies."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(package.rglob("*.py")):
         try:
@@ -203,7 +196,7 @@ def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
 def scheduler_request(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> SchedulerRequest:
-    """Return the resources requested from the scheduler. ``launch`` has the launcher's variables. Call on rank 0."""
+    """Return the resources that the job requested. ``launch``: the launcher's variables. Call this on rank 0."""
     if "SLURM_JOB_ID" in environment:
         gpus = any(name in environment for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
         if "SLURM_HET_SIZE" in environment:  # the variables describe only the first component
@@ -228,7 +221,7 @@ def scheduler_request(
 
 
 def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the PMI plugins that srun offers (`srun --mpi=list`), or "" if there are no plugins."""
+    """Return the PMI plugins of srun, as `srun --mpi=list` prints them, or "" without srun."""
     srun = shutil.which("srun", path=environment.get("PATH"))
     if srun is None:
         return ""

@@ -35,7 +35,7 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class Gathered:
-    """Facts of all ranks, on rank 0. ``failure``: rank 0's error when it wrote a file to the run directory, or ""."""
+    """Facts of all ranks, on rank 0. ``failure``: error of rank 0 when it wrote to the run directory, or ""."""
 
     table: RankTable
     offsets: tuple[ClockReading, ...]
@@ -45,7 +45,8 @@ class Gathered:
 class StageDeadline:
     """Time limit of ``limit_s`` seconds for each stage of `hpcdist doctor`'s check of a job. Local.
 
-    On a timeout, a separate thread calls ``fail(error)``, which ends the job.
+    After the limit, a separate thread calls ``fail(error)``, which ends the job. ``where`` names this rank in the
+    error.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """Start the next stage of the check, called ``what`` in errors. ``limit_s`` None: the default time limit."""
+        """Start the next stage of the check. ``what``: its name in errors. ``limit_s`` None: the default limit."""
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
         text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the network to it, does not answer"
@@ -80,11 +81,10 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Test messages, clocks and shared files between all ranks. Return the results on rank 0, else None. Collective.
+    """Test messages, clocks and a shared file between all ranks. Return the results on rank 0, else None. Collective.
 
-    ``facts``: of this rank. ``describe()``: facts of this node. ``directory``: run directory, where rank 0 writes a
-    file. ``prefix``: of the file name. ``look_s``: seconds to wait for the file. ``stage(text)`` is called before each
-    test.
+    ``describe()`` returns the facts of this node. Rank 0 writes a file to the run ``directory``; other nodes wait
+    ``look_s`` seconds for it. ``stage(text)`` is called before each test.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()
@@ -113,9 +113,9 @@ def gather(
 
 
 def greet(comm: Communicator, nodes: Nodes, stage: Callable[[str], None]) -> Greeting:
-    """Test a ring of messages in each node, a ring across nodes and an allreduce. Return the results. Collective.
+    """Test a ring of messages in each node, a ring across nodes, and an allreduce. Return the results. Collective.
 
-    ``stage(text)`` is called before each of these three tests, with a description of the test.
+    ``stage(text)`` is called before each test.
     """
     local_rank = nodes.intra.rank
     stage(f"messages inside the node with {_neighbours(nodes.members[nodes.index], comm.rank)}")
@@ -172,10 +172,7 @@ def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:
 
 
 def look_for_text(path: Path, text: str, patience_s: float = LOOK_S) -> str:
-    """Wait up to ``patience_s`` seconds until file ``path`` contains ``text``. Local.
-
-    Returns the reason for a failure, or "" on success.
-    """
+    """Wait up to ``patience_s`` seconds until file ``path`` contains ``text``. Return "", or why it does not. Local."""
     until = time.monotonic() + patience_s
     while True:
         try:

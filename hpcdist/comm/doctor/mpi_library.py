@@ -33,7 +33,7 @@ WITHOUT_THREADS: Final = (
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check in the report: its name, status (OK, WARN or FAIL), finding, and remedy (``cure``)."""
+    """Result of one check in the report. ``found``: text about the result. ``cure``: advice, or ""."""
 
     name: str
     status: str
@@ -96,7 +96,7 @@ def recognise_library(text: str) -> tuple[str, str]:
 
 
 def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Check the MPI library and the launcher, and check that both belong to the same MPI."""
+    """Check the MPI library and the launcher, and that both belong to the same MPI."""
     checks: list[Check] = []
     loaded = started = None
     try:
@@ -159,7 +159,7 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str) -> list[Check]:
-    """Check an allreduce and the thread level of the started MPI world ``comm``, and report its size. Collective."""
+    """Check an allreduce and the thread level of the MPI world ``comm``, and report its size. Collective."""
     total = np.ones(1)
     comm.allreduce(total)
     nodes = comm.nodes()

@@ -24,7 +24,7 @@ _descendants_lock: Final = threading.Lock()
 class PerCommunicator(Generic[Key, Value]):
     """Cache with a separate dict for each communicator: ``comm.caches[cache]`` is the dict of ``comm``.
 
-    The module that creates the object owns the cache. Setting `checked` and `abandon` empty the dicts.
+    The module that creates the cache owns it. Setting `checked`, or `abandon`, empties the dicts of a communicator.
     """
 
 
@@ -106,8 +106,8 @@ class CommunicatorFamily(ABC):
     def revoke(self) -> None:
         """Make all operations on this communicator and its derived communicators fail on every rank. Local.
 
-        After a rank failure (see `rank_failures.is_rank_failure`), a rank calls this so that other ranks stop waiting
-        for this rank. Afterwards only `failed`, `agree`, `shrink` and `abandon` work.
+        Call this after a rank failure, so that other ranks stop waiting for this rank. Afterwards only
+        `failed`, `agree`, `shrink` and `abandon` work.
         """
         self._check_survivable("revoke")
         self._revoked.update(self._take_descendants())
@@ -116,26 +116,26 @@ class CommunicatorFamily(ABC):
         self._revoke()
 
     def agree(self, flag: bool) -> bool:
-        """Return True if ``flag`` is True on all surviving ranks. All survivors get the same answer, even if ranks die.
+        """Return True if ``flag`` is True on all surviving ranks. All survivors get the same answer.
 
-        Collective over the survivors; it works on a revoked communicator.
+        Collective over the survivors. Works on a revoked communicator.
         """
         self._check_survivable("agree")
         return self._recorded("agree", self._agree, flag)
 
     def shrink(self, label: str = "world") -> Self:
-        """Return a communicator, named ``label``, of the surviving ranks in their old order.
+        """Return a communicator of the surviving ranks in their old order, named ``label``.
 
-        Collective over the survivors; it works on a revoked communicator. A rank that dies during the call may still be
-        a member; the next operation reports it.
+        Collective over the survivors. Works on a revoked communicator. If a rank dies during the call, the next
+        operation reports it.
         """
         self._check_survivable("shrink")
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator of these ranks and ``count`` new Python processes. Collective.
+        """Return a communicator of these ranks and ``count`` new Python processes, named ``label``. Collective.
 
-        ``arguments``, ``environment``: of the new processes. ``label``: name of the communicator.
+        ``arguments``, ``environment``: command line and environment variables of the new processes.
         """
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
@@ -160,15 +160,15 @@ class CommunicatorFamily(ABC):
     def supports(self, feature: str) -> bool:
         """Return True if the transport supports ``feature``. Local.
 
-        Features: "device_pointers" (buffers on a GPU), "thread_multiple", and "ulfm" (survivors can continue after a
-        rank failure). Without "ulfm", `revoke`, `agree` and `shrink` raise MissingCapabilityError.
+        Features: "device_pointers" (buffers on a GPU), "thread_multiple", and "ulfm" (ranks can continue after
+        a rank failure).
         """
 
     @abstractmethod
     def _revoke(self) -> None: ...
     @abstractmethod
     def failed(self) -> tuple[int, ...]:
-        """Return the ranks that this rank knows to have failed, ascending. Other ranks may know others. Local."""
+        """Return the failed ranks that this rank knows of, ascending. Other ranks may know of others. Local."""
 
     @abstractmethod
     def _agree(self, flag: bool) -> bool: ...

@@ -25,7 +25,7 @@ def is_rank_failure(
 ) -> bool:
     """Return True if ``error`` was caused by a dead rank or by a revoked communicator. Local.
 
-    If ``comm`` is passed, any MPI error counts if a rank of ``comm`` is dead.
+    With ``comm``, any MPI error counts if a rank of ``comm`` dies within ``patience_s`` seconds.
     """
     # KeyboardInterrupt never counts.
     if not isinstance(error, Exception):
@@ -91,7 +91,7 @@ _DIGEST_BYTES: Final = 16
 
 
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
-    """Return True if every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
+    """Return True if every rank of ``comm`` passes the same ``text`` within about ``patience_s`` seconds.
 
     Do not use ``comm`` afterwards.
     """
@@ -114,9 +114,9 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
 
 
 def barrier_with_deadline(comm: Communicator, operation: str, patience_s: float) -> None:
-    """Wait until every rank of ``comm`` has called this. Raise DeadlineError after ``patience_s`` seconds. Collective.
+    """Wait until every rank of ``comm`` has called this. Collective.
 
-    ``operation``: description for the error message. After this error, the job must end.
+    Raises DeadlineError after ``patience_s`` seconds; then the job must end. ``operation``: its name in the error.
     """
     # All ranks send to rank 0, which is slow but shows the missing ranks.
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)

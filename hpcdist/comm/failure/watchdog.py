@@ -21,7 +21,7 @@ MARKER: Final = "deadline"  # file next to the records: a rank has passed its de
 
 
 class Watchdog:
-    """Thread that ends the job if an operation recorded by ``recorder`` takes longer than ``deadline_s`` seconds.
+    """Thread that ends the job if an operation in the flight ``recorder`` takes longer than ``deadline_s`` seconds.
 
     Between `relax` and `tighten`, the deadline is ``first_step_factor`` times longer.
     """
@@ -72,7 +72,7 @@ class Watchdog:
         self._factor = 1.0
 
     def limit(self, comm: str, deadline_s: float) -> None:
-        """Set the deadline of the communicator named ``comm``, and of its derived communicators, in seconds. Local."""
+        """Set the deadline, in seconds, of the communicator ``comm`` (a name) and its derived communicators. Local."""
         self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old dictionary
         self._interval_s = min(self._interval_s, deadline_s / 10)
 
@@ -146,13 +146,11 @@ class Watchdog:
         marker = self._identity()
         if marker is not None and marker != self._followed:
             self._followed = marker
-            self._dump(f"the deadline of another rank has passed: {self._read_marker()}")
-
-    def _read_marker(self) -> str:
-        try:
-            return self._marker.read_text().strip()
-        except OSError as error:
-            return f"({error})"
+            try:
+                text = self._marker.read_text().strip()
+            except OSError as error:
+                text = f"({error})"
+            self._dump(f"the deadline of another rank has passed: {text}")
 
     def _identity(self) -> tuple[int, int] | None:
         try:

@@ -26,7 +26,7 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the running kernel's boot id, equal for all processes on this kernel, or else the host name. Local."""
+    """Return the running kernel's boot id, which is equal for all processes of the machine, or the host name. Local."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -105,7 +105,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
 
 
 def interpreter_words(python: str | None) -> list[str]:
-    """Split ``python``, the command that runs Python on the ranks, into words. None: this Python executable."""
+    """Split ``python``, the command that starts Python on the ranks, into words. None: this Python."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; give the Python command of the ranks, e.g. --python /local/env/bin/python")
@@ -113,7 +113,7 @@ def interpreter_words(python: str | None) -> list[str]:
 
 
 def source_folder() -> str | None:
-    """Return the folder that contains hpcdist, such as a git clone, or None if it is installed in site-packages."""
+    """Return the directory that contains hpcdist, such as a git clone, or None for a package in site-packages."""
     home = str(Path(hpcdist.__file__).resolve().parents[1])
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
     return None if home in installed else home
@@ -134,7 +134,7 @@ ENERGY: Final = "HPCDIST_ENERGY"  # "1": a script with the PyTorch backend hpcdi
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The launcher's name, and the world size, rank and local rank that it announced. None means not announced."""
+    """Name of the launcher, and the world size, rank and local rank that it announced. None: not announced."""
 
     launcher: str
     size: int
@@ -158,9 +158,9 @@ _VARIABLES = (
 
 
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
-    """Return the size and ranks that the launcher announced, or None if no launcher started this process.
+    """Return the announcement of the launcher, or None if no launcher started this process.
 
-    SLURM_* variables are used only inside a step of srun. Raises ConfigurationError for an invalid size.
+    SLURM_* variables count only inside a step of srun. Raises ConfigurationError for an invalid size.
     """
     announced = []
     for launcher, size, rank, local_rank in _VARIABLES:
@@ -184,20 +184,20 @@ def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnv
 
 
 def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """If HOME is unset, set it to this user's home or a temporary folder: Open MPI fails without HOME. Local."""
+    """If HOME is unset, set it to the home of this user or a temporary directory: Open MPI needs it. Local."""
     if "HOME" not in environment:
         home = os.path.expanduser("~")  # from the user database, because HOME is not set
         environment["HOME"] = home if os.path.isabs(home) else tempfile.gettempdir()
 
 
 def drop_empty(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Remove empty variables of Slurm, PMI and MPI. For example, an empty SLURM_CPUS_PER_TASK makes mpirun fail."""
+    """Remove empty variables of Slurm, PMI and MPI: an empty SLURM_CPUS_PER_TASK makes mpirun fail."""
     for name in [name for name, value in environment.items() if not value and name.startswith(_LAUNCHERS)]:
         del environment[name]
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:
-    """Return True if srun started this ``rank`` of ``size`` ranks directly, not through mpirun's daemon. Local."""
+    """Return True if srun started this ``rank`` of ``size`` ranks directly, not mpirun's daemon. Local."""
     announced = (integer_variable(environment, "SLURM_STEP_NUM_TASKS"), integer_variable(environment, "SLURM_PROCID"))
     return inside_srun(environment) and announced == (size, rank)
 
@@ -247,7 +247,7 @@ def listening(pid: int | str = "self") -> dict[int, str]:
 
 
 def rank_listeners() -> list[str]:
-    """Return the addresses on which this process listens, except addresses inherited from the launcher. Local."""
+    """Return the addresses on which this process listens, without sockets inherited from the launcher. Local."""
     inherited = set(listening(os.getppid()).values())
     return [address for address in listening().values() if address not in inherited]
 
@@ -266,7 +266,7 @@ def is_loopback(address: str) -> bool:
 
 
 def restrict_to_loopback() -> None:
-    """If MPI may use TCP only on ``lo``, bind all listening sockets to ``lo``. Needs Linux 5.7 or root. Local."""
+    """Bind all listening sockets to ``lo`` if MPI may use TCP only on ``lo``. Needs Linux 5.7 or root. Local."""
     if os.environ.get(TCP_INTERFACE) != "lo":
         return
     for descriptor, address in listening().items():
@@ -276,10 +276,7 @@ def restrict_to_loopback() -> None:
 
 
 def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set ``environment`` to exclude MPI's TCP transports if a plain mpirun started all ranks on this host.
-
-    Call this before MPI starts. Local.
-    """
+    """Exclude MPI's TCP transports in ``environment`` if a plain mpirun started all ranks on this host. Local."""
     if environment.get(SURVIVE) or FAULT_TOLERANCE in environment:
         # With fault tolerance, new ranks need TCP.
         return

@@ -24,7 +24,7 @@ class NodePool(Protocol):
     """Interface that finds failed nodes of a job, and waits for replacement nodes."""
 
     def died(self) -> Sequence[str]:
-        """Check all nodes. Return the names of the nodes that have failed since the last call of this method."""
+        """Return the names of the nodes that have failed since the last call."""
 
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
@@ -49,8 +49,8 @@ def repeat(
 ) -> int:
     """Run a job, and restart it up to ``most`` times after failures. Return the last exit code.
 
-    ``start(n)``: runs the job for the n-th time. ``saved()``: returns {checkpoint: version}. ``pause(seconds)``: waits.
-    ``say(text)``, ``give_up(text)``: print a message about a restart or about the end. ``nodes``: finds failed nodes.
+    ``start(n)`` runs the job for the n-th time. ``saved()`` returns {checkpoint: version}. ``pause(seconds)``
+    waits. ``say(text)`` and ``give_up(text)`` print a message about a restart or about the end.
     """
     # No restart after two starts in a row without a new checkpoint. The exit code is 75 if too few nodes are left.
     # `pause` returns the stop signal that ended the wait, or None.

@@ -73,7 +73,7 @@ class LaunchOutcome:
 
 
 def pause(seconds: float) -> signal.Signals | None:
-    """Wait ``seconds`` or until a stop signal. Return the signal, or None after the whole time."""
+    """Wait ``seconds``, or until a stop signal. Return the signal, or None after the whole time."""
     # Call it in a `signals_held` block.
     until = time.monotonic() + seconds
     while True:
@@ -109,8 +109,8 @@ class _PendingSignal:
 class Supervision:
     """Supervisor of a launcher command, which forwards signals to the ranks. Create it inside `signals_held`.
 
-    After a stop signal, the ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, the ranks
-    are killed.
+    After a stop signal, the ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, they are
+    killed.
     """
 
     line: Sequence[str]  # the launcher command
@@ -158,7 +158,7 @@ class Supervision:
         self._relay.begin()
 
     def run(self) -> LaunchOutcome:
-        """Wait until the launcher has ended, handle signals during the wait, and return the outcome."""
+        """Wait until the launcher has ended, handle signals meanwhile, and return the outcome."""
         while self._process.returncode is None:
             tick = SOON_S if self._pending else TICK_S
             wait_s = min(tick, max(0.0, self._deadline - time.monotonic()))

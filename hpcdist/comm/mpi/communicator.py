@@ -262,7 +262,7 @@ class MpiCommunicator(Communicator):
         return type(self)(self._mpi, comm, name, self.handover, self.declared_node)
 
     def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
-        """Return a communicator, named ``label``, of these ``ranks`` in this order. Collective over ``ranks``.
+        """Return a communicator of these ``ranks`` in this order, named ``label``. Collective over ``ranks``.
 
         Threads that create groups at the same time must pass different values of ``tag``.
         """

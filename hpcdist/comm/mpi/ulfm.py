@@ -37,7 +37,7 @@ def is_enabled(mpi: Any) -> bool:
 
 
 def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
-    """Return the ranks of ``comm`` that are known to have failed, ascending. ``mpi``: module mpi4py.MPI. Local."""
+    """Return the ranks of ``comm`` that this rank knows to have failed, ascending. Local."""
     # Get_failed returns a group, whose ranks differ from the ranks of the communicator.
     dead, members = comm.Get_failed(), comm.Get_group()
     ranks = mpi.Group.Translate_ranks(dead, range(dead.Get_size()), members)
@@ -47,7 +47,7 @@ def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 
 def is_revoked(mpi: Any, comm: Any) -> bool:
-    """Return True if ``comm`` was revoked (by ULFM) or freed, so that no collective call may use ``comm``. Local."""
+    """Return True if ``comm`` was revoked or freed, so that no collective call may use it. Local."""
     return not comm or (is_enabled(mpi) and bool(comm.Is_revoked()))
 
 
@@ -90,9 +90,9 @@ def shrink(mpi: Any, comm: Any) -> Any:
 
 
 def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Spawn ``count`` Python processes, and return a communicator of ``comm``'s ranks and these processes.
+    """Spawn ``count`` Python processes. Return a communicator of the ranks of ``comm`` and these processes. Collective.
 
-    ``arguments``, ``environment``: their command line and variables. They call `join_parent`. Collective over ``comm``.
+    ``arguments``, ``environment``: their command line and environment variables. They call `join_parent`.
     """
     # Pass variables by the command `env`, because daemons on other hosts have another environment, and a value of
     # MPI_Info holds a few hundred characters at most.
@@ -127,7 +127,7 @@ def _merge(mpi: Any, intercomm: Any, late: bool) -> Any:
 
 
 def allgather_objects(mpi: Any, comm: Any, value: Any) -> list[Any]:
-    """Return each rank's ``value`` in rank order. With ULFM, raises an error after a rank failure. Collective."""
+    """Return the ``value`` of each rank. With ULFM, raises an error after a rank failure. Collective."""
     if not is_enabled(mpi):
         return list(comm.allgather(value))
     pickled = np.frombuffer(pickle.dumps(value), np.uint8)

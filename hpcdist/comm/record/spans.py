@@ -122,7 +122,7 @@ class SpanSink:
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Record the interval ``name`` from ``begin_ns`` to ``end_ns``, both from `now_ns`.
+        """Record the interval ``name`` from ``begin_ns`` to ``end_ns``, as returned by `now_ns`.
 
         ``phase``: one of `PHASES`. ``unit``: number of the model's embedding, layer or head, or -1.
         """
@@ -172,9 +172,9 @@ class Spans(SpanSink):
                 del fresh[: -self.capacity]
 
     def drain(self) -> np.ndarray:
-        """Return the spans since the last call: index in `PHASES`, begin and end in ns. Local.
+        """Return the spans since the last call: phase number, begin and end in ns, int64 of shape (spans, 3). Local.
 
-        The result is int64 of shape (spans, 3). Spans of the phase "step" are left out.
+        Phases are numbered as in `PHASES`. Spans of the phase "step" are left out.
         """
         # Adjacent spans of the same phase are merged. The oldest spans beyond the capacity are lost.
         fresh, self._fresh = self._fresh[-self.capacity :], []
