@@ -330,9 +330,3 @@ def _pointers(function: AllreduceFunction, asks: str, comm: Communicator, buffer
 def takes_pointers(comm: Communicator, operation: str) -> bool:
     """Return True if MPI accepts pointers to GPU memory in ``operation``, such as "allreduce". Local."""
     return isinstance(comm, Communicator) and operation in comm.handover.pointers
-
-
-def release(comm: Communicator) -> None:
-    """Free the shared GPU memory and the NCCL communicator of ``comm``. Collective over ``comm``."""
-    peer_memory.release(comm)
-    nccl.release(comm)

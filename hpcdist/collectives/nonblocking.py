@@ -100,9 +100,9 @@ class PollEngine(ProgressEngine):
                 f"a reduce-scatter of {name_of(task.buffer.dtype)} cannot be polled: it is a single blocking "
                 "all-to-all, without steps to advance between polls; set communication.overlap = 'thread' or 'none'"
             )
-        if self.own.checked:
+        if self.duplicate.checked:
             with self._in_step():
-                checks.compare_calls(self.own, call_of(task), self.wait_a_little)
+                checks.compare_calls(self.duplicate, call_of(task), self.wait_a_little)
         # The lowest slot that no operation in flight uses: its scratch buffers are free.
         slots = {operation.slot for operation in self._active}
         slot = next(number for number in range(len(slots) + 1) if number not in slots)
@@ -122,7 +122,7 @@ class PollEngine(ProgressEngine):
             ended()
 
         lanes = RESUMABLE[task.operation][task.algorithm](
-            self.own, replace(task, buffer=wide), arrivals, self._next_tag
+            self.duplicate, replace(task, buffer=wide), arrivals, self._next_tag
         )
         operation = _Operation(self, slot, lanes, finish)
         self._active.append(operation)
@@ -130,7 +130,7 @@ class PollEngine(ProgressEngine):
         return operation
 
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        checks.announce_refusal(self.own, call, error, self.wait_a_little)
+        checks.announce_refusal(self.duplicate, call, error, self.wait_a_little)
 
     def _next_tag(self) -> int:
         # All ranks start the same operations in the same order, so they use the same tags.
@@ -154,7 +154,7 @@ class PollEngine(ProgressEngine):
             lanes += [[] if request.test() else [request] for request in others]
             # Do not wait if a lane can be resumed (nothing pending): other ranks may wait for its next message.
             if lanes and all(lanes):
-                self.own.wait_any([request for lane in lanes for request in lane])
+                self.duplicate.wait_any([request for lane in lanes for request in lane])
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -268,7 +268,7 @@ class ThreadEngine(ProgressEngine):
         self._thread = threading.Thread(
             target=_serve,
             args=(self._jobs, self._clock, segments.ledger()),
-            name=f"collectives of {self.own.name}",
+            name=f"collectives of {self.duplicate.name}",
             daemon=True,
         )
         self._thread.start()
@@ -285,11 +285,11 @@ class ThreadEngine(ProgressEngine):
                 "the buffer is on a GPU, but a progress thread accepts only host buffers: the streams of a GPU belong "
                 "to the computing thread; use the progress 'poll', or a blocking collective"
             )
-        comm = self.own
+        comm = self.duplicate
         return self._put(lambda: _run_blocking(comm, task), ended)
 
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        comm = self.own
+        comm = self.duplicate
         self._put(lambda: checks.announce_refusal(comm, call, error), lambda: None)
 
     def _put(self, call: Callable[[], None], ended: Callable[[], None]) -> _Job:
@@ -302,7 +302,7 @@ class ThreadEngine(ProgressEngine):
 
     def _finish(self) -> None:
         # Run in the thread, which owns the scratch buffers, after all operations.
-        last = self._put(lambda: collectives.release(self.own), lambda: None)
+        last = self._put(lambda: collectives.release(self.duplicate), lambda: None)
         try:
             last.wait()
         except CommunicationError as error:

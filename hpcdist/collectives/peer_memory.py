@@ -131,7 +131,7 @@ PIECE_BYTES: Final = 32 << 20  # per rank and half; large compared with two barr
 
 @dataclass
 class _Exchange:
-    own: Array | None
+    memory: Array | None
     mappings: list[IpcMapping | None]
     half_bytes: int
     refusal: str = ""
@@ -141,8 +141,8 @@ class _Exchange:
         # Ranks may still copy results of the last piece from the other half.
         self.turn ^= 1
         start = self.turn * self.half_bytes
-        assert self.own is not None
-        arrays = [self.own if mapping is None else mapping.array for mapping in self.mappings]
+        assert self.memory is not None
+        arrays = [self.memory if mapping is None else mapping.array for mapping in self.mappings]
         assert self.mappings[rank] is None
         return [array[start : start + self.half_bytes] for array in arrays]
 
@@ -240,15 +240,15 @@ def _open(comm: Communicator, nbytes: int) -> _Exchange:
     if exchange.refusal:
         exchange.close()
         comm.barrier()  # no rank frees memory that another rank has mapped
-        exchange.own = None
+        exchange.memory = None
     return exchange
 
 
 def release(comm: Communicator) -> None:
     """Free the GPU memory that is shared for ``comm``, if there is any. Collective over ``comm``."""
     exchange = _exchanges.pop(comm, None)
-    if exchange is not None and exchange.own is not None:
+    if exchange is not None and exchange.memory is not None:
         device.produced()  # wait for the last copies from other ranks' memory
         exchange.close()
         comm.barrier()
-        exchange.own = None
+        exchange.memory = None

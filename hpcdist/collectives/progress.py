@@ -152,7 +152,7 @@ class Handle(Protocol):
 class ProgressEngine(ABC):
     """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``.
 
-    ``own``: duplicate of ``comm``. ``algorithms``: {operation: names of its algorithms}. A ``with`` block closes
+    ``duplicate``: duplicate of ``comm``. ``algorithms``: {operation: names of its algorithms}. A ``with`` block closes
     the engine.
     """
 
@@ -160,7 +160,7 @@ class ProgressEngine(ABC):
     algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def __init__(self, comm: Communicator, label: str) -> None:
-        self.comm, self.own, self._closed = comm, comm.dup(label), False
+        self.comm, self.duplicate, self._closed = comm, comm.dup(label), False
 
     @property
     def busy_s(self) -> float:
@@ -193,9 +193,9 @@ class ProgressEngine(ABC):
             raise UsageError(f"i{task.operation} was called after close() of the engine; call close() last")
         try:
             task = replace(task, algorithm=self._name(task))
-            _check(self.own, task)
+            _check(self.duplicate, task)
         except HpcdistError as error:
-            if self.own.checked:
+            if self.duplicate.checked:
                 self._refuse(call_of(task), error)
             raise
         if self.comm.size == 1:
@@ -245,7 +245,7 @@ class ProgressEngine(ABC):
         if not self._closed:
             self._closed = True
             self._finish()
-            self.own.free()
+            self.duplicate.free()
 
     def __enter__(self) -> Self:
         return self

@@ -46,14 +46,14 @@ class NodeFlow:
         self._intra, self._owners, self._order = intra, owners, order
         self._parts: dict[int, list[Range]] = {}
         self._others = [(intra.rank + step) % intra.size for step in range(1, intra.size)]
-        self.longest = max(self.own(segment).size for segment in order)
+        self.longest = max(self.local_view(segment).size for segment in order)
         self._room = scratch("node flow", (EARLY + 1) * len(self._others) * self.longest, buffer.dtype, buffer)
         self._begun = self._summed = 0
         self._addends: deque[dict[int, tuple[Request, Array]]] = deque()
         self._sends: dict[Range, list[Request]] = {}
         self._totals: deque[list[Request]] = deque()
 
-    def within(self, segment: Range, rank: int) -> Range:
+    def range_in(self, segment: Range, rank: int) -> Range:
         """Return the part of ``segment`` that ``rank`` sums, as a range inside the segment; may be empty. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
@@ -62,26 +62,26 @@ class NodeFlow:
             self._parts[segment.size] = parts
         return parts[rank]
 
-    def part(self, segment: Range, rank: int) -> Array:
+    def view(self, segment: Range, rank: int) -> Array:
         """Return a view of the elements in ``segment`` that ``rank`` sums. Local."""
-        part: Array = self.buffer[self.within(segment, rank).shift(segment.start).slice]
+        part: Array = self.buffer[self.range_in(segment, rank).shift(segment.start).slice]
         return part
 
-    def own(self, segment: Range) -> Array:
+    def local_view(self, segment: Range) -> Array:
         """Return a view of the elements in ``segment`` that this rank sums. Local."""
-        return self.part(segment, self._intra.rank)
+        return self.view(segment, self._intra.rank)
 
     def _begin_next(self) -> None:
         segment = self._order[self._begun]
         # EARLY + 1 sets of scratch rows in turn: the set that is summed, and the sets in flight.
-        local_part, slot = self.own(segment), self._begun % (EARLY + 1) * len(self._others)
+        local_part, slot = self.local_view(segment), self._begun % (EARLY + 1) * len(self._others)
         addends: dict[int, tuple[Request, Array]] = {}
         if local_part.size:
             for index, rank in enumerate(self._others):
                 row = self._room[(slot + index) * self.longest :][: local_part.size]
                 addends[rank] = self._intra.irecv(row, rank, ADDENDS), row
         self._addends.append(addends)
-        theirs = [(rank, self.part(segment, rank)) for rank in self._others]
+        theirs = [(rank, self.view(segment, rank)) for rank in self._others]
         self._sends[segment] = [self._intra.isend(part, rank, ADDENDS) for rank, part in theirs if part.size]
         self._begun += 1
 
@@ -89,7 +89,7 @@ class NodeFlow:
         """Reduce this rank's part of the next segment in place. Waits for the other ranks' data."""
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
-        local_part, addends = self.own(self._order[self._summed]), self._addends.popleft()
+        local_part, addends = self.local_view(self._order[self._summed]), self._addends.popleft()
         self._summed += 1
         if not addends:
             return
@@ -112,8 +112,8 @@ class NodeFlow:
         """Start to exchange the sums of ``segment``: send this rank's part, and receive the other ranks' parts."""
         for request in self._sends.pop(segment, ()):
             request.wait()  # do not receive into memory that is still being sent
-        local_part = self.own(segment)
-        theirs = [(rank, self.part(segment, rank)) for rank in self._others]
+        local_part = self.local_view(segment)
+        theirs = [(rank, self.view(segment, rank)) for rank in self._others]
         requests = [self._intra.irecv(part, rank, TOTALS) for rank, part in theirs if part.size]
         requests += [self._intra.isend(local_part, rank, TOTALS) for rank in self._others if local_part.size]
         self._totals.append(requests)
@@ -286,8 +286,8 @@ class SharedFlow(NodeFlow):
         memory.wait(SUMMED, number + 1 - SLOTS)  # all ranks have read segment number - SLOTS, the last in this slot
         slot = memory.addends(self._intra.rank, number).view(self.buffer.dtype)
         for rank in self._others:
-            part = self.within(segment, rank)
-            slot[part.slice] = self.part(segment, rank)
+            part = self.range_in(segment, rank)
+            slot[part.slice] = self.view(segment, rank)
         memory.publish(STAGED, number + 1)
         self._begun += 1
 
@@ -295,7 +295,7 @@ class SharedFlow(NodeFlow):
         memory, segment = self._memory, self._order[self._summed]
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
-        number, local_part, part = memory.summed, self.own(segment), self.within(segment, self._intra.rank)
+        number, local_part, part = memory.summed, self.local_view(segment), self.range_in(segment, self._intra.rank)
         memory.wait(STAGED, number + 1)
         if local_part.size:
             rows = [memory.addends(rank, number).view(local_part.dtype)[part.slice] for rank in range(self._intra.size)]
@@ -305,7 +305,7 @@ class SharedFlow(NodeFlow):
         memory.publish(SUMMED, number + 1)
 
     def spread(self, segment: Range) -> None:
-        memory, local_part = self._memory, self.own(segment)
+        memory, local_part = self._memory, self.local_view(segment)
         number = memory.spread
         memory.wait(TAKEN, number + 1 - SLOTS)  # all ranks have copied the previous total of this slot
         memory.total(self._intra.rank, number).view(local_part.dtype)[: local_part.size] = local_part
@@ -320,7 +320,7 @@ class SharedFlow(NodeFlow):
         number, segment = self._untaken.popleft()
         memory.wait(GIVEN, number + 1)
         for rank in self._others:
-            part = self.part(segment, rank)
+            part = self.view(segment, rank)
             part[...] = memory.total(rank, number).view(part.dtype)[: part.size]
         memory.publish(TAKEN, number + 1)
 

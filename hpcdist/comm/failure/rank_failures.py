@@ -25,7 +25,7 @@ def is_rank_failure(
 ) -> bool:
     """Return True if ``error`` was caused by a dead rank or by a revoked communicator. Local.
 
-    With ``comm``, any MPI error counts if a rank of ``comm`` dies within ``patience_s`` seconds.
+    With ``comm``, any MPI error counts if a rank of ``comm`` is dead. Its detection may take ``patience_s`` seconds.
     """
     # KeyboardInterrupt never counts.
     if not isinstance(error, Exception):

@@ -36,7 +36,7 @@ class BackgroundCollectives:
 
     def __init__(self, data: Communicator, kind: str) -> None:
         self._progress = nonblocking.begin(data, kind)
-        self.over = self._progress.own  # communicator of the collectives, a duplicate of ``data``
+        self.over = self._progress.duplicate  # communicator of the collectives, a duplicate of ``data``
         self.polls = kind == "poll"  # with a thread, nothing has to be polled
         self._in_flight: dict[Hashable, Handle] = {}
         self._exposed_s = self._busy_before_s = 0.0

@@ -341,7 +341,7 @@ def test_poll_engine_waits_only_if_no_lane_can_progress(monkeypatch):
 
     progress = PollEngine(solo())
     waited = []
-    monkeypatch.setattr(progress.own, "wait_any", waited.append)
+    monkeypatch.setattr(progress.duplicate, "wait_any", waited.append)
     result, missing = Late(3), Late(float("inf"))  # complete at the look after the lanes were moved
     operation = _Operation(progress, 0, [lane_waiting_for(result), lane_waiting_for(missing)], lambda: None)
     progress._active.append(operation)
