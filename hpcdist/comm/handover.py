@@ -63,7 +63,7 @@ class Handover:
             if operation not in self.pointers:
                 host = staging.lease(buffer.size, buffer.dtype)
                 # No wait here: the copy back follows kernels on the current stream that still use `buffer`.
-                return _bits(host), lambda: staging.to_device(host, buffer)
+                return _bits(host), lambda: _copy_back(host, buffer)
             # MPI writes device memory outside of any stream: kernels that still read the memory must end first.
             device.produced()
         return _bits(buffer), None
@@ -78,6 +78,10 @@ class Handover:
         if finish is not None:
             staging.begin_to_host(buffer, message.view(buffer.dtype)).synchronize()
         return message, finish
+
+
+def _copy_back(host: np.ndarray, buffer: Array) -> None:
+    staging.to_device(host, buffer)
 
 
 def _check(buffer: Array) -> None:

@@ -38,6 +38,6 @@ def test_open_sockets_are_bound_to_the_loopback_device_if_tcp_uses_it_alone(monk
     ],
 )
 def test_plain_mpirun_on_one_host_starts_no_tcp_transport(announced, added):
-    environment = dict(announced)
-    environment.exclude_tcp(environment)
-    assert environment == announced | added
+    variables = dict(announced)
+    environment.exclude_tcp(variables)
+    assert variables == announced | added
