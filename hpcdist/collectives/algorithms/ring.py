@@ -184,10 +184,10 @@ def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int
 LEADER: Final = 0
 
 
-def reduce_to_leader(intra: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place on rank 0. It becomes undefined on other ranks. Collective over ``intra``."""
+def reduce_to_leader(intra: Communicator, buffer: Array) -> None:
+    """Sum ``buffer`` in place on rank 0. It becomes undefined on other ranks. Collective over ``intra``."""
     chunks = split(buffer.size, intra.size, buffer.itemsize)
-    reduce_scatter(intra, buffer, chunks, op)
+    reduce_scatter(intra, buffer, chunks)
     _gather(intra, buffer, chunks)
 
 

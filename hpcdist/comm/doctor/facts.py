@@ -136,13 +136,8 @@ def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[
     return GpuFacts(visible, count, f"{name} {visible}" if "MIG-" in (visible or "") else name)
 
 
-def node_facts(
-    library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ, numa: Path = NUMA
-) -> NodeFacts:
-    """Return this node's hardware, software versions, environment variables and ``volumes``.
-
-    ``library``: version text of the MPI library. ``numa``: sysfs directory of the NUMA domains.
-    """
+def node_facts(library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ) -> NodeFacts:
+    """Return this node's hardware, software, environment variables and ``volumes``. ``library``: version of MPI."""
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}
     settings = {
@@ -152,7 +147,7 @@ def node_facts(
     }
     cores = os.cpu_count() or 1
     return NodeFacts(
-        processor(), cores, numa_domains(numa), software | {"MPI": library}, settings, volumes, hardware_threads()
+        processor(), cores, numa_domains(), software | {"MPI": library}, settings, volumes, hardware_threads()
     )
 
 

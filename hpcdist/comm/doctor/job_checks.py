@@ -148,12 +148,12 @@ OF_ONE_NODE: Final = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs"
 _MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is only a warning
 
 
-def check_clocks(table: RankTable, offsets: Sequence[ClockReading], limit_s: float = SKEW_S) -> Check:
-    """Check that the nodes' clocks agree within ``limit_s`` seconds. ``offsets``: of each node to the first node."""
+def check_clocks(table: RankTable, offsets: Sequence[ClockReading]) -> Check:
+    """Check that the nodes' clocks agree within `SKEW_S` seconds. ``offsets``: of each node to the first node."""
     name = "clocks"
     if len(offsets) < 2:
         return Check(name, OK, "one node")
-    wrong = [abs(offset.offset_ns) - offset.bound_ns > limit_s * NS_PER_S for offset in offsets]
+    wrong = [abs(offset.offset_ns) - offset.bound_ns > SKEW_S * NS_PER_S for offset in offsets]
     if any(wrong):
         texts = [_ahead(offset) if bad else "" for offset, bad in zip(offsets, wrong, strict=True)]
         cure = "walltime and logs use these clocks: the site's time service (chronyd, ntpd) does not run there"
