@@ -25,7 +25,6 @@ import pytest
 from hpcdist.batch import ledger
 from hpcdist.cli import main
 from hpcdist.comm.launch import exit_file, mpirun
-from hpcdist.constants import METRICS_FILE
 from hpcdist.telemetry.metrics import step_metrics
 
 LIMIT_S = 600.0  # of whatever a test waits for: generous, since only a hang may reach it
@@ -222,7 +221,7 @@ def is_running(text: object) -> bool:
 
 def have_same_bits(one: Path, two: Path) -> bool:
     """Return True if two runs have the same losses and the same parameters."""
-    losses = [step_metrics.read(out / METRICS_FILE).steps["loss"] for out in (one, two)]
+    losses = [step_metrics.read(out / "metrics.h5").steps["loss"] for out in (one, two)]
     return np.array_equal(*losses) and tensors(one) == tensors(two)
 
 

@@ -18,7 +18,6 @@ from hpcdist.batch.schedulers import local
 from hpcdist.batch.schedulers.base import JobState
 from hpcdist.cli.jobs import log as jobs_log
 from hpcdist.cli.jobs import lookup
-from hpcdist.constants import JOBS_FILE
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, OK, STORAGE, USAGE
 from stubs import slurm_double
 
@@ -60,7 +59,7 @@ def run(tmp_path, slurm):
 def write_entries(run, *entries):
     """Append ledger entries with given times (seconds since 1970)."""
     run.mkdir(exist_ok=True)
-    with (run / JOBS_FILE).open("a") as file:
+    with (run / "jobs.jsonl").open("a") as file:
         for event, job, seconds, values in entries:
             stamp = datetime.fromtimestamp(seconds, UTC).isoformat()
             file.write(json.dumps({"time": stamp, "event": event, "job": job, **values}) + "\n")
