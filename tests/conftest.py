@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from harness.inputs import write_text
-from hpcdist.comm.launch import garbage
+from hpcdist.comm.launch import exit_file
 
 # Begun first, so that none is the last: tests of Slurm, which mostly wait, and the longest files.
 FIRST = tuple(
@@ -38,7 +38,7 @@ SEED = int(os.environ.setdefault(SEED_VARIABLE, str(secrets.randbits(32))))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-garbage.collect_seldom()  # hardly anything that collecting thousands of tests makes is garbage
+exit_file.collect_seldom()  # hardly anything that collecting thousands of tests makes is garbage
 
 # Trainings of tests neither measure at their start nor read what this user has measured: `auto` is native.
 os.environ["HPCDIST_TUNING"] = "off"
@@ -136,7 +136,7 @@ def covering_cases(cases: Sequence[set[Any]]) -> set[int]:
 def pytest_collection_finish() -> None:
     # Thousands of collected tests stay to the end: a test that collects garbage need not go through them each time.
     gc.freeze()
-    garbage.collect_as_usual()
+    exit_file.collect_as_usual()
 
 
 def pytest_unconfigure() -> None:

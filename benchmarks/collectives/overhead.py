@@ -22,9 +22,9 @@ from benchmarks.harness import Results
 from hpcdist import collectives
 from hpcdist.collectives.algorithms import ring
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import NULL_SINK, EventSink
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.start import Session
+from hpcdist.comm.transport import NULL_SINK, EventSink
 
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-overhead", 2, "collectives/2026-11-21-overhead-openmpi.h5"
 SMALL, WORSE = {"rounds": 40}, 1.5

@@ -22,9 +22,8 @@ from benchmarks.harness import Results
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.gpu import device, staging
+from hpcdist.collectives import dispatch, nccl, peer_memory
 from hpcdist.collectives.algorithms.ring import ring_allreduce
-from hpcdist.collectives.gpu import nccl, peer_memory
-from hpcdist.collectives.gpu import staging as gpu_staging
 from hpcdist.collectives.node.shared_memory import node_shared_allreduce
 from hpcdist.collectives.reduction import native_allreduce
 from hpcdist.comm.communicator import Communicator
@@ -53,7 +52,7 @@ def ways_of(comm: Communicator) -> tuple[dict[str, Way], dict[str, str]]:
         buffer[...] = backend.place(host, "gpu")
 
     def staged(function: Callable[..., None]) -> Way:
-        return lambda buffer: gpu_staging.staged_allreduce(function, comm, buffer)
+        return lambda buffer: dispatch.staged_allreduce(function, comm, buffer)
 
     ways: dict[str, Way] = {"pageable": pageable}
     ways |= {"pinned, native": staged(native_allreduce), "pinned, ring": staged(ring_allreduce)}
@@ -62,7 +61,7 @@ def ways_of(comm: Communicator) -> tuple[dict[str, Way], dict[str, str]]:
     reasons = {"device memory of the others": peer_memory.refusal(comm), "nccl": nccl.refusal(comm)}
     for operation, name, function in (("allreduce", "native", native_allreduce), (MESSAGES, "ring", ring_allreduce)):
         way = f"device pointers, {name}"
-        reasons[way] = "" if gpu_staging.takes_pointers(comm, operation) else "MPI takes none (see `hpcdist doctor`)"
+        reasons[way] = "" if dispatch.takes_pointers(comm, operation) else "MPI takes none (see `hpcdist doctor`)"
         ways[way] = lambda buffer, function=function: function(comm, buffer)
     ways["device memory of the others"] = lambda buffer: peer_memory.device_shared_allreduce(comm, buffer)
     ways["nccl"] = lambda buffer: nccl.nccl_allreduce(comm, buffer)

@@ -33,8 +33,8 @@ from benchmarks import harness
 from benchmarks.harness import Results
 from hpcdist.batch import ledger
 from hpcdist.comm.start import Session
+from hpcdist.constants import METRICS_FILE
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 
 sys.path.insert(0, str(harness.ROOT / "tests"))
 

@@ -25,10 +25,10 @@ from benchmarks import harness
 from benchmarks.harness import Results
 from benchmarks.training.turns import texts
 from hpcdist.comm.start import Session
+from hpcdist.constants import METRICS_FILE
 from hpcdist.hdf5 import datasets, files
 from hpcdist.reporting.table import aligned
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 
 SCHEMA, COMMITTED = "hpcdist-benchmark-survival", "operations/2026-11-21-survival.h5"
 SMALL = {"modes": [], "architectures": ["allreduce"], "repeats": 2}

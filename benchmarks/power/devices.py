@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.batch.requeue import node_count
+from hpcdist.constants import VISIBLE_GPUS
 from hpcdist.energy import limit_devices as limits
 from hpcdist.energy import power_limits
 from hpcdist.energy.limit_devices import CpuPowerLimit, DeviceLimit
@@ -93,7 +94,7 @@ def opened(
         yield Devices()
         return
     _check_one_node(environment)
-    has_gpu = settings["run.device"] == GPU or bool(environment.get(nvml.VISIBLE))
+    has_gpu = settings["run.device"] == GPU or bool(environment.get(VISIBLE_GPUS))
     kind = on or (GPU if has_gpu else CPU)
     with ExitStack() as stack:
         if kind == GPU:
@@ -113,20 +114,20 @@ def opened(
 
 def _gpus(driver: nvml.NvmlDriver, ranks: int, device: str, environment: Mapping[str, str]) -> Sequence[str]:
     """Return the UUIDs of the GPUs that the trials use. Other GPUs may belong to other users."""
-    if nvml.VISIBLE in environment:
+    if VISIBLE_GPUS in environment:
         if visible := nvml.gpus_in_use(driver, None, environment):
             return visible
-        raise UsageError(f"{nvml.VISIBLE}={environment[nvml.VISIBLE]} names no GPU; set it to the GPUs to limit")
+        raise UsageError(f"{VISIBLE_GPUS}={environment[VISIBLE_GPUS]} names no GPU; set it to the GPUs to limit")
     if device != GPU:
         raise UsageError(
-            f"run.device = {device!r}: the trials use no GPU; set run.device = 'gpu', or set {nvml.VISIBLE} to the "
+            f"run.device = {device!r}: the trials use no GPU; set run.device = 'gpu', or set {VISIBLE_GPUS} to the "
             "GPUs to limit"
         )
     uuids = [gpu.uuid for gpu in driver.gpus()]
     if len(uuids) > ranks:
         raise UsageError(
             f"{len(uuids)} GPUs are visible, but {ranks} ranks use fewer, and a limit would also apply to the other "
-            f"GPUs; set {nvml.VISIBLE} to the GPUs to limit"
+            f"GPUs; set {VISIBLE_GPUS} to the GPUs to limit"
         )
     return uuids
 

@@ -22,17 +22,18 @@ from benchmarks import harness
 from benchmarks.harness import Results
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.models.experts.mixture import StayingRows
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import format_bytes
-from hpcdist.strategies.expert.axis import NODE_SHARED, ExpertAxis
+from hpcdist.strategies.expert.axis import ExpertAxis
 from hpcdist.strategies.expert.model import TravellingRows
 from hpcdist.strategies.expert.shared import TENSORS, SharedRows
 from hpcdist.strategies.schedule.observers import NanFinder
+from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 SCHEMA, RANKS = "hpcdist-benchmark-expert-rows", 2
 COMMITTED = "training/2026-11-28-expert-rows-2-ranks.h5"

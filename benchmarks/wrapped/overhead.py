@@ -20,8 +20,8 @@ from benchmarks import harness
 from benchmarks.harness import Results
 from hpcdist.collectives import dispatch
 from hpcdist.collectives.arrays import algorithm_for
-from hpcdist.comm.events import NULL_SINK, EventSink
 from hpcdist.comm.start import Session
+from hpcdist.comm.transport import NULL_SINK, EventSink
 
 SCHEMA, RANKS = "hpcdist-benchmark-process-group-overhead", 2
 COMMITTED = "wrapped/2026-11-28-overhead.h5"

@@ -8,6 +8,7 @@ import numpy as np
 from hpcdist.errors import UsageError
 
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
+FLOAT32: Final = np.dtype(np.float32)
 FLOATS: Final = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {"bfloat16": BFLOAT16}
 INTEGERS: Final = {
     name: np.dtype(name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

@@ -4,9 +4,14 @@ numba assumes that no other process writes a loop's memory, so flags need the at
 `load_acquire`. Both are plain moves on x86-64: a missing primitive fails first on ARM.
 """
 
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from hpcdist.arrays.jit import Primitive
+
+MAGNITUDE: Final = np.uint32(0x7FFF_FFFF)  # all bits of a float32 except its sign
+INFINITE: Final = np.uint32(0x7F80_0000)  # bits of the float32 infinity
 
 
 def _load_acquire(numba: Any) -> Any:

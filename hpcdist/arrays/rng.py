@@ -11,10 +11,10 @@ ROUNDS: Final = 10
 # Constants of Philox4x32: the two multipliers of a round, and the increments of the two key words between rounds.
 _FACTORS: Final = 0xD2511F53, 0xCD9E8D57
 _GROWTHS: Final = 0x9E3779B9, 0xBB67AE85
-_WORD: Final = 0xFFFFFFFF
+WORD: Final = 0xFFFFFFFF  # the bits of a 32-bit word
 _A, _B = np.uint64(_FACTORS[0]), np.uint64(_FACTORS[1])
 _GA, _GB = np.uint64(_GROWTHS[0]), np.uint64(_GROWTHS[1])
-_LOW, _HALF = np.uint64(_WORD), np.uint64(32)
+_LOW, _HALF = np.uint64(WORD), np.uint64(32)
 
 
 def stream(seed: int, *keys: int) -> np.random.Generator:
@@ -55,8 +55,8 @@ def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tup
     k, m = key
     for _ in range(ROUNDS):
         p, q = a * _FACTORS[0], c * _FACTORS[1]
-        a, b, c, d = (q >> 32) ^ b ^ k, q & _WORD, (p >> 32) ^ d ^ m, p & _WORD
-        k, m = (k + _GROWTHS[0]) & _WORD, (m + _GROWTHS[1]) & _WORD
+        a, b, c, d = (q >> 32) ^ b ^ k, q & WORD, (p >> 32) ^ d ^ m, p & WORD
+        k, m = (k + _GROWTHS[0]) & WORD, (m + _GROWTHS[1]) & WORD
     return a, b, c, d
 
 

@@ -20,10 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.constants import JOBS_FILE
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
-FILE_NAME: Final = "jobs.jsonl"
 REGISTRY: Final = "runs.jsonl"
 SUBMITTED: Final = "submitted"
 BEGAN: Final = "began"
@@ -97,10 +97,10 @@ def record(run_dir: Path, event: str, **values: Any) -> None:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _append(run_dir / FILE_NAME, {"time": now, "event": event, **values})
+        _append(run_dir / JOBS_FILE, {"time": now, "event": event, **values})
     except OSError as error:
         raise StorageError(
-            f"{run_dir / FILE_NAME}, the record of the run's jobs, cannot be written: {error.strerror}; free "
+            f"{run_dir / JOBS_FILE}, the record of the run's jobs, cannot be written: {error.strerror}; free "
             "space on its file system, or choose another --out"
         ) from error
 
@@ -108,9 +108,9 @@ def record(run_dir: Path, event: str, **values: Any) -> None:
 def read(run_dir: Path) -> list[LedgerEntry]:
     """Return all entries of the job ledger in ``run_dir``, or [] if there is no ledger. Raises StorageError."""
     try:
-        return [entry for value in regular.json_objects(run_dir / FILE_NAME) if (entry := _entry(value)) is not None]
+        return [entry for value in regular.json_objects(run_dir / JOBS_FILE) if (entry := _entry(value)) is not None]
     except OSError as error:
-        failure = StorageError(f"{run_dir / FILE_NAME} cannot be read: {error.strerror or error}")
+        failure = StorageError(f"{run_dir / JOBS_FILE} cannot be read: {error.strerror or error}")
         failure.errno = error.errno
         raise failure from error
 

@@ -13,7 +13,6 @@ from hpcdist.batch import ledger
 from hpcdist.comm.launch.restarts import FRUITLESS
 from hpcdist.errors import INTERRUPTED, MISSING_CAPABILITY, OK, REQUEUE, USAGE
 
-STOP_FILE: Final = "stop"
 # After these exit codes another start would end alike, or is unwanted, whatever happened to the nodes. CONFIGURATION is
 # not included: if a node crashes during MPI startup, a rank may see a world of 1 and refuse its configuration.
 _FINAL_CODES: Final = (OK, USAGE, MISSING_CAPABILITY, INTERRUPTED)

@@ -21,7 +21,8 @@ from hpcdist.batch import job as batch_job
 from hpcdist.batch import ledger
 from hpcdist.batch.job import BatchJob, walltime_s
 from hpcdist.batch.schedulers.base import FINAL_STATES, SchedulerState
-from hpcdist.batch.sites.profile import SiteProfile
+from hpcdist.batch.sites.profile import VARIABLE_NAME, SiteProfile
+from hpcdist.constants import JOBS_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import atomic
 from hpcdist.reporting import template as template_files
@@ -36,7 +37,6 @@ CODES: Final = SimpleNamespace(
 
 _WRITE_CURE: Final = "free space there, or choose another --out"
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:@%+=/-]+")
-_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _SITE_PREFIX: Final = "of the site"  # name of the template made from a profile's blocks
 
 
@@ -141,7 +141,7 @@ def _memory(text: str) -> str:
 
 
 def _variable(name: str) -> str:
-    if not _VARIABLE.fullmatch(name):
+    if not VARIABLE_NAME.fullmatch(name):
         raise ConfigurationError(f"{name!r} is not a valid environment variable name; use letters, digits and _")
     return name
 
@@ -229,10 +229,10 @@ def exclusive(run_dir: Path) -> Iterator[None]:
     """Lock ``run_dir`` in a ``with`` block, so that no other process submits a job for it. Raises StorageError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        fd = os.open(run_dir / ledger.FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        fd = os.open(run_dir / JOBS_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise StorageError(
-            f"{run_dir / ledger.FILE_NAME} cannot be written: {error.strerror}; choose another --out"
+            f"{run_dir / JOBS_FILE} cannot be written: {error.strerror}; choose another --out"
         ) from error
     try:
         with suppress(OSError):  # a file system without locks

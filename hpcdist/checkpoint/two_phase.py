@@ -25,6 +25,7 @@ from hpcdist.checkpoint.lock import lost
 from hpcdist.checkpoint.manifest import Slot, StoredPiece
 from hpcdist.checkpoint.shard import BlockSource, IncomingBlocks, WrittenShards, blocks_of, first_holders, send_blocks
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.overlay import Overlay
 
@@ -129,6 +130,9 @@ class WriterGroup:
         return self.comm is None or self.comm.rank == 0
 
 
+_GROUPS: Final = PerCommunicator[str, WriterGroup]()  # by the argument ``writers`` of `group_of`
+
+
 def group_of(comm: Communicator, writers: str) -> WriterGroup:
     """Return the group of ranks that share a shard with this rank. The first call is collective over ``comm``.
 
@@ -139,16 +143,15 @@ def group_of(comm: Communicator, writers: str) -> WriterGroup:
         count = min(count, int(writers))
     if writers == "rank" or (count == comm.size and writers != "node"):
         return WriterGroup(None, comm.rank, comm.size)
-    key = "checkpoint.writers", writers
-    if key not in comm.settled:
+    groups = comm.caches[_GROUPS]
+    if writers not in groups:
         index = comm.rank * count // comm.size  # contiguous ranks; group sizes differ by at most one
         if writers == "node":
             nodes = comm.nodes()
             index, count = nodes.index, nodes.count
         members = comm.split(index, comm.rank, "checkpoint")
-        comm.settled[key] = WriterGroup(members, index, count)
-    group: WriterGroup = comm.settled[key]
-    return group
+        groups[writers] = WriterGroup(members, index, count)
+    return groups[writers]
 
 
 class GroupGather:

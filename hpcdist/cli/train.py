@@ -101,12 +101,12 @@ def grow(run_dir: Path, ranks: int) -> None:
 def check_can_grow(run_dir: Path) -> None:
     """Raise ConfigurationError unless a running training in ``run_dir`` allows new ranks. Raises StorageError."""
     from hpcdist.checkpoint.lock import LOCK_FILE
+    from hpcdist.constants import RECIPE_FILE, STARTS_FILE
     from hpcdist.training.run import start_record
-    from hpcdist.training.run_directory import RECIPE_FILE
 
     if not (run_dir / RECIPE_FILE).exists():
         raise ConfigurationError(f"{run_dir} contains no run of hpcdist; give the training's --out directory")
-    record = run_dir / start_record.STARTS_FILE
+    record = run_dir / STARTS_FILE
     try:
         starts = start_record.read_starts(record)
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from hpcdist.cli.common import BYTE_SIZE, COUNT, DIRECTORY, json_option
 from hpcdist.reporting.units import counted
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
-    from hpcdist.collectives.tuning.cache import Tuning
+    from hpcdist.collectives.tuning_cache import Tuning
     from hpcdist.comm.start import Session
 
 
@@ -62,21 +62,21 @@ def tune(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
 
 
 def _show_cache(clear: bool, as_json: bool) -> None:
-    from hpcdist.collectives.tuning import cache
+    from hpcdist.collectives import tuning_cache
     from hpcdist.comm.launch.environment import launch_environment
 
     launched = launch_environment()
     if launched is not None and launched.rank:
         return
     if clear:
-        count = cache.clear()
+        count = tuning_cache.clear()
         click.echo(json.dumps({"removed": count}) if as_json else f"{count} files removed")
         return
     contents: dict[Path, dict[str, Any]] = {}
-    for path in sorted(cache.directory().glob("*.json")):
+    for path in sorted(tuning_cache.directory().glob("*.json")):
         try:
-            key, tuning = cache.load(path)
-            contents[path] = cache.content_of(tuning, key)
+            key, tuning = tuning_cache.load(path)
+            contents[path] = tuning_cache.content_of(tuning, key)
         except (OSError, ValueError) as error:
             contents[path] = {"error": str(error)}
     if as_json:
@@ -90,7 +90,7 @@ def _show_cache(clear: bool, as_json: bool) -> None:
         about = {name: value for name, value in content["key"].items() if value}
         click.echo("".join(f"  {name}: {value}\n" for name, value in about.items()), nl=False)
         click.echo(f"  chosen on {content['created_utc']}: {content['text']}")
-    click.echo(f"{len(contents)} in {cache.directory()}")
+    click.echo(f"{len(contents)} in {tuning_cache.directory()}")
 
 
 def _measure(
@@ -105,8 +105,8 @@ def _measure(
 ) -> None:
     import numpy as np
 
+    from hpcdist.collectives import autotune
     from hpcdist.collectives.node import shared_memory
-    from hpcdist.collectives.tuning import autotune
     from hpcdist.comm.start import start
     from hpcdist.errors import OK
 
@@ -128,9 +128,9 @@ def _measure(
 
 
 def _as_json(tuning: "Tuning", session: "Session") -> dict[str, Any]:
-    from hpcdist.collectives.tuning import cache
+    from hpcdist.collectives import tuning_cache
 
-    content = cache.content_of(tuning, {})
+    content = tuning_cache.content_of(tuning, {})
     del content["key"]
     return {**content, "ranks": session.comm.size, "mpi_library": session.library, "note": tuning.note or None}
 

@@ -6,7 +6,7 @@ Costs in docstrings are for n bytes on p ranks. Î±: latency of a message in s. Î
 in s/byte.
 """
 
-from hpcdist.collectives import segments
+from hpcdist.collectives import nccl, peer_memory, segments
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL, AllToAllFunction, all_to_all, all_to_all_allreduce
 from hpcdist.collectives.algorithms.broadcast import BROADCAST, BroadcastFunction, broadcast
 from hpcdist.collectives.algorithms.circulant import circulant_allreduce
@@ -16,7 +16,6 @@ from hpcdist.collectives.algorithms.hierarchical import hierarchical, hierarchic
 from hpcdist.collectives.algorithms.hypercube import rabenseifner_allreduce, recursive_doubling_allreduce
 from hpcdist.collectives.algorithms.ring import all_gather, reduce_scatter, ring_allreduce, ring_bidirectional_allreduce
 from hpcdist.collectives.dispatch import ALLREDUCE, ON_GPUS, allreduce
-from hpcdist.collectives.gpu import staging
 from hpcdist.collectives.node import flow, shared_memory
 from hpcdist.collectives.node.shared_memory import node_shared_allreduce
 from hpcdist.collectives.reduction import AllreduceFunction, native_allreduce
@@ -61,5 +60,6 @@ def release(comm: Communicator) -> None:
     """Free this thread's scratch memory and the shared memory of ``comm``, which later calls reallocate. Collective."""
     flow.release(comm)
     shared_memory.release(comm)
-    staging.release(comm)
+    peer_memory.release(comm)
+    nccl.release(comm)
     segments.release()

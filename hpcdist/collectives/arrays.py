@@ -18,15 +18,15 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import fault_in, name_of
 from hpcdist.arrays.ranges import Range, consecutive, split
-from hpcdist.collectives import dispatch
+from hpcdist.collectives import autotune, dispatch
 from hpcdist.collectives.algorithms import all_to_all as exchange
 from hpcdist.collectives.algorithms import broadcast as tree
 from hpcdist.collectives.reduction import check_buffer
 from hpcdist.collectives.segments import gather_counts
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
-from hpcdist.collectives.tuning import autotune
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.comm.mpi.world import AnyComm, communicator_of, library_of, whole_number
 from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
 
@@ -38,6 +38,9 @@ _UNORDERED: Final = "hierarchical"  # its shares are not in rank order, as the r
 
 Number = TypeVar("Number", int, float)
 
+# (kind of operation, dtype, type of the array) -> algorithm, or a table by size
+_SELECTED: Final = PerCommunicator[tuple[str, np.dtype, type], str]()
+
 
 @overload
 def allreduce(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Array: ...
@@ -46,8 +49,8 @@ def allreduce(array: Number, op: str = "sum", *, comm: AnyComm = None) -> Number
 def allreduce(array: Any, op: str = "sum", *, comm: AnyComm = None) -> Any:
     """Reduce ``array`` over all ranks in place, and return the result. Collective over keyword-only ``comm``.
 
-    ``array``: numpy or cupy array, PyTorch tensor, or number, of equal shape on all ranks. ``op``: "sum", "mean" (not
-    for integers), "max" or "min". All ranks get the same bits. Raises UsageError for an invalid op, and
+    ``array``: numpy or cupy array, PyTorch tensor, or number, of equal shape on all ranks. ``op``: "sum", "mean"
+    (not for integers), "max" or "min". All ranks get the same bits. Raises UsageError for an invalid op, and
     BufferHandoverError for an unsupported array.
     """
     # 16-bit floats are summed in float32 and rounded once. Python integers must fit in 64 bits; their sum is exact.
@@ -106,7 +109,7 @@ def reduce_scatter(array: Array, op: str = "sum", *, comm: AnyComm = None) -> Ar
 def all_gather(array: Array, *, comm: AnyComm = None) -> Array:
     """Return the rows of all ranks' arrays, concatenated in rank order. Collective over keyword-only ``comm``.
 
-    ``array``: shape (n, ...). Only n may differ between ranks. Raises UsageError for a 0-d array or unequal dims, and
+    ``array``: shape (n, ...). Only n may differ between ranks. Raises UsageError for other shapes, and
     BufferHandoverError for an unsupported dtype.
     """
     where = communicator_of(comm)
@@ -237,12 +240,12 @@ def _on_flat(array: Array, run: Callable[[Array], object], changes: bool) -> Non
 
 
 def algorithm_for(comm: Communicator, buffer: Array) -> str:
-    """Return the allreduce algorithm for ``buffer``, or a table by size. The first call for a dtype is collective."""
+    """Return the allreduce algorithm (or table by size) for ``buffer``. The first call for a dtype is collective."""
     return _selected(comm, buffer, autotune.ALLREDUCE_KIND)
 
 
 def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
-    """Return the `Sharding` algorithm for ``buffer``. The first call for a dtype and device is collective."""
+    """Return the `Sharding` for ``buffer``. The first call for a dtype and device is collective."""
     name = _selected(comm, buffer, autotune.SHARDED_KIND)
     return (SHARDED | SHARDED_ON_GPUS)["ring" if name == _UNORDERED else name]
 
@@ -250,11 +253,10 @@ def sharding_for(comm: Communicator, buffer: Array) -> Sharding:
 def _selected(comm: Communicator, buffer: Array, kind: str) -> str:
     if comm.size == 1:
         return autotune.NATIVE
-    key = kind, buffer.dtype, type(buffer)
-    text: str | None = comm.settled.get(key)
-    if text is None:
-        text = comm.settled[key] = _select(comm, buffer, kind)
-    return text
+    key, selected = (kind, buffer.dtype, type(buffer)), comm.caches[_SELECTED]
+    if key not in selected:
+        selected[key] = _select(comm, buffer, kind)
+    return selected[key]
 
 
 def _select(comm: Communicator, buffer: Array, kind: str) -> str:

@@ -1,16 +1,22 @@
-"""Reduction operators and buffer checks of all algorithms, and the MPI library's allreduce.
+"""Reduction operators, buffer checks of all algorithms, the MPI library's allreduce, and sums of 16-bit floats.
 
 If several ranks compute the same element, all must pass the operands in the same order: the sign of a zero and the
 payload of a NaN depend on it.
+
+16-bit floats are summed in float32, and rounded once: to nearest, ties to even. Overflow gives infinity, and underflow
+gives subnormals or zero. A NaN keeps its sign and the leading bits of its payload.
 """
 
 from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, namespace
-from hpcdist.arrays.dtypes import fault_in, is_16bit_float, name_of
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.dtypes import BFLOAT16, accumulation_dtype, fault_in, is_16bit_float, name_of
+from hpcdist.arrays.intrinsics import INFINITE, MAGNITUDE, bits_of, float_of
+from hpcdist.arrays.jit import jit
+from hpcdist.collectives.segments import scratch
 from hpcdist.comm.checks import REDUCTIONS
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
@@ -29,17 +35,17 @@ AllreduceFunction: TypeAlias = Callable[[Communicator, Array, str], None]
 
 
 class ScaledFunction(Protocol):
-    """An allreduce that multiplies the result by ``scale``, then rounds to the buffer's dtype. Collective."""
+    """An allreduce that multiplies the result by ``scale``, then rounds to the dtype of the buffer. Collective."""
 
     def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         """Reduce ``buffer`` in place and multiply the result by keyword-only ``scale``."""
 
 
 def combiner(buffer: Array, op: str) -> Combine:
-    """Return the numpy or cupy ufunc that performs ``op`` on ``buffer``.
+    """Return the numpy or cupy ufunc that performs ``op`` on ``buffer``. Raises UsageError for an unknown op.
 
-    Raises UsageError for an unknown op, and BufferHandoverError for an unsupported buffer. 16-bit floats are
-    unsupported, because every partial sum would be rounded.
+    Raises BufferHandoverError for an unsupported buffer. 16-bit floats are not supported: each partial sum would be
+    rounded.
     """
     check_buffer(buffer)
     if is_16bit_float(buffer.dtype):
@@ -51,7 +57,7 @@ def combiner(buffer: Array, op: str) -> Combine:
 
 
 def ufunc(buffer: Array, op: str) -> Combine:
-    """Return the numpy or cupy ufunc that performs ``op``, for any dtype. Raises UsageError for an unknown op."""
+    """Return the numpy or cupy ufunc of ``op`` for the device of ``buffer``. Raises UsageError for an unknown op."""
     check_op(op)
     function = getattr(namespace(buffer), _UFUNCS[op])
     if buffer.dtype.kind in "iu":  # integers wrap around without warnings
@@ -66,7 +72,7 @@ def ufunc(buffer: Array, op: str) -> Combine:
 
 
 def may_lose_nan(buffer: Array, op: str) -> bool:
-    """Return True for max and min of floats, in which MPI and NCCL may lose NaNs. Local."""
+    """Return True for max and min of floats, because MPI and NCCL may lose NaNs in these. Local."""
     return op != "sum" and buffer.dtype.kind == "f"
 
 
@@ -92,3 +98,150 @@ def check_buffer(buffer: Array) -> None:
 def native_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place by MPI_Allreduce, which chooses the algorithm. Collective over ``comm``."""
     comm.allreduce(buffer, op)  # also checks the buffer
+
+
+# uint32 constants: Python integers would make every operation 64 bits wide and halve the vector width.
+_SIGN16: Final = np.uint32(0x8000)
+_MAGNITUDE16: Final = np.uint32(0x7FFF)
+_SUBNORMAL16_BELOW: Final = np.uint32(0x0400)
+_INFINITY16: Final = np.uint32(0x7C00)
+_QUIET16: Final = np.uint32(0x7E00)
+_FRACTION16: Final = np.uint32(0x03FF)
+_SHIFT: Final = np.uint32(13)  # number of fraction bits of float32 minus float16
+_HALF_WORD: Final = np.uint32(16)
+_ONE: Final = np.uint32(1)
+_BIAS: Final = np.uint32(112 << 23)  # difference of the exponent biases
+_SMALLEST_NORMAL: Final = np.uint32(113 << 23)  # 2^-14
+_BEYOND: Final = np.uint32(143 << 23)  # 2^16
+_ROUNDER: Final = np.uint32(126 << 23)  # 0.5: its last bit is worth 2^-24, like the last bit of a subnormal float16
+_BELOW_HALF_13: Final = np.uint32(0x0FFF)
+_BELOW_HALF_16: Final = np.uint32(0x7FFF)
+_QUIET32: Final = np.uint32(0x0040_0000)
+
+
+@jit
+def float16_to_float32(half: Any) -> Any:
+    """Return the float16 with the bits ``half`` (uint16) as float32. For use in compiled loops."""
+    word = np.uint32(half)
+    magnitude = np.uint32(word & _MAGNITUDE16)
+    moved = np.uint32(magnitude << _SHIFT)  # exponent and fraction in the fields of a float32
+    normal = np.uint32(moved + _BIAS)
+    special = np.uint32(normal + _BIAS)  # the exponent 31 becomes 255, with the payload of a NaN
+    # A subnormal has no hidden bit: read it with the hidden bit of 2^-14, then subtract 2^-14.
+    subnormal = bits_of(np.float32(float_of(np.uint32(moved + _SMALLEST_NORMAL)) - float_of(_SMALLEST_NORMAL)))
+    finite = subnormal if magnitude < _SUBNORMAL16_BELOW else normal
+    wide = special if magnitude >= _INFINITY16 else finite
+    return float_of(np.uint32(wide | np.uint32(np.uint32(word & _SIGN16) << _HALF_WORD)))
+
+
+@jit
+def float32_to_float16(value: Any) -> Any:
+    """Return the bits (uint16) of float32 ``value`` rounded to float16. For use in compiled loops."""
+    word = bits_of(value)
+    magnitude = np.uint32(word & MAGNITUDE)
+    shifted = np.uint32(magnitude >> _SHIFT)
+    tie = np.uint32(shifted & _ONE)  # add just under half, plus 1 if the last bit is odd: ties to even
+    normal = np.uint32(np.uint32(np.uint32(magnitude - _BIAS) + _BELOW_HALF_13) + tie) >> _SHIFT
+    # The sum with 0.5 is rounded to multiples of 2^-24, the unit of subnormals, which are its lowest bits.
+    subnormal = np.uint32(bits_of(np.float32(float_of(magnitude) + float_of(_ROUNDER))) - _ROUNDER)
+    quiet = np.uint32(_QUIET16 | np.uint32(shifted & _FRACTION16))
+    special = quiet if magnitude > INFINITE else _INFINITY16
+    finite = subnormal if magnitude < _SMALLEST_NORMAL else np.uint32(normal)
+    narrow = special if magnitude >= _BEYOND else finite
+    return np.uint16(np.uint32(narrow | np.uint32(np.uint32(word >> _HALF_WORD) & _SIGN16)))
+
+
+@jit
+def bfloat16_to_float32(half: Any) -> Any:
+    """Return the bfloat16 with the bits ``half`` (uint16) as float32. For use in compiled loops."""
+    return float_of(np.uint32(np.uint32(half) << _HALF_WORD))
+
+
+@jit
+def float32_to_bfloat16(value: Any) -> Any:
+    """Return the bits (uint16) of float32 ``value`` rounded to bfloat16. For use in compiled loops."""
+    word = bits_of(value)
+    tie = np.uint32(np.uint32(word >> _HALF_WORD) & _ONE)
+    rounded = np.uint32(np.uint32(word + _BELOW_HALF_16) + tie)
+    quiet = np.uint32(word | _QUIET32)
+    selected = quiet if np.uint32(word & MAGNITUDE) > INFINITE else rounded
+    return np.uint16(np.uint32(selected >> _HALF_WORD))
+
+
+@jit
+def widen_float16(source: Any, target: Any) -> None:
+    """Convert float16 elements, stored as uint16 in ``source``, to float32 in ``target``."""
+    for i in range(target.size):
+        target[i] = float16_to_float32(source[i])
+
+
+@jit
+def widen_bfloat16(source: Any, target: Any) -> None:
+    """Convert bfloat16 elements, stored as uint16 in ``source``, to float32 in ``target``."""
+    for i in range(target.size):
+        target[i] = bfloat16_to_float32(source[i])
+
+
+@jit
+def round_float16(target: Any, source: Any) -> None:
+    """Round float32 elements of ``source`` to float16, stored as uint16 in ``target``."""
+    for i in range(target.size):
+        target[i] = float32_to_float16(source[i])
+
+
+@jit
+def round_bfloat16(target: Any, source: Any) -> None:
+    """Round float32 elements of ``source`` to bfloat16, stored as uint16 in ``target``."""
+    for i in range(target.size):
+        target[i] = float32_to_bfloat16(source[i])
+
+
+def widen_on_host(source: Array, target: Array) -> None:
+    """Convert a contiguous host array of 16-bit floats to the float32 array ``target``. Local."""
+    loop = widen_bfloat16 if source.dtype == BFLOAT16 else widen_float16
+    loop(source.view(np.uint16), target)
+
+
+def round_on_host(target: Array, source: Array) -> None:
+    """Round the float32 array ``source`` into a contiguous host array of 16-bit floats. Local."""
+    loop = round_bfloat16 if target.dtype == BFLOAT16 else round_float16
+    loop(target.view(np.uint16), source)
+
+
+for _loop in (widen_float16, widen_bfloat16, round_float16, round_bfloat16):
+    _loop.sample(lambda: (np.zeros(1, np.uint16), np.zeros(1, np.float32)))
+
+
+def widened_allreduce(
+    algorithm: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0
+) -> None:
+    """Reduce 16-bit floats: run ``algorithm`` in float32, multiply by keyword-only ``scale``, and round. Collective."""
+    wide = scratch("widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
+    widen(buffer, wide)
+    algorithm(comm, wide, op)
+    multiply(wide, scale)
+    round_into(buffer, wide)
+
+
+def widen(source: Array, target: Array) -> None:
+    """Copy ``source`` to ``target``, which has the dtype of ``source`` or its accumulation dtype. Local."""
+    if is_16bit_float(source.dtype) and not is_device(source):
+        widen_on_host(source, target)
+    else:
+        target[...] = source
+
+
+def round_into(target: Array, total: Array) -> None:
+    """Round ``total`` to the dtype of ``target``, and write it there. Overflow becomes infinity. Local."""
+    if is_16bit_float(target.dtype) and not is_device(target):
+        round_on_host(target, total)
+        return
+    with np.errstate(over="ignore"):  # loss scaling checks for infinity
+        target[...] = total
+
+
+def multiply(total: Array, scale: float) -> None:
+    """Multiply ``total`` in place by ``scale``, in the dtype of ``total``. Local."""
+    if scale != 1.0:
+        with np.errstate(all="ignore"):  # the caller checks for infinity and NaN
+            total *= total.dtype.type(scale)

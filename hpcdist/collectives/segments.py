@@ -36,13 +36,13 @@ _here = _Workspace()
 def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
     """Return a scratch buffer of ``size`` uninitialised elements, on the device of the array ``like``. Local.
 
-    Calls with equal ``name`` in one thread return the same memory.
+    Calls with an equal ``name`` in one thread return the same memory.
     """
     return scratch_in(_here.arrays, name, size, dtype, like)
 
 
 def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
-    """Return the scratch buffer ``name`` in the dict ``buffers``, or add one on the device of ``like``. Local."""
+    """Return the scratch buffer ``name`` of ``buffers``; if needed, create it on the device of ``like``. Local."""
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
     if key not in buffers or buffers[key].nbytes < nbytes:
@@ -52,12 +52,12 @@ def scratch_in(buffers: Buffers, name: str, size: int, dtype: np.dtype, like: Ar
 
 
 def count_in_ledger(array: Array) -> Array:
-    """Count ``array`` as communication memory in this thread's memory statistics. Return ``array``. Local."""
+    """Count ``array`` as communication memory of this thread. Return ``array``. Local."""
     return array if _here.ledger is None else _here.ledger.track(array, "communication")
 
 
 def account(ledger: Ledger | None) -> None:
-    """Count this thread's scratch buffers in the memory statistics ``ledger``. None stops the count. Local."""
+    """Count the scratch buffers of this thread in the memory statistics ``ledger``. None stops the count. Local."""
     if ledger is not None and ledger is not _here.ledger:
         for array in _here.arrays.values():
             ledger.track(array, "communication")
@@ -66,7 +66,7 @@ def account(ledger: Ledger | None) -> None:
 
 
 def ledger() -> Ledger | None:
-    """Return the memory statistics that count this thread's scratch buffers, or None. Local."""
+    """Return the memory statistics that count the scratch buffers of this thread, or None. Local."""
     return _here.ledger
 
 
@@ -86,7 +86,7 @@ def check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> 
 
 
 def gather_counts(comm: Communicator, row: np.ndarray) -> np.ndarray:
-    """Gather the int64 array ``row`` of each rank. Return them stacked, of shape (ranks, ...). Collective."""
+    """Gather the int64 array ``row`` of each rank. Return an array of shape (ranks, ...). Collective."""
     gathered = np.empty((comm.size, *row.shape), np.int64)
     gathered[comm.rank] = row
     comm.all_gather(gathered.reshape(-1), [Range(row.size * rank, row.size * (rank + 1)) for rank in range(comm.size)])
@@ -102,7 +102,7 @@ def check_segment(segment_bytes: int) -> None:
 def cut_evenly(part: Range, itemsize: int, segment_bytes: int) -> list[Range]:
     """Split the range ``part`` into the fewest balanced ranges of about ``segment_bytes`` bytes, aligned to 64 bytes.
 
-    ``part`` counts elements of ``itemsize`` bytes. A range may be up to 64 bytes longer than ``segment_bytes``.
+    ``itemsize``: bytes of an element. A range may be 64 bytes longer than ``segment_bytes``.
     """
     count = -(-part.size * itemsize // segment_bytes)
     return [piece.shift(part.start) for piece in split(part.size, count, itemsize) if piece] if count else []
@@ -122,7 +122,7 @@ def join(ranges: Iterable[Range]) -> list[Range]:
 def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> list[Array]:
     """Return a scratch buffer for each range in ``pieces``, on the device of the array ``like``. Local.
 
-    Buffers i and i + 2 share memory, so use at most two buffers at a time. ``name``: see `scratch`.
+    Buffers i and i + 2 share memory, so use at most two at a time. ``name``: see `scratch`.
     """
     longest = max((piece.size for piece in pieces), default=0)
     memory = scratch(name, AHEAD * longest, dtype, like)
@@ -131,7 +131,7 @@ def slots(name: str, pieces: Sequence[Range], dtype: np.dtype, like: Array) -> l
 
 
 class PostedReceives:
-    """Receives of messages from rank ``source`` into the arrays ``targets``. At most two receives are in flight."""
+    """Receives from rank ``source`` into the arrays ``targets``. At most two receives are in flight."""
 
     def __init__(self, comm: Communicator, source: int, targets: Sequence[Array], tag: int = 0) -> None:
         self._comm, self._source, self._targets, self._tag = comm, source, targets, tag

@@ -19,10 +19,10 @@ from typing import Final, Protocol, TypeAlias
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import nccl
 from hpcdist.collectives.algorithms import circulant, ring
 from hpcdist.collectives.algorithms.all_to_all import all_to_all_reduce_scatter
-from hpcdist.collectives.gpu import nccl
-from hpcdist.collectives.gpu.staging import staged_all_gather, staged_reduce_scatter
+from hpcdist.collectives.dispatch import staged_all_gather, staged_reduce_scatter
 from hpcdist.collectives.node import shared_memory
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op, combiner, may_lose_nan
 from hpcdist.collectives.segments import scratch
@@ -45,8 +45,8 @@ class ReduceScatterFunction(Protocol):
     ) -> None:
         """Reduce ``buffer`` in place, or into ``result``. Rank r gets its element range ``shares[r]``. Collective.
 
-        All ranks or no rank must pass ``result``, an array for this rank's range. ``buffer`` is then not changed,
-        unless ``result`` is a view of it.
+        All ranks or no rank must pass ``result``, an array for this rank's range. Then ``buffer`` is not
+        changed, unless ``result`` is a view of it.
         """
 
 
@@ -56,9 +56,9 @@ AllGatherFunction: TypeAlias = Callable[[Communicator, Array, Sequence[Range]], 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Algorithm that reduce-scatters a buffer to one share per rank, and all-gathers the shares.
+    """Algorithm that reduce-scatters a buffer to one element range per rank, and all-gathers these ranges.
 
-    Share boundaries are multiples of 64 bytes. 16-bit floats are summed in rank order in float32, and rounded once.
+    Range boundaries are multiples of 64 bytes. 16-bit floats are summed in rank order in float32, and rounded once.
     """
 
     shares: SharesFunction

@@ -14,17 +14,19 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from threading import get_ident
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm import events
-from hpcdist.comm.transport import Request
+from hpcdist.comm.transport import Request, attributed, call_site_outside
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
+
+if TYPE_CHECKING:  # communicator.py imports this module
+    from hpcdist.comm.communicator import Communicator
 
 REDUCTIONS: Final = ("sum", "max", "min")
 _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS["float64"]))
@@ -65,20 +67,7 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INTERNAL: Final = (*(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm")), contextlib.__file__)
 
 
-class ComparableCommunicator(Protocol):
-    """Attributes and methods of a communicator that the comparison of calls needs."""
-
-    name: str
-    rank: int
-    size: int
-    checked: bool
-    is_comparing: bool
-
-    def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None: ...
-    def iallreduce(self, buffer: Array, op: str = "sum") -> Request: ...
-
-
-Move: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is in flight
+Progress: TypeAlias = Callable[[Request], None]  # progresses other operations while the request is in flight
 
 
 @dataclass(frozen=True)
@@ -104,57 +93,43 @@ class CollectiveCall:
 def describe_call(
     operation: str, algorithm: str, buffer: Array, reduction: str = "", extra: str = ""
 ) -> CollectiveCall:
-    """Return the description of a rank's collective call, which `compare_calls` compares between ranks. Local.
-
-    ``buffer``: any object. ``reduction``: operator, such as "sum". ``extra``: further arguments that must be equal.
-    """
+    """Return the `CollectiveCall` of a call on ``buffer``. ``extra``: text of further arguments to compare. Local."""
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)
     return CollectiveCall(operation, algorithm, name, str(count), reduction, extra)
 
 
-def compare_native(
-    comm: ComparableCommunicator, operation: str, buffer: Array, reduction: str = "", extra: str = ""
-) -> None:
-    """Check that all ranks pass equal arguments to a collective that MPI executes. Collective over ``comm``.
-
-    Raises CommunicationError on every rank if they differ. For the arguments see `describe_call`.
-    """
+def compare_native(comm: "Communicator", operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
+    """Raise CommunicationError on all ranks if their arguments of an MPI collective differ. Collective."""
     if comm.size > 1 and not comm.is_comparing:
         compare_calls(comm, describe_call(operation, NATIVE_ALGORITHM, buffer, reduction, extra))
 
 
-def compare_calls(comm: ComparableCommunicator, call: CollectiveCall, move: Move | None = None) -> None:
-    """Raise CommunicationError on all ranks unless all ranks of ``comm`` pass an equal ``call``. Collective.
+def compare_calls(comm: "Communicator", call: CollectiveCall, progress: Progress | None = None) -> None:
+    """Raise CommunicationError on all ranks if their ``call`` differs. Collective over ``comm``.
 
-    ``move(request)`` is called repeatedly until the comparison message ``request`` is complete.
+    While the comparison message ``request`` is in flight, ``progress(request)`` progresses other operations.
     """
-    # `move` must progress this rank's operations in flight, because other ranks may wait for them.
-    everybody = _exchange_calls(comm, call, move)
+    # `progress` must progress this rank's operations in flight, because other ranks may wait for them.
+    everybody = _exchange_calls(comm, call, progress)
     if any(other != everybody[0][0] for other, _ in everybody):
         raise CommunicationError(_difference(comm.name, everybody))
 
 
 def announce_refusal(
-    comm: ComparableCommunicator, call: CollectiveCall, error: HpcdistError, move: Move | None = None
+    comm: "Communicator", call: CollectiveCall, error: HpcdistError, progress: Progress | None = None
 ) -> None:
-    """Make the ranks that wait in `compare_calls` fail, because this rank raises ``error`` instead of making ``call``.
-
-    ``move(request)`` is called repeatedly until the message ``request`` is complete.
-    """
+    """Make other ranks fail in `compare_calls`, because this rank raises ``error`` instead of making ``call``."""
     if comm.checked and comm.size > 1:
         _exchange_calls(
-            comm, CollectiveCall(call.operation, call.algorithm, call.dtype, call.count, refused=str(error)), move
+            comm, CollectiveCall(call.operation, call.algorithm, call.dtype, call.count, refused=str(error)), progress
         )
 
 
 def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[..., None]:
-    """Return a version of the allreduce ``function`` that first checks that all ranks make the same call. Local.
+    """Return the allreduce ``function``, named ``algorithm``, with a check that all ranks make the same call. Local."""
 
-    ``algorithm`` is the name of the algorithm in error messages.
-    """
-
-    def compare_then_run(comm: ComparableCommunicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
+    def compare_then_run(comm: "Communicator", buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
         times = "" if scale == 1.0 else f"times {float(scale)!r}"
         compare_calls(comm, describe_call("allreduce", algorithm, buffer, op, times))
         if scale == 1.0:
@@ -166,18 +141,18 @@ def with_comparison(function: Callable[..., None], algorithm: str) -> Callable[.
 
 
 def ranges_fingerprint(shares: Sequence[Range]) -> str:
-    """Return text with a checksum of ``shares``, one range of elements per rank, to compare between ranks. Local."""
+    """Return a checksum of the element ranges ``shares`` as text, to compare them between ranks. Local."""
     return f"shares {zlib.crc32(repr([(part.start, part.stop) for part in shares]).encode()):08x}"
 
 
 def call_site() -> str:
     """Return "file:line" of the code outside hpcdist/collectives and hpcdist/comm that called the collective. Local."""
-    site = events.attributed.get(get_ident()) or events.call_site(sys._getframe(1), _INTERNAL)
+    site = attributed.get(get_ident()) or call_site_outside(sys._getframe(1), _INTERNAL)
     return "an unknown place" if site is None else f"{site.code.co_filename}:{site.line}"
 
 
 def _exchange_calls(
-    comm: ComparableCommunicator, call: CollectiveCall, move: Move | None = None
+    comm: "Communicator", call: CollectiveCall, progress: Progress | None = None
 ) -> list[tuple[CollectiveCall, str]]:
     fields = [" ".join(field.split())[:_FIELD_CHARACTERS] for field in astuple(call)]
     text = "\t".join(fields).encode("ascii", "replace") + b"\n"
@@ -186,7 +161,7 @@ def _exchange_calls(
     records: Any = np.empty(RECORD_BYTES * comm.size, np.uint8)
     ranges = [Range(RECORD_BYTES * rank, RECORD_BYTES * (rank + 1)) for rank in range(comm.size)]
     records[ranges[comm.rank].slice] = np.frombuffer(mine, np.uint8)
-    if move is None:
+    if progress is None:
         comm.is_comparing = True  # so that this gather is not compared itself
         try:
             comm.all_gather(records, ranges)
@@ -196,7 +171,7 @@ def _exchange_calls(
         records[: ranges[comm.rank].start] = records[ranges[comm.rank].stop :] = 0
         request = comm.iallreduce(records.view(np.int64), "sum")  # a gather, because all other parts are zeros
         while not request.test():
-            move(request)
+            progress(request)
     return [_parse_call(records[part.slice].tobytes()) for part in ranges]
 
 

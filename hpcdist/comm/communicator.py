@@ -17,10 +17,9 @@ from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm import checks
 from hpcdist.comm.checks import REDUCTIONS, check_reduction, check_tiling, is_plain
-from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.failure.family import CommunicatorFamily
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.transport import Message, PendingRequest, Request, SharedBlock
+from hpcdist.comm.transport import UNKNOWN_BYTES, Message, PendingRequest, Request, SharedBlock
 from hpcdist.comm.window import DeferredWindow, ObservedWindow, Window
 from hpcdist.errors import UsageError
 
@@ -29,11 +28,11 @@ ANY: Final = -1  # any source or any tag, in `probe` and `poll`
 
 @dataclass(frozen=True)
 class Nodes:
-    """A communicator split by node. This rank's node has number ``index``, and there are ``count`` nodes.
+    """A communicator split by node: this rank is on node ``index`` of ``count`` nodes.
 
-    ``intra``: the ranks of this node. ``peers``: the ranks with this rank's position in their nodes. ``leaders``: the
-    first rank of each node, or None on other ranks. ``uniform``: True if all nodes have the same number of ranks; only
-    then does each ``peers`` communicator reach every node. ``members``: the ranks of each node, ascending.
+    ``intra``: ranks of this node. ``peers``: ranks with this rank's position on each node. ``leaders``: first rank
+    of each node, or None on other ranks. ``uniform``: True if all nodes have equally many ranks. ``members``: ranks
+    of each node.
     """
 
     intra: "Communicator"
@@ -91,7 +90,7 @@ class Communicator(CommunicatorFamily):
         self.events.end(token)
 
     def sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int = 0) -> None:
-        """Send to rank ``to`` and receive from rank ``source`` at the same time. The event log counts sent elements."""
+        """Send to rank ``to`` and receive from rank ``source`` at the same time."""
         outgoing = self.handover.outgoing(send)
         incoming, finish = self.handover.incoming(receive)
         token = self._begin("sendrecv", send, send.nbytes, to, tag)
@@ -165,20 +164,16 @@ class Communicator(CommunicatorFamily):
         events.end(token)
 
     def iallreduce(self, buffer: Array, op: str = "sum") -> Request:
-        """Start `allreduce`. ``buffer`` must not be used before the request is complete. Not for 16-bit floats.
-
-        The MPI library decides whether data moves before `Request.wait`. The sum may differ from the sum of `allreduce`
-        in the last bits.
-        """
+        """Start `allreduce`. Do not use ``buffer`` before the request is complete. Not for 16-bit floats."""
         check_reduction(buffer, op)
         message, finish = self.handover.both(buffer)
         token = self._begin("iallreduce", buffer, UNKNOWN_BYTES)
         return PendingRequest(self.events, token, self._iallreduce(message, op), finish)
 
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-        """Reduce ``buffer`` with the transport's own algorithm. Only ``buffer[ranges[rank]]`` gets the result.
+        """Reduce ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; the rest becomes undefined.
 
-        ``ranges``: one range per rank, in rank order, without gaps. The rest of ``buffer`` becomes undefined.
+        ``ranges`` cover the buffer in rank order, without gaps.
         """
         if self._checked:
             checks.compare_native(self, "reduce_scatter", buffer, op, checks.ranges_fingerprint(ranges))
@@ -196,10 +191,7 @@ class Communicator(CommunicatorFamily):
     def all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
-        """Send ``send[send_ranges[q]]`` to each rank q, and receive from q into ``receive[receive_ranges[q]]``.
-
-        The event log counts only the bytes sent to other ranks.
-        """
+        """Send ``send[send_ranges[q]]`` to each rank q, and receive from q into ``receive[receive_ranges[q]]``."""
         if self._checked:
             checks.compare_native(self, "all_to_all", send[:0])  # parts differ from rank to rank
         outgoing = self.handover.outgoing(send, "all_to_all")
@@ -260,16 +252,16 @@ class Communicator(CommunicatorFamily):
         return firsts.index(first_of[self.rank]), len(firsts), ranks
 
     def shared(self, nbytes: int) -> SharedBlock:
-        """Allocate ``nbytes`` bytes of zeroed memory per rank that all ranks can read and write. Needs one node.
+        """Allocate ``nbytes`` zeroed bytes per rank that all ranks of the node can read and write.
 
-        If sharing fails (containers, no room), the returned block holds private memory: see `SharedBlock.is_shared`.
+        The ranks must be on one node. If sharing fails, the block is private: see `SharedBlock.is_shared`.
         """
         return self._recorded("shared", self._shared, nbytes, count=nbytes)
 
     def window(self, nbytes: int) -> Window:
-        """Return a window: ``nbytes`` bytes of this rank's zeroed memory for one-sided access (put, get) by all ranks.
+        """Return a window on ``nbytes`` zeroed bytes of this rank, which all ranks can put to and get from.
 
-        Ranks may pass different sizes. Raises MissingCapabilityError if the transport has no one-sided communication.
+        Sizes may differ between ranks. Raises MissingCapabilityError without one-sided communication.
         """
         sizes = self.allgather_object(nbytes)
         transfers = self._recorded("window", self._window, nbytes, count=nbytes)

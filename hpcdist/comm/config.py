@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from hpcdist.constants import DEADLINE_S
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.nearest import nearest
 from hpcdist.reporting.rules import rule
@@ -81,7 +82,7 @@ class CommunicationConfig:
         "none", "Exchange gradients during the backward pass: in a thread, or between layers (poll).", choices=OVERLAPS
     )
     delayed: bool = key(False, "Apply each gradient one step late, so that its sum overlaps the next step.")
-    deadline_s: float = key(300.0, "Timeout of a communication in seconds. After it the job ends.", gt=0)
+    deadline_s: float = key(DEADLINE_S, "Timeout of a communication in seconds. After it the job ends.", gt=0)
     ranks_per_node: int = key(0, "Number of consecutive ranks to treat as a node, for tests. 0: the real nodes.", ge=0)
     checked: bool = key(False, "Check before every collective that all ranks make the same call, to find bugs.")
 

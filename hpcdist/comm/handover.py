@@ -22,7 +22,7 @@ OPERATIONS: Final = (MESSAGES, *COLLECTIVES)
 
 
 class Handover:
-    """Converter of the caller's buffers to memory that MPI may read or write.
+    """Conversion of buffers to memory that MPI may read or write.
 
     ``device_pointers``: the `OPERATIONS` for which MPI accepts pointers to GPU memory; True means all.
     """
@@ -40,10 +40,7 @@ class Handover:
         return MESSAGES in self.pointers
 
     def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
-        """Return an array that MPI can send in ``operation``, with the data of ``buffer``.
-
-        16-bit floats are viewed as uint16.
-        """
+        """Return an array with the data of ``buffer`` that MPI can send. 16-bit floats become uint16."""
         _check(buffer)
         if backend.is_device(buffer):
             if operation in self.pointers:
@@ -54,7 +51,7 @@ class Handover:
         return _bits(buffer)
 
     def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], None] | None]:
-        """Return an array into which MPI can receive, and a function that then copies the data to ``buffer``.
+        """Return (array into which MPI can receive, function that copies it to ``buffer``).
 
         The function is None if MPI receives directly into ``buffer``.
         """
@@ -72,7 +69,7 @@ class Handover:
         return _bits(buffer), None
 
     def both(self, buffer: Array, operation: str = "") -> tuple[Array, Callable[[], None] | None]:
-        """Return an array with ``buffer``'s data for an in-place MPI ``operation``, and a function to call afterwards.
+        """Return (array with the data of ``buffer``, function to call after MPI's in-place ``operation`` on it).
 
         The function copies the result to ``buffer``. It is None if MPI works directly on ``buffer``.
         """

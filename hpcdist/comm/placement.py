@@ -16,7 +16,7 @@ MOST_SHOWN: Final = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """Location of this process: node (found by MPI), local rank (announced by the launcher), host name and cores."""
+    """Location of a rank: node (found by MPI), local rank (announced by the launcher), host name and cores."""
 
     node: int
     nodes: int
@@ -26,10 +26,7 @@ class Placement:
 
 
 def choose_gpu(announced: LaunchEnvironment | None) -> int:
-    """Select the GPU for this process's local rank, before MPI_Init. Return the index of the GPU. Local.
-
-    ``announced``: local rank and other data from the launcher; None means local rank 0.
-    """
+    """Select the GPU with this process's local rank, before MPI_Init. Return the index of the GPU. Local."""
     if announced is not None and announced.local_rank is None and announced.size > 1:
         raise ConfigurationError(
             f"the launcher {announced.launcher} announces {announced.size} ranks but no local rank, so no GPU can be "
@@ -39,9 +36,10 @@ def choose_gpu(announced: LaunchEnvironment | None) -> int:
 
 
 def locate(comm: Communicator, announced: LaunchEnvironment | None) -> Placement:
-    """Return the placement of this rank: its node and its rank on this node. Collective over ``comm``.
+    """Return the placement of this rank. Collective over ``comm``.
 
-    ``announced``: local rank from the launcher, or None. Raises ConfigurationError for inconsistent local ranks.
+    ``announced``: announcement of the launcher, or None. Raises ConfigurationError if its local ranks are not 0 ..
+    n - 1.
     """
     nodes = comm.nodes()
     local_rank = nodes.intra.rank
@@ -72,7 +70,7 @@ def is_permutation(local_ranks: Sequence[int]) -> bool:
 
 
 def shown(local_ranks: Sequence[int]) -> str:
-    """Return ``local_ranks`` as text for error messages, truncated after the first `MOST_SHOWN`."""
+    """Return ``local_ranks`` as text for error messages: at most `MOST_SHOWN` numbers."""
     return " ".join(map(str, local_ranks[:MOST_SHOWN])) + (" ..." if len(local_ranks) > MOST_SHOWN else "")
 
 

@@ -18,25 +18,25 @@ from typing import Any, Final, NoReturn
 
 from hpcdist.comm import placement
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.failure import exits, failfast
 from hpcdist.comm.failure.rank_failures import all_agree, is_rank_failure
 from hpcdist.comm.failure.watchdog import Watchdog
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.launch import environment, exit_file, guard, listeners, standard_streams
+from hpcdist.comm.launch import environment, exit_file, guard, standard_streams
 from hpcdist.comm.mpi import cuda_aware, spawn
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.record import flight_recorder
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.spans import NULL_SPANS, Spans, SpanSink
 from hpcdist.comm.threads.communicator import solo
+from hpcdist.comm.transport import NULL_SINK
 from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting import atomic
 
 
 @dataclass
 class Session:
-    """A started job: its world communicator, and this rank's placement, recorder and watchdog."""
+    """A started job: the communicator of all ranks, and this rank's placement, recorder and watchdog."""
 
     comm: Communicator
     place: placement.Placement
@@ -52,9 +52,9 @@ class Session:
     spans: SpanSink = NULL_SPANS  # named intervals of this rank, in addition to its messages
 
     def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
-        """Record communication operations in ``directory``, with a deadline of ``deadline_s`` seconds each. Collective.
+        """Record communication operations in ``directory``, each with a deadline of ``deadline_s`` seconds. Collective.
 
-        If keyword-only ``spans`` is True, also record named time intervals.
+        Keyword-only ``spans``: True to record named time intervals as well.
         """
         folder = directory / "recorder"
         try:
@@ -75,7 +75,7 @@ class Session:
         self.comm.barrier()  # recorded, so that `hpcdist hang` finds ranks that do not arrive here
 
     def stop_recording(self) -> None:
-        """Stop recording: close the files that `record` opened, and remove the deadlines of operations. Local."""
+        """Close the files that `record` opened, and end the deadlines of operations. Local."""
         # If the job survives rank failures, this rank must soon call `record` again or exit, or the job ends.
         if self.watchdog is not None and self.recorder is not None:
             if self.outlives:
@@ -91,7 +91,7 @@ class Session:
         self.spans = NULL_SPANS
 
     def survive(self, comm: Communicator) -> "Session":
-        """Return a new session on ``comm``, the survivors' communicator. This session becomes invalid. Collective."""
+        """Return a new session on ``comm``, the communicator of the survivors, in place of this session. Collective."""
         self.stop_recording()
         session = replace(self, comm=comm, place=placement.locate(comm, None))
         if failfast.is_installed():  # false if ranks are threads of a test
@@ -100,7 +100,7 @@ class Session:
         return session
 
     def speak_as_one(self) -> None:
-        """Let only rank 0 print an error that all ranks raise equally, from now on. Local."""
+        """From now on, let only rank 0 print an error that all ranks raise equally. Local."""
         if self.comm.size > 1:
             failfast.set_agreement(functools.partial(all_agree, self.comm), self.withdraw)
         if self.outlives:
@@ -144,11 +144,11 @@ JOINING_S: Final = 120  # limit for a spawned process to join; afterwards its pa
 def start(
     device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False, examined: bool = False
 ) -> Session:
-    """Start MPI if a launcher announced a world, otherwise a world of only this process. Collective.
+    """Start MPI if a launcher announced a world, else a world of only this process. Collective.
 
-    ``ranks_per_node``: number of ranks per simulated node, or None for real nodes. ``checked``: True to compare the
-    collective calls of all ranks. ``examined``: True to accept other local ranks than the launcher's. Afterwards, an
-    uncaught exception ends the job.
+    ``ranks_per_node``: ranks per simulated node, or None for real nodes. ``checked``: True to compare the
+    collective calls of all ranks. ``examined``: True to accept other local ranks than the launcher's. Afterwards,
+    an uncaught exception ends the job.
     """
     refuse_worker()
     standard_streams.protect()
@@ -193,7 +193,7 @@ def start(
 
 
 def is_worker() -> bool:
-    """Return True in a process that a rank has forked, or started by `multiprocessing`. Local."""
+    """Return True in a process that a rank has forked or started by `multiprocessing`. Local."""
     # Without a launcher, the result is always False.
     if _rank_pids:
         return os.getpid() not in _rank_pids
@@ -206,7 +206,7 @@ def is_worker() -> bool:
 
 
 def refuse_worker() -> None:
-    """Raise UsageError if this is a worker process of a rank, because only the rank itself takes part in MPI. Local."""
+    """Raise UsageError in a worker process of a rank, because only the rank takes part in MPI. Local."""
     if is_worker():
         raise UsageError(
             f"process {os.getpid()} is a worker that a rank started (multiprocessing, DataLoader or fork), and has no "
@@ -215,9 +215,9 @@ def refuse_worker() -> None:
 
 
 def fail_alike(*, launched: bool = False) -> None:
-    """Report errors before `start` with the same text and exit code as errors after it. Local.
+    """Report errors before `start` with the same text and exit code as after it. Local.
 
-    If keyword-only ``launched`` is True, this function does nothing in a process without a launcher.
+    Keyword-only ``launched``: True to do nothing in a process without a launcher.
     """
     launch = environment.launch_environment()
     if not failfast.is_installed() and not (launched and launch is None):
@@ -248,7 +248,7 @@ def start_joined() -> Session:
 
 
 def end_alone(error: Exception) -> NoReturn:
-    """End this process, which was spawned but could not join the job because of ``error``. The job continues. Local."""
+    """End this spawned process, which could not join the job because of ``error``. The job continues. Local."""
     sys.stderr.write(f"hpcdist: a process that was started to replace a rank could not join the job: {error!r}\n")
     sys.stderr.flush()
     os._exit(FAILURE)  # the end of Python would finalise MPI, and hang in it
@@ -287,11 +287,10 @@ def start_alone() -> Session:
 
 
 def check_world(launch: environment.LaunchEnvironment, size: int, library: str) -> None:
-    """Raise ConfigurationError if MPI's world ``size`` differs from the size that the launcher announced. Local.
+    """Raise ConfigurationError if the world size of MPI differs from the size that the launcher announced. Local.
 
     ``launch``: announcement of the launcher. ``library``: version of the MPI library, for the message.
     """
-    # `library` is the MPI library's version for the message.
     if size != launch.size:
         raise ConfigurationError(
             f"{launch.launcher} announced {launch.size} ranks, but MPI ({library}) sees a world of {size}: the "
@@ -311,7 +310,7 @@ def _refuse_unknown_launcher(launch: environment.LaunchEnvironment | None) -> No
 
 
 def announce_pid(name: object) -> None:
-    """Write this rank's process id to the file pid-``name`` for `hpcdist run`. If ``name`` is None, do nothing."""
+    """Write the process id of this rank to the file pid-``name`` for `hpcdist run`, unless ``name`` is None."""
     folder = os.environ.get(exit_file.LAUNCH_DIR)
     if folder and name is not None:
         # `name` is unique in the job, such as the rank.
@@ -321,11 +320,11 @@ def announce_pid(name: object) -> None:
 
 
 def import_mpi() -> Any:
-    """Import mpi4py.MPI, which initialises MPI. Requests THREAD_MULTIPLE, but also accepts a lower level."""
+    """Import mpi4py.MPI, which initialises MPI, if possible with THREAD_MULTIPLE. Return the module."""
     # A job that survives rank failures requests THREAD_SERIALIZED: with THREAD_MULTIPLE, Open MPI 5 may deadlock when a
     # rank dies.
     environment.provide_home()
-    listeners.exclude_tcp()
+    environment.exclude_tcp()
     try:
         import mpi4py
     except ImportError as error:
@@ -343,7 +342,7 @@ def import_mpi() -> Any:
             f"mpi4py {importlib.metadata.version('mpi4py')} finds no MPI library ({error}); load the site's MPI "
             "module, or install hpcdist[workstation]"
         ) from error
-    listeners.restrict_to_loopback()
+    environment.restrict_to_loopback()
     if finalizes:
         setattr(sys, _Finalizer.__name__, _Finalizer(MPI))  # Python empties `sys` as the last module except builtins
     return MPI

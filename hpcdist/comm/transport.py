@@ -1,12 +1,72 @@
-"""Requests, matched messages and shared memory, which a communicator gets from its transport."""
+"""Interfaces of a communicator to its transport and its observers: requests, messages, shared memory and event sinks.
 
-from collections.abc import Callable
-from typing import Protocol
+MPI libraries without the large counts of MPI-4 need messages of at most 2^31 - 1 elements. A collective is split into
+`pieces`. A message is sent as one element of a derived datatype.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
-from hpcdist.comm.events import EventSink
+from hpcdist.arrays.backend import Array, namespace
+from hpcdist.arrays.ranges import Range
+from hpcdist.errors import CommunicationError
+
+LARGEST_TAG: Final = 32767  # every MPI library supports tags up to this value
+
+
+UNKNOWN_BYTES: Final = -1  # the MPI library chose the algorithm, so the volume is unknown
+
+
+class CallSite(NamedTuple):
+    """A line of code that requested an operation. Another thread may execute the operation, or a later call."""
+
+    code: CodeType
+    instruction: int
+    line: int
+
+
+def call_site_outside(frame: FrameType | None, outside: tuple[str, ...]) -> CallSite | None:
+    """Return the innermost call in the stack of ``frame`` whose file is not in the directories ``outside``, or None."""
+    while frame is not None and frame.f_code.co_filename.startswith(outside):
+        frame = frame.f_back
+    return None if frame is None else CallSite(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+attributed: Final[dict[int, CallSite]] = {}  # by thread: the call site of its operations, instead of the calling line
+
+
+def attribute(site: CallSite | None) -> None:
+    """Record ``site`` as the call site of later operations of this thread. None: record the actual call site. Local."""
+    attributed.pop(get_ident(), None)
+    if site is not None:
+        attributed[get_ident()] = site
+
+
+class EventSink:
+    """Observer of a communicator's operations. This base class does nothing.
+
+    If an operation raises an error, `end` is not called: an operation without an end shows the failure.
+    """
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
+
+        ``comm``: name of the communicator. ``sent_bytes``: bytes that this rank sends, or `UNKNOWN_BYTES`.
+        ``peer``: the other rank, or -1.
+        """
+        return 0
+
+    def end(self, token: int) -> None:
+        """Record the end of the operation for which `begin` returned ``token``."""
+
+
+NULL_SINK: Final = EventSink()
 
 
 class Request(Protocol):
@@ -33,7 +93,7 @@ class Message(Protocol):
 class SharedBlock(Protocol):
     """Memory that all ranks of a node can read and write, or private memory if the ranks cannot share memory.
 
-    ``views``: bytes of each rank. If ``is_shared`` is False, only the view of the calling rank exists.
+    ``views``: bytes of each rank. If ``is_shared`` is False, only this rank's view exists.
     """
 
     views: list[np.ndarray]
@@ -46,7 +106,7 @@ class SharedBlock(Protocol):
     def check_alive(self, since: float) -> None:
         """Let messages progress, and raise RankDiedError if a rank of the communicator has died. Local.
 
-        ``since``: value of `time.monotonic` at the start of the wait.
+        ``since``: `time.monotonic` at the start of the wait.
         """
 
     def close(self) -> None:
@@ -54,7 +114,7 @@ class SharedBlock(Protocol):
 
 
 class PendingRequest:
-    """A request whose end is recorded in the event log. ``finish``: called once after completion, or None."""
+    """A request whose end is recorded in the event log. ``finish``: function to call after completion, or None."""
 
     def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], None] | None) -> None:
         self._events, self._token, self._transport, self._finish = events, token, transport, finish
@@ -75,3 +135,52 @@ class PendingRequest:
         if not self.done and self._transport.test():
             self._complete()
         return self.done
+
+
+LARGEST_COUNT = 2**31 - 1  # elements of one call; tests lower it on all ranks
+PAIR_TAG: Final = LARGEST_TAG - 2  # messages of a large all-to-all
+
+
+def check_size(nbytes: int, source: int, tag: int, buffer: Array, receiver: str = "") -> None:
+    """Raise CommunicationError unless a received message of ``nbytes`` bytes fills ``buffer``. Local.
+
+    ``receiver``: beginning of the error message.
+    """
+    if nbytes != buffer.nbytes:
+        raise CommunicationError(
+            f"{receiver}a message of {nbytes} bytes from rank {source} (tag {tag}) arrived for a buffer of "
+            f"{buffer.nbytes} bytes; both must have the same size"
+        )
+
+
+def pieces(size: int, largest: int | None = None) -> list[Range]:
+    """Split ``size`` elements into ranges of at most ``largest`` elements (default `LARGEST_COUNT`). Local."""
+    largest = largest or LARGEST_COUNT
+    return [Range(start, min(start + largest, size)) for start in range(0, size, largest)]
+
+
+def within(piece: Range, ranges: Sequence[Range]) -> list[Range]:
+    """Return the intersection of each of ``ranges`` with ``piece``, as offsets from the start of ``piece``. Local."""
+    return [part.intersect(piece).shift(-piece.start) for part in ranges]
+
+
+def as_one_element(mpi: Any, message: Array) -> list[Any]:
+    """Return an mpi4py buffer specification of ``message`` as one element of a derived datatype. Local."""
+    return [message, 1, _datatype(mpi, message.dtype.char, message.size, LARGEST_COUNT)]
+
+
+@functools.cache  # a program has few sizes; the datatypes live as long as MPI
+def _datatype(mpi: Any, code: str, size: int, largest: int) -> Any:
+    starts, itemsize = range(0, size, largest), np.dtype(code).itemsize
+    counts = [min(largest, size - start) for start in starts]
+    return mpi.Datatype.fromcode(code).Create_hindexed(counts, [start * itemsize for start in starts]).Commit()
+
+
+def scratch_for(buffer: Array, ranges: Sequence[Range], largest: int) -> tuple[Array, list[Range]]:
+    """Return (scratch buffer, range of each copy in it) to copy ``ranges`` of ``buffer``. Local.
+
+    Ranges of more than ``largest`` elements get no copy: their returned range is empty.
+    """
+    sizes = [part.size if part.size <= largest else 0 for part in ranges]
+    slots = [Range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return namespace(buffer).empty(slots[-1].stop, buffer.dtype), slots

@@ -9,8 +9,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from hpcdist.comm.events import EventSink
-from hpcdist.comm.mpi import large_messages, ulfm
+from hpcdist.comm import transport
+from hpcdist.comm.mpi import ulfm
+from hpcdist.comm.transport import EventSink
 from hpcdist.errors import MissingCapabilityError, UsageError
 
 PROBE_BYTES: Final = 8  # after the memory of each rank: tests a new window
@@ -20,7 +21,7 @@ _MAGIC: Final = 0x6870_6364_0000_0000
 class Window(Protocol):
     """One-sided access to the memory of other ranks. All methods except `close` are local.
 
-    Until `flush`, do not change the buffer of a put, or read the buffer of a get.
+    Before `flush`, do not change the buffer of a put, and do not read the buffer of a get.
     """
 
     memory: np.ndarray  # (bytes of this rank, maybe 0) uint8
@@ -100,13 +101,13 @@ class MpiTransfers:
         self.sync()
 
     def put(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        for piece in large_messages.pieces(buffer.size):
+        for piece in transport.pieces(buffer.size):
             self._window.Put(
                 [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
             )
 
     def get(self, buffer: np.ndarray, peer: int, at_bytes: int) -> None:
-        for piece in large_messages.pieces(buffer.size):
+        for piece in transport.pieces(buffer.size):
             self._window.Get(
                 [buffer[piece.slice], self._mpi.BYTE], peer, (at_bytes + piece.start, piece.size, self._mpi.BYTE)
             )
@@ -154,7 +155,7 @@ class DeferredWindow:
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MpiTransfers:
     """Return a tested window with ``nbytes`` bytes on this rank. Collective over ``comm``, an mpi4py communicator.
 
-    ``mpi``: module mpi4py.MPI. Raises MissingCapabilityError on all ranks if windows or the test transfers fail.
+    Raises MissingCapabilityError on all ranks if windows do not work.
     """
     transfers, reason = None, ""
     try:

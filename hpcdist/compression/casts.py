@@ -13,7 +13,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.arrays.jit import jit
-from hpcdist.collectives.half_precision import (
+from hpcdist.collectives.reduction import (
     bfloat16_to_float32,
     float16_to_float32,
     float32_to_bfloat16,

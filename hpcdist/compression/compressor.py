@@ -21,29 +21,29 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.dtypes import FLOAT32
+from hpcdist.arrays.intrinsics import INFINITE, MAGNITUDE
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, align_up
+from hpcdist.arrays.rng import WORD
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-
-_MAGNITUDE: Final = np.uint32(0x7FFF_FFFF)
-_INFINITE: Final = np.uint32(0x7F80_0000)
 
 
 def is_finite(values: Array) -> bool:
     """Return True if the float32 array ``values`` has no NaN and no infinity. Local. Waits for the GPU's result."""
     if is_device(values):
         return bool(namespace(values).isfinite(values).all())
-    return bool(_largest(values.view(np.uint32)) < _INFINITE)
+    return bool(_largest(values.view(np.uint32)) < INFINITE)
 
 
 @jit
 def _largest(words: Any) -> Any:
     largest = np.uint32(0)
     for i in range(words.size):
-        largest = max(largest, np.uint32(words[i] & _MAGNITUDE))
+        largest = max(largest, np.uint32(words[i] & MAGNITUDE))
     return largest
 
 
@@ -51,7 +51,6 @@ _largest.sample(lambda: (np.zeros(2, np.uint32),))
 
 
 ALIGNMENT: Final = 4  # bytes: a word. With cache lines, padding of small tensors would exceed the compression gain
-_WORD: Final = 0xFFFFFFFF
 # Separates the streams of compression from the streams of dropout, whose keys are the bare seed.
 _DOMAIN: Final = 0x636F6D70
 
@@ -68,8 +67,8 @@ class RandomKey:
     @property
     def words(self) -> tuple[int, int, int, int, int]:
         """The key as five integers, as the random number generator `hpcdist.arrays.rng.philox` takes them."""
-        high = self.seed >> 32 & _WORD
-        return self.tensor & _WORD, self.step & _WORD, self.rank & _WORD, self.seed & _WORD, high ^ _DOMAIN
+        high = self.seed >> 32 & WORD
+        return self.tensor & WORD, self.step & WORD, self.rank & WORD, self.seed & WORD, high ^ _DOMAIN
 
 
 class Compressor(ABC):
@@ -189,9 +188,6 @@ def address(array: Array) -> int:
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
-_FLOAT32: Final = np.dtype(np.float32)
-
-
 class ErrorFeedback:
     """Compression errors (residuals) of this rank, which are added to later gradients.
 
@@ -209,7 +205,7 @@ class ErrorFeedback:
     ) -> None:
         # `layout` describes the flat parameter vector. Only the ranges `parts` have residuals (None: all).
         def new_store() -> FlatStore:
-            return FlatStore(layout, _FLOAT32, parts, on=on, category="optimizer", ledger=ledger)
+            return FlatStore(layout, FLOAT32, parts, on=on, category="optimizer", ledger=ledger)
 
         self.residuals = new_store()
         self._before = new_store() if can_roll_back else None

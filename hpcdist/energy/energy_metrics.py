@@ -11,19 +11,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.energy.node_rows import GROUP, TABLES
+from hpcdist.constants import ENERGY_COLUMNS, ENERGY_GROUP, ENERGY_SAMPLES, J_PER_KWH
+from hpcdist.energy.node_rows import TABLES
 from hpcdist.energy.report import NODE
 from hpcdist.hdf5 import files
 from hpcdist.hdf5.datasets import texts
 from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import json_number
 
-SAMPLES: Final = TABLES["samples"].name
 BLOCK: Final = 1 << 16  # rows read at once
 MOST_BLOCKS: Final = 1024  # with more samples, a start may appear shorter by the time of a block
 POINTS: Final = (64, 16384)  # samples of a source to keep: per block at least, and of all blocks about
-_COLUMNS: Final = ("t_mono_ns", "session", "node", "source", "energy_mj")
-J_PER_KWH: Final = 3.6e6
 NO_INTENSITY: Final = "no carbon intensity is known: set energy.carbon_g_per_kwh, with energy.carbon_source"
 NO_PRICE: Final = "no price is known: set energy.price_per_kwh"
 NO_ENERGY: Final = "the energy is not known"
@@ -87,8 +85,8 @@ class StartHistory:
 
 def read(path: Path) -> list[StartHistory]:
     """Return the energy of each start of a run from its metrics file ``path``, or [] if there is no energy data."""
-    with files.open_read(path) as file, regular.damage(path, f"its {GROUP} is damaged, or of another program"):
-        if SAMPLES not in file:
+    with files.open_read(path) as file, regular.damage(path, f"its {ENERGY_GROUP} is damaged, or of another program"):
+        if ENERGY_SAMPLES not in file:
             return []
         sources, samples = _sources(file), _samples(file)
         gaps = _source_keys(TABLES["gaps"].read(file)) if TABLES["gaps"].name in file else []
@@ -121,7 +119,7 @@ def _sources(file: Any) -> dict[_SourceKey, tuple[str, str, str, bool]]:
 
 
 def _samples(file: Any) -> dict[_SourceKey, np.ndarray]:
-    columns = [file[f"{SAMPLES}/{name}"] for name in _COLUMNS]
+    columns = [file[f"{ENERGY_SAMPLES}/{name}"] for name in ENERGY_COLUMNS]
     num_rows = min(column.shape[0] for column in columns)
     blocks = -(-num_rows // BLOCK)
     chosen = np.unique(np.linspace(0, blocks - 1, min(blocks, MOST_BLOCKS)).astype(int)) if blocks else ()

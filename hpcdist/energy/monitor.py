@@ -18,9 +18,10 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.failure.rank_failures import barrier_with_deadline
 from hpcdist.comm.launch.environment import boot_id
+from hpcdist.constants import ENERGY_GROUP, VISIBLE_GPUS
 from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
-from hpcdist.energy.node_rows import GROUP, LiveFigures, MeanPower, NodeRows, PhaseWindows, append_rows
+from hpcdist.energy.node_rows import LiveFigures, MeanPower, NodeRows, PhaseWindows, append_rows
 from hpcdist.energy.report import NODE, NodeContribution, SourceResult
 from hpcdist.energy.sampler import DrainedSamples, EnergySampler
 from hpcdist.energy.sources import nvml
@@ -158,7 +159,7 @@ def _node_rows(
 def _claim_visible() -> GpuClaim:
     try:
         with nvml.NvmlDriver() as driver:
-            named = nvml.gpus_in_use(driver, None, os.environ) if os.environ.get(nvml.VISIBLE) else ()
+            named = nvml.gpus_in_use(driver, None, os.environ) if os.environ.get(VISIBLE_GPUS) else ()
             uuids = named or tuple(gpu.uuid for gpu in driver.gpus())
     except MissingCapabilityError as error:
         return GpuClaim(reason=str(error))
@@ -167,9 +168,9 @@ def _claim_visible() -> GpuClaim:
 
 def _next_session(output: Path) -> int:
     with files.edit(output, SCHEMA, VERSION) as file:
-        if GROUP not in file:
+        if ENERGY_GROUP not in file:
             return 0
-        sessions = np.asarray(file[f"{GROUP}/sources/session"])
+        sessions = np.asarray(file[f"{ENERGY_GROUP}/sources/session"])
     return int(sessions.max(initial=-1)) + 1
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.constants import ENERGY_GROUP
 from hpcdist.energy.report import NODE
 from hpcdist.energy.sampler import DrainedSamples
 from hpcdist.energy.sources.counters import SourceInfo
@@ -112,7 +113,6 @@ class PhaseWindows:
         phase["mj"] = [sum_mj + mj for sum_mj, mj in zip(phase["mj"], window.mj, strict=True)]
 
 
-GROUP: Final = "energy"
 _WHERE: Final = (
     Column("session", "i8", "1", "which start of the run, from 0"),
     Column("node", "i8", "1", "index of the node in the job"),
@@ -171,7 +171,7 @@ _COLUMNS: Final[Mapping[str, tuple[Column, ...]]] = {
         Column("lasted_s", "f8", "s", "time since this start"),
     ),
 }
-TABLES: Final = {name: MetricsTable(f"{GROUP}/{name}", columns) for name, columns in _COLUMNS.items()}
+TABLES: Final = {name: MetricsTable(f"{ENERGY_GROUP}/{name}", columns) for name, columns in _COLUMNS.items()}
 _OF_NODES: Final = ("utilisation", "sampler")
 
 

@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.mpi.world import init
+from hpcdist.constants import SETTINGS_PREFIX
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.errors import ConfigurationError, UsageError
 
-VARIABLES: Final = "HPCDIST_SET__ENERGY__"  # prefix of the variables that set keys of [energy]
+VARIABLES: Final = f"{SETTINGS_PREFIX}ENERGY__"  # prefix of the variables that set keys of [energy]
 
 _monitors: Final[list[EnergyMonitor]] = []  # the monitor of this process
 _entered: Final[dict[str, None]] = {}  # phases that this rank has entered

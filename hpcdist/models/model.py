@@ -16,6 +16,7 @@ from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
+from hpcdist.constants import PRECISIONS
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.documents import unpacked
@@ -80,7 +81,6 @@ class SkipConnections:
         return dy
 
 
-DTYPES: Final = ("float32", "float64", "bfloat16", "float16")  # the 16-bit types need a GPU
 StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store with its tensors
 
 
@@ -100,8 +100,8 @@ class Model:
     ) -> None:
         # `seeded`: initial values depend only on the seed; if False, all ranks use rank 0's values. `on` is the device;
         # None: the device of the parameters.
-        if dtype not in DTYPES:
-            raise ConfigurationError(f"model dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        if dtype not in PRECISIONS:
+            raise ConfigurationError(f"model dtype must be one of {', '.join(PRECISIONS)}, got {dtype!r}")
         self.stages = tuple(stages)
         self.dtype: np.dtype[Any] = dtype_of(dtype)
         self.tokens_per_sample = tokens_per_sample  # predictions per sample: the divisor of the mean loss

@@ -24,7 +24,6 @@ MESSAGE_UTILISATION: Final = 0.35
 WAITING_UTILISATION: Final = 0.15
 COMPUTING: Final = ("forward", "backward", "recompute")
 SENDING: Final = ("tensor", "context", "expert", "pipeline", "data", "rows", CORRECTION)
-JOULES_PER_KWH: Final = 3.6e6
 ASSUMED: Final = (
     f"energy: assumption: of the power between idle and peak, a device draws {MEMORY_UTILISATION:.0%} in updates, "
     f"{MESSAGE_UTILISATION:.0%} in exposed messages and {WAITING_UTILISATION:.0%} while it waits"

@@ -1,13 +1,14 @@
-"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule. Imports nothing."""
+"""Layout of a training over devices: parallel degrees, sharding, micro-batches and schedule. Imports only constants."""
 
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hpcdist.constants import HALVES
+
 PARAMETER_SERVER = "parameter_server"  # the only strategy with servers
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", PARAMETER_SERVER)
 RECOMPUTE = ("none", "selective", "full")
-PRECISIONS = ("float32", "float64", "bfloat16", "float16")
-HALVES = ("bfloat16", "float16")
+OBJECTIVES = ("time", "energy", "cost", "energy-delay")  # of a search
 IMPLEMENTATIONS = ("hpcdist", "megatron")
 COMPRESSIONS = ("none", "bfloat16", "int8", "int4", "topk", "powersgd", "onebit")
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")

@@ -8,9 +8,10 @@ import math
 from dataclasses import replace
 from typing import Final
 
+from hpcdist.constants import J_PER_KWH
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import COMPUTING, JOULES_PER_KWH, devices_held, energy, nodes_of, unknown_terms, waiting_w
+from hpcdist.planner.energy import COMPUTING, devices_held, energy, nodes_of, unknown_terms, waiting_w
 from hpcdist.planner.estimate import (
     CORRECTION,
     UNPROVEN,
@@ -246,7 +247,7 @@ def run(
         interval_s=between_s,
         slowdown=slowdown,
         joules=joules,
-        carbon_g=joules / JOULES_PER_KWH * carbon if has_power and carbon is not None else None,
+        carbon_g=joules / J_PER_KWH * carbon if has_power and carbon is not None else None,
         price=_price(wall_s, joules if has_power else None, layout, cluster),
         currency=site.currency,
     )
@@ -283,4 +284,4 @@ def _price(wall_s: float, joules: float | None, layout: ParallelLayout, cluster:
     price = devices_held(layout, cluster) * wall_s / 3600 * (site.device_hour_price or 0.0)
     if site.kwh_price is None:
         return price
-    return None if joules is None else price + joules / JOULES_PER_KWH * site.kwh_price
+    return None if joules is None else price + joules / J_PER_KWH * site.kwh_price

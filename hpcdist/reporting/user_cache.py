@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic
+from hpcdist.reporting.machine import package_version
 
 LARGEST_BYTES: Final = 1 << 18
 # Prefixes of variables that change how the MPI library sends messages. Variables of its launcher (such as the working
@@ -34,6 +35,11 @@ def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
     return {
         name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in JOB_SETTINGS
     }
+
+
+def software() -> dict[str, str]:
+    """Return {package: version} of the packages whose measurements other versions may not use."""
+    return {name: package_version(name, "not installed") for name in ("hpcdist", "mpi4py", "numpy")}
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:

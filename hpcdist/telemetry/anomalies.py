@@ -29,7 +29,7 @@ STRAGGLER: Final = 1.3  # ratio to the compute time of the median rank
 MAX_SKIPPED: Final = 10  # skipped steps in a row: the loss scale was divided by 1024, and gradients still overflow
 DATA_SHARE: Final = 0.3  # fraction of the time spent waiting for batches
 _PHASES: Final = tuple(quantities.key("phase_seconds", phase) for phase in (*PHASES, "data", "other"))
-_DATA: Final = quantities.key("phase_seconds", "data")
+DATA_SECONDS: Final = quantities.key("phase_seconds", "data")
 _MAD: Final = 1.4826  # standard deviation over median absolute deviation of a normal distribution
 
 
@@ -160,8 +160,8 @@ class _Speeds:
             return []
         self._steps.append(tokens / seconds)
         self._seconds += seconds
-        if _DATA in figures:
-            self._waited += figures[_DATA]
+        if DATA_SECONDS in figures:
+            self._waited += figures[DATA_SECONDS]
             self._phases += sum(figures.get(name, 0.0) for name in _PHASES)
         if len(self._steps) < BLOCK_STEPS or self._seconds < BLOCK_S:
             return []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from hpcdist.comm.record.flight_recorder import FINAL, RankRecord, RecordedEvent, read
+from hpcdist.constants import NS_PER_S
 from hpcdist.errors import StorageError, UsageError
 
 EQUAL_COUNT_COLLECTIVES: Final = (
@@ -101,7 +102,6 @@ def _mismatch(blamed: list[int], others: list[int], events: dict[int, RecordedEv
     return Finding("skipped" if skipped else "mismatch", tuple(blamed), text, expected if skipped else event)
 
 
-NS: Final = 1_000_000_000
 FAILURES: Final = ("raised", "deadline")  # notes of a rank that ended the job
 SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # errors mostly caused by another rank
 
@@ -238,7 +238,7 @@ def _process(record: RankRecord, now: int) -> str:
 
 
 def _late_ns(record: RankRecord) -> int:
-    return 3 * record.next_beat_ns + 2 * NS  # a heartbeat that is later than this will not come
+    return 3 * record.next_beat_ns + 2 * NS_PER_S  # a heartbeat that is later than this will not come
 
 
 def _end(record: RankRecord, end: int, first_note: int | None) -> str:
@@ -249,7 +249,7 @@ def _end(record: RankRecord, end: int, first_note: int | None) -> str:
         return "silent"  # it woke up when the job was ended
     if record.next_beat_ns and end - record.last_sign_ns > _late_ns(record):
         return "silent"
-    if first_note is not None and record.last_sign_ns > first_note - record.next_beat_ns - NS:
+    if first_note is not None and record.last_sign_ns > first_note - record.next_beat_ns - NS_PER_S:
         return "ended"
     return "killed"
 
@@ -261,7 +261,7 @@ def _last(record: RankRecord) -> RecordedEvent | None:
 def _rank_state(record: RankRecord, state: str, now: int) -> RankState:
     last = _last(record)
     until = now if state in ("running", "stopped") else record.last_sign_ns
-    waiting = None if last is None or last.ended_ns is not None else (until - last.started_ns) / NS
+    waiting = None if last is None or last.ended_ns is not None else (until - last.started_ns) / NS_PER_S
     note = next((record.notes[kind].text for kind in (*FINAL, "frozen") if kind in record.notes), "")
     return RankState(record.rank, state, last, waiting, note)
 
@@ -322,7 +322,7 @@ class WaitGraph:
                 continue  # a failed rank leaves its operation open
             live = states[record.rank] in ("running", "stopped")
             for event in record.open_events:
-                if not live or now - event.started_ns >= patience_s * NS:
+                if not live or now - event.started_ns >= patience_s * NS_PER_S:
                     self._long.setdefault(record.rank, event)
                     for rank in self._awaited(record, event):
                         self.waits.setdefault(record.rank, {}).setdefault(rank, event)

@@ -8,11 +8,11 @@ from typing import Final
 
 import numpy as np
 
+from hpcdist.constants import METRICS_FILE
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import plotting
 from hpcdist.reporting.units import counted
 from hpcdist.telemetry.metrics import run_figures
-from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.page import run_data
 from hpcdist.telemetry.page.charts import over_steps
 from hpcdist.telemetry.page.run_data import ExternalData, RunData

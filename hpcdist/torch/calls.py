@@ -6,7 +6,7 @@ All functions are collective over ``comm``; sizes are equal on all ranks unless 
 import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from hpcdist.errors import DeadlineError, UsageError
 from hpcdist.torch import reductions
 from hpcdist.torch.buffers import Buffer
 from hpcdist.torch.reductions import Reduction
+from hpcdist.torch.work import LOOK_S
 
 ARRIVED, LEAVE = 1, 2  # tags of the monitored barrier
-LOOK_S: Final = 0.001
 
 
 def allreduce(comm: Communicator, buffer: Buffer, how: Reduction, algorithm: str) -> None:

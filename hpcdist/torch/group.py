@@ -18,8 +18,8 @@ from hpcdist import collectives
 from hpcdist.arrays.gpu import device as gpu
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.comm.communicator import ANY, Communicator
-from hpcdist.comm.events import attribute, call_site
 from hpcdist.comm.start import refuse_worker
+from hpcdist.comm.transport import attribute, call_site_outside
 from hpcdist.errors import UsageError
 from hpcdist.torch import calls, streams
 from hpcdist.torch.buffers import Buffer, coalesced_inputs, devices_of
@@ -74,7 +74,7 @@ class Group(_ProcessGroup):
     def submit(self, run: Callable[[], object], result: Sequence[torch.Tensor]) -> Work:
         """Queue the function ``run``, which does a collective that writes the tensors ``result``. Return its handle."""
         gpu_streams = self._streams_for({tensor.device for tensor in result}) if streams.HAS_GPU else None
-        site = call_site(sys._getframe(1), OUTSIDE)
+        site = call_site_outside(sys._getframe(1), OUTSIDE)
         return self._queue.start(CollectiveWork(self._queue, run, result, site, gpu_streams))
 
     def _run(
@@ -87,7 +87,7 @@ class Group(_ProcessGroup):
     ) -> Work:
         # ``run`` writes the tensors ``result``.
         self._check_lives()
-        work = CollectiveWork(self._queue, run, result, call_site(sys._getframe(1), OUTSIDE), gpu_streams, name)
+        work = CollectiveWork(self._queue, run, result, call_site_outside(sys._getframe(1), OUTSIDE), gpu_streams, name)
         work.timeout = max(getattr(opts, "timeout", NO_TIMEOUT), NO_TIMEOUT)  # negative if not set
         if _is_asynchronous(opts):
             self._queue.start(work)
@@ -331,7 +331,7 @@ class Group(_ProcessGroup):
         self._queue.close()
         self._mailbox.finish()
         self._mailbox.close()
-        attribute(call_site(sys._getframe(1), OUTSIDE))
+        attribute(call_site_outside(sys._getframe(1), OUTSIDE))
         token = self.comm.events.begin(self.comm.name, "destroy_process_group", "uint8", 0, 0, -1, 0)
         self._at_end()
         self.comm.events.end(token)

@@ -6,7 +6,7 @@ replaces PyTorch's allreduce of each bucket. Compressors and options are those i
 """
 
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import FLOAT32
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.compression.compressor import ErrorFeedback
@@ -25,8 +26,6 @@ from hpcdist.strategies.compressed.reduction import GradientCoder
 from hpcdist.strategies.compressed.registry import BucketReduction, reduction_of
 from hpcdist.torch.buffers import array_of
 from hpcdist.torch.group import Group
-
-_FLOAT32: Final = np.dtype(np.float32)
 
 
 def compress(model: DistributedDataParallel, name: str, *, seed: int = 0, **options: Any) -> None:
@@ -106,7 +105,7 @@ def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.
         if reducer.steps < state.config.warmup_steps:
             collectives.allreduce(group.comm, flat, state.algorithm)
         else:
-            values = backend.namespace(flat).zeros(reducer.layout.size, _FLOAT32)
+            values = backend.namespace(flat).zeros(reducer.layout.size, FLOAT32)
             start, pairs = 0, []
             for segment in reducer.layout.segments:
                 pairs.append((segment.range.slice, slice(start, start + segment.spec.size)))
@@ -116,7 +115,7 @@ def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.
             reducer.reduce(values)
             for inside, outside in pairs:
                 flat[outside] = values[inside]
-        flat *= _FLOAT32.type(1.0 / group.comm.size)
+        flat *= FLOAT32.type(1.0 / group.comm.size)
         reducer.steps += 1
 
     work = group.submit(run, [tensor])

@@ -20,12 +20,12 @@ from hpcdist.comm.launch.environment import ENERGY
 from hpcdist.comm.launch.exit_file import STOP_CODES
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.mpi.world import DEADLINE, World, record, start_world
+from hpcdist.comm.transport import LARGEST_TAG
 from hpcdist.energy import phases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import format_joules
 
 _ports: Final = set[str]()  # chosen by this module
-TAGS: Final = 1 << 15  # MPI guarantees tags up to 32767
 
 
 def start() -> World:
@@ -137,4 +137,4 @@ def communicator(world: World, ranks: list[int], name: str) -> Communicator:
     whole = world.comm
     if not isinstance(whole, MpiCommunicator):
         return whole.dup(name)
-    return whole.subgroup(ranks, zlib.crc32(name.encode()) % TAGS, name)
+    return whole.subgroup(ranks, zlib.crc32(name.encode()) % (LARGEST_TAG + 1), name)

@@ -20,11 +20,9 @@ from hpcdist.comm.transport import Request
 from hpcdist.errors import DeadlineError
 from hpcdist.torch.buffers import Buffer
 from hpcdist.torch.streams import Streams
-from hpcdist.torch.work import Work
+from hpcdist.torch.work import END_S, LOOK_S, Work
 
-LOOK_S: Final = 0.001  # polling interval of the thread
 IDLE_LOOKS: Final = 50  # polls without a message in flight until the thread sleeps
-END_S: Final = 1.0
 ON_HOST: Final = nullcontext()
 _given_up: Final = list["MessageWork"]()  # abandoned messages: MPI may use their tensors until the process ends
 

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import cuda
 
-from hpcdist.collectives import segments
-from hpcdist.collectives.gpu import nccl
-from hpcdist.comm.events import CallSite, EventSink, attribute
+from hpcdist.collectives import nccl, segments
 from hpcdist.comm.failure.exits import before_finalize
+from hpcdist.comm.transport import CallSite, EventSink, attribute
 from hpcdist.errors import DeadlineError
 from hpcdist.torch.streams import Streams
 

@@ -1,4 +1,7 @@
-"""Stop requests (signals, stop file, end of the job) for programs with their own loop: `hpcdist.should_stop`."""
+"""Stop requests (signals, stop file, end of the job) for programs with their own loop: `hpcdist.should_stop`.
+
+The path of a signal through the modules is in `training.run.stop_requests`.
+"""
 
 import os
 import time
@@ -9,9 +12,9 @@ import numpy as np
 
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.world import AnyComm, communicator_of
+from hpcdist.constants import STOP_FILE
 from hpcdist.training.run.stop_requests import (
     EXIT_CODES,
-    STOP_FILE,
     StopReason,
     StopRequests,
     agreed_reason,

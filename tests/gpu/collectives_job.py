@@ -7,7 +7,7 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.collectives.gpu import nccl, peer_memory
+from hpcdist.collectives import nccl, peer_memory
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 

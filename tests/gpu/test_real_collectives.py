@@ -8,8 +8,7 @@ import pytest
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device, staging
-from hpcdist.collectives.gpu import nccl, peer_memory
-from hpcdist.collectives.gpu import staging as gpu_staging
+from hpcdist.collectives import dispatch, nccl, peer_memory
 from hpcdist.collectives.reduction import native_allreduce
 from hpcdist.comm.handover import OPERATIONS
 from hpcdist.comm.mpi import cuda_aware
@@ -45,7 +44,7 @@ def skip_with_several_gpus(cupy):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("segment_bytes", [1 << 16, 1 << 20, 1 << 30])
 def test_ring_allreduce_through_pinned_memory_matches_numpy(segment_bytes, dtype, monkeypatch):
-    monkeypatch.setattr(gpu_staging, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(dispatch, "SEGMENT_BYTES", segment_bytes)
     for _ in range(3):  # the blocks are used again
         check_reduction(3, lambda comm, buffer: collectives.allreduce(comm, buffer, "ring"), dtype)
     assert not staging.refusal()
@@ -128,4 +127,4 @@ def test_device_pointers_are_used_for_the_probed_operations(job, monkeypatch, tm
 
 
 def test_staged_native_allreduce_matches_numpy():
-    check_reduction(2, lambda comm, buffer: gpu_staging.staged_allreduce(native_allreduce, comm, buffer))
+    check_reduction(2, lambda comm, buffer: dispatch.staged_allreduce(native_allreduce, comm, buffer))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpcdist.arrays.gpu import device
-from hpcdist.collectives.gpu import nccl
+from hpcdist.collectives import nccl
 from hpcdist.errors import MissingCapabilityError
 
 torch = pytest.importorskip("torch")

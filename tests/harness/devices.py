@@ -305,9 +305,9 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
             (gpu.SYNCHRONISE, "handover.outgoing"): to_host - both,
             (gpu.SYNCHRONISE, "handover.incoming"): to_device if pointers else 0,
             (gpu.SYNCHRONISE, "handover.both"): 0 if pointers else both,
-            (gpu.D2H, "staging._fill"): messages[STAGED],
-            (gpu.SYNCHRONISE, "staging.staged_allreduce"): messages[STAGED],
-            (gpu.H2D, "staging.staged_allreduce"): messages[STAGED],
+            (gpu.D2H, "dispatch._fill"): messages[STAGED],
+            (gpu.SYNCHRONISE, "dispatch.staged_allreduce"): messages[STAGED],
+            (gpu.H2D, "dispatch.staged_allreduce"): messages[STAGED],
             (gpu.SYNCHRONISE, "observers.done"): 1 + sum(a != b for a, b in pairwise(phases)),
         }
     )

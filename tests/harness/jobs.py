@@ -221,7 +221,7 @@ def is_running(text: object) -> bool:
 
 def have_same_bits(one: Path, two: Path) -> bool:
     """Return True if two runs have the same losses and the same parameters."""
-    losses = [step_metrics.read(out / step_metrics.METRICS_FILE).steps["loss"] for out in (one, two)]
+    losses = [step_metrics.read(out / "metrics.h5").steps["loss"] for out in (one, two)]
     return np.array_equal(*losses) and tensors(one) == tensors(two)
 
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from hpcdist.arrays.gpu import device, graphs
-from hpcdist.collectives.gpu import peer_memory
+from hpcdist.collectives import peer_memory
 from hpcdist.comm.failure import failfast
 from stubs.gpu import cupy_double
 

@@ -36,7 +36,7 @@ from benchmarks import harness
 from benchmarks.gpu.campaign.stages import OUTPUT, STAGES, Command, Stage, check, headline
 from benchmarks.gpu.card import card
 from benchmarks.harness import Results
-from hpcdist.collectives.gpu import nccl
+from hpcdist.collectives import nccl
 from hpcdist.comm.start import Session
 from hpcdist.hdf5 import files
 from hpcdist.reporting import atomic

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import hpcdist
 from hpcdist.batch import job
+from hpcdist.batch.sites.profile import VARIABLE_NAME
+from hpcdist.constants import SETTINGS_PREFIX
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import suggestion
@@ -22,8 +24,6 @@ _PACKAGES: Final = ("lib/python3.*/site-packages", "lib64/python3.*/site-package
 _VERSION: Final = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
 # Variables that the modulefile or the module system sets.
 _TAKEN: Final = ("HPCDIST_ROOT", "PATH", "PYTHONPATH", "MODULEPATH", "LOADEDMODULES", "_LMFILES_")
-_ANY_KEY: Final = "HPCDIST_SET__"
-_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Lmod passes names in a Tcl file to Lua; only these names survive.
 _MODULE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 _LUA: Final = {"\\": "\\\\", '"': '\\"', "\n": "\\n"}
@@ -208,11 +208,13 @@ def _fits_braces(text: str) -> bool:
 
 
 def _check_variable(name: str, value: str, accepted: Iterable[str]) -> None:
-    if not _VARIABLE.fullmatch(name):
+    if not VARIABLE_NAME.fullmatch(name):
         raise UsageError(f"{name!r} is not a variable name; expected NAME=VALUE, for example HPCDIST_TUNING=off")
     if name in _TAKEN:
         raise UsageError(f"{name} is set by the modulefile or the module system; do not set this variable")
-    if name.startswith("HPCDIST_") and name not in accepted and not name.startswith(_ANY_KEY):
-        raise UsageError(f"hpcdist does not read a variable {name}; {suggestion(name, accepted, f'and {_ANY_KEY}...')}")
+    if name.startswith("HPCDIST_") and name not in accepted and not name.startswith(SETTINGS_PREFIX):
+        raise UsageError(
+            f"hpcdist does not read a variable {name}; {suggestion(name, accepted, f'and {SETTINGS_PREFIX}...')}"
+        )
     if not value.isprintable():
         raise UsageError(f"{name}={value!r} has a newline or another control character; modulefiles cannot contain it")

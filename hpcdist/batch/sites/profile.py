@@ -27,7 +27,7 @@ LAUNCHERS_OF: Final = {
 }
 GPU_REQUESTS: Final = ("gpus-per-node", "gres", "none")
 
-_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _MODULE: Final = re.compile(r"[A-Za-z0-9_./+@=:-]+", re.ASCII)
 
 
@@ -253,7 +253,7 @@ def _one_of(field_name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _variables(field_name: str, variables: Mapping[str, str]) -> None:
     for name in variables:
-        if not _VARIABLE.fullmatch(name):
+        if not VARIABLE_NAME.fullmatch(name):
             raise ConfigurationError(f"{field_name}: {name!r} is not a valid variable name; use letters, digits and _")
 
 

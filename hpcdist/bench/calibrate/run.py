@@ -23,17 +23,17 @@ from hpcdist.bench.calibrate import links as calibrate_links
 from hpcdist.bench.calibrate.device import BusySeconds, CalibratedMachine, CalibrationPoints, CalibrationRequest
 from hpcdist.bench.output_file import ResultsFormat
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.launch.environment import BOOT_ID
+from hpcdist.constants import THREAD_VARIABLES
 from hpcdist.reporting.machine import load_average
 
 MINUTE_S: Final = 60.0
 LEAST_S: Final = 30.0  # after a shorter time, the load before cannot be subtracted from a one-minute average
 SPARE, SPARE_SHARE = 0.5, 0.05  # load of an idle machine: a constant, and a share of its cores
 APART: Final = 0.2  # maximum spread; it is 0.02 on an idle machine, and 0.6 with one other process per core
-BOOT: Final = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers and namespaces of a machine
 FORMAT: Final = ResultsFormat("hpcdist.calibration", 1)
 _MOVES_SHARE: Final = 0.2  # duration of the moves / duration of the products of a dtype
 _LINKS_SHARE: Final = 0.3  # duration of the messages / duration of messages and collectives
-_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class LoadSample(NamedTuple):
@@ -62,7 +62,7 @@ def sample_load(comm: Communicator, threads: int) -> tuple[LoadSample, ...]:
 def _machine(comm: Communicator) -> str:
     # Containers and namespaces of one machine have the same boot id: they share the load.
     try:
-        return BOOT.read_text(encoding="ascii").strip()
+        return BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return f"node {comm.nodes().index}"
 
@@ -232,5 +232,5 @@ def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> Ca
 
 def threads_of_rank() -> int:
     """Return the number of BLAS threads of this rank: from the environment, or all of its cores. Local."""
-    setting = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), "")
+    setting = next((os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name, "").isdigit()), "")
     return max(1, int(setting)) if setting else len(os.sched_getaffinity(0))

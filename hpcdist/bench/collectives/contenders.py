@@ -26,17 +26,17 @@ from hpcdist import collectives
 from hpcdist.arrays.dtypes import accumulation_dtype, dtype_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
 from hpcdist.bench.collectives.results import OPERATIONS, ORDINARY, SHARED, UNEVEN, CollectivesCell, part_sizes
+from hpcdist.collectives import autotune
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL, all_to_all
 from hpcdist.collectives.algorithms.broadcast import BROADCAST, broadcast
+from hpcdist.collectives.autotune import NATIVE
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
 from hpcdist.collectives.node import shared_memory
-from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.reporting.units import parse_bytes
 
-NATIVE: Final = "native"
-AUTO: Final = "auto"  # the choice of `hpcdist.collectives.tuning.autotune` for the size, as at the start of a training
+AUTO: Final = "auto"  # the choice of `hpcdist.collectives.autotune` for the size, as at the start of a training
 MEMCPY: Final = "memcpy"
 WIRE: Final = "wire"
 REFERENCES: Final = (MEMCPY, WIRE)

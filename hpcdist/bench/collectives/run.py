@@ -19,6 +19,7 @@ from hpcdist.bench.collectives import contenders, results
 from hpcdist.bench.collectives.contenders import BufferContents, BufferPool, CollectivesContender
 from hpcdist.bench.collectives.results import ORDINARY, SHARED, CellLimits, CollectivesCell, CollectivesConfiguration
 from hpcdist.bench.timing import without_collection
+from hpcdist.collectives.autotune import NATIVE
 from hpcdist.collectives.dispatch import AlgorithmTable
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
@@ -223,7 +224,7 @@ class _ContenderChoice:
         names = contenders.algorithms(cell.op)
         named = [name for name in self.request.algorithms if name in names]
         runnable = []
-        for name in dict.fromkeys([contenders.NATIVE, *(named if self.request.algorithms else names)]):
+        for name in dict.fromkeys([NATIVE, *(named if self.request.algorithms else names)]):
             for kind in contenders.kinds(name, cell.op, self.request.buffers):
                 chosen = self._auto(cell, kind) if name == contenders.AUTO else ""
                 contender = contenders.contender(self.comm, cell, name, kind, chosen)

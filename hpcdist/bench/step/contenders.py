@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +20,10 @@ from hpcdist.bench.step.results import StepSample, token_type
 from hpcdist.bench.timing import begin_torch_group
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.models.layers.norm import EPSILON
 from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
-
-EPSILON: Final = 1e-5  # of layer norms
 
 
 def load_torch() -> Any:

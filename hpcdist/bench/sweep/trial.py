@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hpcdist.bench.sweep.definition import SweepTrial
+from hpcdist.comm.launch.supervisor import PR_SET_PDEATHSIG
+from hpcdist.constants import METRICS_FILE, RECIPE_FILE
 from hpcdist.errors import OK as EXIT_OK
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
@@ -29,7 +31,6 @@ PHASES: Final = ("compute_s", "communication_s", "update_s")
 ITERATION: Final = "iteration"  # sample with the number of completed optimizer steps, from the metrics column "step"
 _COLUMNS: Final = ("step_s", *PHASES, "sent_bytes", "loss", "tokens")  # of the metrics file
 
-_PR_SET_PDEATHSIG: Final = 1
 _BLOCKED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # the caller may handle these signals
 # The line of a traceback, or of an error message of hpcdist, that names the error.
 _ERROR: Final = re.compile(r"^(?:\[rank \d+\] )?((?:Error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*\S)\s*$", re.MULTILINE)
@@ -75,10 +76,10 @@ def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environm
     libc = ctypes.CDLL(None)
 
     def prepare_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # the child gets SIGTERM when this process dies
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # the child gets SIGTERM when this process dies
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    recipe, out, stderr = folder / "recipe.toml", folder / "run", folder / "stderr"
+    recipe, out, stderr = folder / RECIPE_FILE, folder / "run", folder / "stderr"
     recipe.write_text(trial.recipe, encoding="utf-8")
     started_utc, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with (folder / "stdout").open("wb") as to_stdout, stderr.open("wb") as to_stderr:
@@ -134,7 +135,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _with_measurements(outcome: TrialOutcome, folder: Path) -> TrialOutcome:
     try:
         summary = json.loads((folder / "stdout").read_text(encoding="utf-8").strip().splitlines()[-1])
-        with files.open_read(folder / "run" / "metrics.h5", "hpcdist.metrics") as file:
+        with files.open_read(folder / "run" / METRICS_FILE, "hpcdist.metrics") as file:
             rows, group = datasets.read(file, "steps"), file["steps"]
             samples = {}
             for column in ("step", *_COLUMNS):

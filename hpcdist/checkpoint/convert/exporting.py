@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from hpcdist.checkpoint.restoring.restore import restore
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5.overlay import pwrite_all
 from hpcdist.reporting import atomic
+
+METADATA_KEY: Final = "hpcdist"  # of the result of `export_metadata` in an exported file
 
 
 @dataclass(frozen=True)

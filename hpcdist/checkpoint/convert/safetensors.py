@@ -17,7 +17,14 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint.convert.exporting import export_metadata, key_of, new_files, write_file, write_tensors
+from hpcdist.checkpoint.convert.exporting import (
+    METADATA_KEY,
+    export_metadata,
+    key_of,
+    new_files,
+    write_file,
+    write_tensors,
+)
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.checkpoint.manifest import Manifest, unique_keys
 from hpcdist.hdf5.overlay import pread_all, pwrite_all
@@ -25,7 +32,6 @@ from hpcdist.reporting import regular
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
-METADATA_KEY: Final = "hpcdist"  # key of the metadata of hpcdist: see `exporting.export_metadata`
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the library; used for an index, too
 MAX_TENSORS: Final = 1 << 18
 SHARD_BYTES: Final = 5 << 30

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import BFLOAT16, FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.ranges import Range, align_up
-from hpcdist.checkpoint.convert.exporting import export_metadata, new_files, write_file, write_tensors
+from hpcdist.checkpoint.convert.exporting import METADATA_KEY, export_metadata, new_files, write_file, write_tensors
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import MissingCapabilityError
@@ -23,7 +23,6 @@ from hpcdist.models.config import FOREIGN
 from hpcdist.reporting import atomic
 
 SUFFIXES: Final = (".pt", ".pth", ".bin")
-METADATA_KEY: Final = "hpcdist"
 WRAPPERS: Final = ("state_dict", "model", "module", "model_state_dict")  # keys under which trainers store parameters
 MAX_PICKLE_BYTES: Final = 100_000_000  # of names, shapes and all other data except tensors, as in safetensors
 _ALIGNED: Final = 64

@@ -16,6 +16,7 @@ from hpcdist.arrays.filestore import FileSlice
 from hpcdist.arrays.gpu import staging
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.failure.family import PerCommunicator
 from hpcdist.comm.transport import Request
 
 TAG: Final = 7101  # of the messages of the streams
@@ -222,6 +223,10 @@ class _Stream:
         self._fill()
 
 
+# By message tag. If a rank dies, MPI may still write into receive buffers, so the communicator keeps them alive.
+_RECEIVING: Final = PerCommunicator[int, list[_Stream]]()
+
+
 def exchange(
     comm: Communicator, outgoing: Sequence[Sequence[ElementRuns]], incoming: Sequence[Sequence[ElementRuns]]
 ) -> int:
@@ -233,12 +238,12 @@ def exchange(
     window = min(WINDOW_BYTES, max(MIN_MESSAGE_BYTES, TOTAL_WINDOW_BYTES // comm.size))
     longest = window // MESSAGE_PART
     streams = [_Stream(_receiving(comm, peer, lines, longest), window) for peer, lines in enumerate(incoming)]
-    # If a rank dies, MPI may still write into receive buffers, so the communicator keeps them alive.
-    comm.settled["redistribute.streams"] = streams
+    kept = comm.caches[_RECEIVING]
+    kept[TAG] = streams
     streams += [_Stream(_sending(comm, peer, lines, longest), window) for peer, lines in enumerate(outgoing)]
     while active := [stream for stream in streams if stream.under_way]:
         active[comm.wait_any([stream.under_way[0][0] for stream in active])].go_on()
-    del comm.settled["redistribute.streams"]
+    kept.clear()
     return sum(line.count * line.array.dtype.itemsize for lines in incoming for line in lines)
 
 

@@ -12,6 +12,7 @@ import click
 from hpcdist.cli.bench import collectives, skeleton, step
 from hpcdist.cli.bench.trials import SweepRecipes, check_alone, item_line, run_options, run_series, tally_line
 from hpcdist.cli.common import FILE, PATH
+from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -194,7 +195,7 @@ def _effective_keys(run_dir: Path) -> dict[str, str]:
     from hpcdist.reporting.rules import written
     from hpcdist.training.recipe import recipe as recipes
 
-    values = recipes.flat(recipes.load_stored(run_dir / "recipe.toml"))
+    values = recipes.flat(recipes.load_stored(run_dir / RECIPE_FILE))
     kind = values["model.kind"]
     return {
         key: written(value)

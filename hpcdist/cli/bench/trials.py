@@ -179,9 +179,11 @@ def item_line(item: "SeriesItem") -> str:
 def _environment() -> dict[str, str]:
     # Without variables that would change the recipe of the trial or end it early.
     from hpcdist.comm.launch.environment import python_path_variables
-    from hpcdist.training.recipe.settings import PREFIX
+    from hpcdist.constants import SETTINGS_PREFIX
     from hpcdist.training.run.stop_requests import JOB_END
 
     variables = {**os.environ, **python_path_variables()}
     # At the end of the job, the sweep gets the signal and does not record the interrupted trial.
-    return {name: value for name, value in variables.items() if not name.startswith(PREFIX) and name != JOB_END}
+    return {
+        name: value for name, value in variables.items() if not name.startswith(SETTINGS_PREFIX) and name != JOB_END
+    }

@@ -18,7 +18,7 @@ import click
 from hpcdist import __version__
 from hpcdist.cli.common import FILE, PATH, json_option
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
-from hpcdist.comm.launch import environment, listeners
+from hpcdist.comm.launch import environment
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.hostlist import format_ranges
 from hpcdist.reporting.machine import package_version
@@ -129,7 +129,7 @@ def _examine_world(launched: environment.LaunchEnvironment, as_json: bool) -> in
     rows = session.comm.allgather_object(
         (session.place.host, session.place.local_rank, session.place.cores, os.getpid())
     )
-    ports = session.comm.allgather_object(sorted(listeners.rank_listeners()))
+    ports = session.comm.allgather_object(sorted(environment.rank_listeners()))
     code = 0
     if session.comm.rank == 0:
         checks = [*_examine_machine(), *checks, _placement(rows), _ports(ports, len({row[0] for row in rows}))]
@@ -154,7 +154,7 @@ def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
 
 def _ports(addresses: list[list[str]], hosts: int) -> Check:
     shown = "; ".join(f"rank {rank}: {', '.join(ports)}" for rank, ports in enumerate(addresses) if ports)
-    is_open = any(not listeners.is_loopback(port) for ports in addresses for port in ports)
+    is_open = any(not environment.is_loopback(port) for ports in addresses for port in ports)
     if is_open and hosts == 1:
         cure = "any user can connect and block the rank: unset OMPI_MCA_btl and UCX_TLS; see `hpcdist help security`"
         return Check("listening ports", WARN, shown, cure)

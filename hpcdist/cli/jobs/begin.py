@@ -10,11 +10,11 @@ from typing import Final
 import click
 
 from hpcdist.batch import ledger, requeue
-from hpcdist.batch.job import RECIPE_FILE
-from hpcdist.batch.requeue import STOP_FILE, NewestCheckpoint
+from hpcdist.batch.requeue import NewestCheckpoint
 from hpcdist.batch.schedulers.slurm import allocation
 from hpcdist.cli.common import DIRECTORY, FILE
 from hpcdist.cli.jobs import lookup
+from hpcdist.constants import FINISHED, JOBS_FILE, RECIPE_FILE, STOP_FILE
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
 from hpcdist.reporting import atomic, regular
 
@@ -97,7 +97,7 @@ def _entries(run_dir: Path) -> list[ledger.LedgerEntry]:
         if not regular.is_damage(error):
             lookup.say(f"{error}; the file stays as it is, and the outcome of earlier jobs is unknown")
             return []
-        aside = atomic.set_aside(run_dir / ledger.FILE_NAME)
+        aside = atomic.set_aside(run_dir / JOBS_FILE)
         if aside is None:
             raise
         lookup.say(f"{error}; it was renamed to {aside.name}, and the outcome of earlier jobs is unknown")
@@ -125,7 +125,7 @@ def _has_ended_well(run_dir: Path, entries: list[ledger.LedgerEntry]) -> bool:
     if run_entries:
         return run_entries[-1].event == ledger.ENDED and run_entries[-1].number("code") == OK
     starts = start_record.known_starts(run_dir)  # trained without jobs
-    return bool(starts) and starts[-1].end == start_record.FINISHED
+    return bool(starts) and starts[-1].end == FINISHED
 
 
 def _forget_stop(run_dir: Path, job: str) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch.requeue import STOP_FILE
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.base import JobState, SchedulerState
 from hpcdist.batch.schedulers.slurm import queue
 from hpcdist.cli.jobs import lookup
 from hpcdist.cli.jobs.lookup import LocatedJob, printable
+from hpcdist.constants import STOP_FILE
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting import atomic
 

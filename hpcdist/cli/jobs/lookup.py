@@ -13,8 +13,8 @@ from typing import Final
 import click
 
 from hpcdist.batch import ledger
-from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.batch.schedulers import dispatch
+from hpcdist.constants import JOBS_FILE, RECIPE_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import regular
 
@@ -101,7 +101,7 @@ def _by_directory(word: str) -> list[LocatedJob]:
     jobs = _jobs(run_dir, ledger.read(run_dir))
     if not jobs:
         raise ConfigurationError(
-            f"{printable(word)} contains no {ledger.FILE_NAME}: no job was submitted for it; "
+            f"{printable(word)} contains no {JOBS_FILE}: no job was submitted for it; "
             "give the --out directory of a submission"
         )
     return jobs

@@ -13,12 +13,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from hpcdist.cli.common import COUNT, FILE, Decorator, Parsed, stacked
+from hpcdist.constants import PRECISIONS
 from hpcdist.planner.layout import (
     ALGORITHMS,
     COMPRESSIONS,
     IMPLEMENTATIONS,
     LIBRARIES,
-    PRECISIONS,
     RECOMPUTE,
     STRATEGIES,
 )

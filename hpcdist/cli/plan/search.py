@@ -22,7 +22,7 @@ from hpcdist.cli.plan.options import (
     section_option,
 )
 from hpcdist.errors import FAILURE, ConfigurationError, UsageError
-from hpcdist.planner.layout import LAYOUT_FIELDS, PARAMETER_SERVER
+from hpcdist.planner.layout import LAYOUT_FIELDS, OBJECTIVES, PARAMETER_SERVER
 from hpcdist.reporting.jsonable import jsonable
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from hpcdist.training.use_cases.recipe_plan import PlanSubject
 
 SEARCH_SECTION: Final = "Search"
-OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
 # Notes on the searched layouts:
 WITH_OTHERS: Final = "the search includes layouts that this version of hpcdist cannot run; --runnable excludes them"
 RUNNABLE_ALONE: Final = "the search covers only layouts that this version of hpcdist runs; omit --runnable for all"

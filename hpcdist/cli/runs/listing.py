@@ -8,6 +8,7 @@ from typing import Any, Final
 import click
 
 from hpcdist.cli.common import DIRECTORY, json_option
+from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import HpcdistError, StorageError
 
 DEFAULT: Final = "runs"
@@ -25,7 +26,7 @@ def command(folder: Path, as_json: bool) -> None:
     """
     if not folder.is_dir():
         raise StorageError(f"the folder {folder} does not exist; runs are in {DEFAULT}/ unless --out was given")
-    paths = [path for path in folder.iterdir() if (path / "recipe.toml").is_file()]
+    paths = [path for path in folder.iterdir() if (path / RECIPE_FILE).is_file()]
     rows = sorted((_row(path) for path in paths), key=lambda row: row["age_s"])
     if as_json:
         click.echo(json.dumps(rows))
@@ -49,7 +50,7 @@ def _row(path: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"run": path.name, "state": _state(path), "planned": None, "steps": 0}
     row |= {"loss": None, "tokens_per_s": None, "speed_unit": "tokens", "age_s": _age_s(path)}
     try:
-        row["planned"] = recipes.load_stored(path / "recipe.toml").run.steps
+        row["planned"] = recipes.load_stored(path / RECIPE_FILE).run.steps
         figures = reports.report(path).figures
         row |= {"steps": figures["steps"], "loss": figures["train_loss_mean"], "tokens_per_s": figures["tokens_per_s"]}
         row["speed_unit"] = figures.get("speed_unit") or "tokens"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.cli.common import FILE, PATH, json_option
+from hpcdist.constants import METRICS_FILE, RECIPE_FILE
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.reporting.jsonable import jsonable
@@ -26,7 +27,6 @@ SAMPLE_LIMIT_S: Final = 60.0  # a slow model's text is truncated
 MAX_MODEL_BYTES: Final = 4 << 30  # largest model that is loaded for a sample
 MAX_CHECKPOINTS: Final = 1000
 TARGETS: Final = ("csv", "wandb", "mlflow")  # formats of --to
-METRICS_FILE: Final = "metrics.h5"  # in a run directory
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
@@ -62,7 +62,7 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
     from hpcdist.telemetry.page.run_data import RecipeSetting
     from hpcdist.training.recipe import recipe as recipes
 
-    path = run_dir / "recipe.toml"
+    path = run_dir / RECIPE_FILE
     if not path.is_file():
         return [], f"The directory has no {path.name}.", None
     try:
@@ -81,7 +81,7 @@ def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
     from hpcdist.training.recipe import recipe as recipes
 
     try:
-        config = recipes.load_stored(run_dir / "recipe.toml").energy
+        config = recipes.load_stored(run_dir / RECIPE_FILE).energy
     except HpcdistError:
         config = EnergyConfig()
     return lambda joules, seconds: energy_metrics.figures(

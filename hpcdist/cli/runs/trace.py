@@ -8,6 +8,7 @@ import click
 
 from hpcdist import __version__
 from hpcdist.cli.common import FILE, Parsed, check_plot, existing_run_argument, json_option
+from hpcdist.constants import METRICS_FILE
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
@@ -79,7 +80,7 @@ def _header(run_dir: Path) -> dict[str, str]:
     from hpcdist.telemetry.metrics import step_metrics
 
     about = {"hpcdist": __version__}
-    path = run_dir / "metrics.h5"
+    path = run_dir / METRICS_FILE
     if path.exists():
         try:
             attributes = step_metrics.read(path).attributes

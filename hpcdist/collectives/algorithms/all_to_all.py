@@ -3,10 +3,15 @@
     pairwise      (p-1) α + (p-1)/p n β                       any sizes, one pair of messages at a time
     bruck         at most ceil(log2 p) (α + n/2 β)            equal block sizes; n more bytes of scratch
     native        MPI library
-    hierarchical  see `hpcdist.collectives.algorithms.hierarchical_all_to_all`
+    hierarchical  one message each way between two nodes
     allreduce     2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
 
 In the allreduce, every rank sums one chunk of all ranks in rank order, and sends the sum to all.
+
+In the hierarchical algorithm, each pair of nodes has a gateway rank on each node (the local ranks take turns). It sends
+all parts of its node for the other node. On N nodes of m ranks, a rank sends (N-1)/m messages of about m n/N bytes
+between nodes, instead of p - m messages of n/p bytes. Inside the node there are two exchanges of (N-1)/N n bytes, and
+one of n/N.
 
 Bruck's algorithm: J. Bruck et al., IEEE Trans. Parallel Distrib. Syst. 8 (1997) 1143-1156.
 """
@@ -18,14 +23,12 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
-from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.algorithms.hierarchical_all_to_all import gather_sizes, hierarchical_all_to_all
+from hpcdist.arrays.ranges import Range, consecutive, split
 from hpcdist.collectives.algorithms.ring import all_gather
-from hpcdist.collectives.half_precision import round_into, widen
-from hpcdist.collectives.reduction import check_buffer, ufunc
-from hpcdist.collectives.segments import check_ranges, scratch
+from hpcdist.collectives.reduction import check_buffer, round_into, ufunc, widen
+from hpcdist.collectives.segments import check_ranges, gather_counts, scratch, wait_all
 from hpcdist.comm import checks
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, Nodes
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 
 # send, receive, ranges to send, ranges to receive; see `all_to_all`
@@ -42,8 +45,8 @@ def all_to_all(
 ) -> None:
     """Send ``send[send_ranges[q]]`` to each rank q; receive from q into ``receive[receive_ranges[q]]``. Collective.
 
-    Buffers are 1-D, contiguous, of equal dtype, without overlap. ``algorithm``: "pairwise", "bruck" or "native". Raises
-    UsageError for invalid algorithms or ranges, and BufferHandoverError for invalid buffers.
+    Buffers are 1-D, contiguous, of equal dtype, without overlap. Raises UsageError for an invalid ``algorithm`` or
+    ranges, and BufferHandoverError for invalid buffers.
     """
     # For "bruck", all ranges on all ranks must have one size.
     function = ALL_TO_ALL.get(algorithm)
@@ -128,6 +131,88 @@ def native_all_to_all(
     comm.all_to_all(send, receive, send_ranges, receive_ranges)
 
 
+_GATEWAY_TAG: Final = 11
+_Parts: TypeAlias = list[list[Array]]  # one list per rank of a node
+
+
+def hierarchical_all_to_all(
+    comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+) -> None:
+    """Execute `all_to_all`, with one message each way between two nodes. Collective over ``comm``."""
+    nodes = comm.nodes()
+    here = nodes.members[nodes.index]
+    own_ranges = [send_ranges[rank] for rank in here], [receive_ranges[rank] for rank in here]
+    nodes.intra.all_to_all(send, receive, *own_ranges)
+    if nodes.count == 1:
+        return
+    others = [node for node in range(nodes.count) if node != nodes.index]
+    peers = [[node for node in others if node % len(here) == local_rank] for local_rank in range(len(here))]
+    mine = peers[nodes.intra.rank]  # the nodes for which this rank is the gateway
+    sizes = gather_sizes(nodes.intra, send_ranges, receive_ranges)
+    # Inside the node: send the parts for other nodes to their gateways.
+    out = [[send[send_ranges[rank].slice] for node in group for rank in nodes.members[node]] for group in peers]
+    targets = [rank for node in mine for rank in nodes.members[node]]
+    brought = _exchange(nodes.intra, "brought", out, [[int(row[0, rank]) for rank in targets] for row in sizes], send)
+    arrived = _between(comm, nodes, mine, brought, sizes, send)
+    # Inside the node: send the received parts from the gateways to their receivers.
+    sources = [[rank for node in group for rank in nodes.members[node]] for group in peers]
+    expected = [[receive_ranges[rank].size for rank in group] for group in sources]
+    handed = _exchange(nodes.intra, "handed", arrived, expected, send)
+    for ranks, parts in zip(sources, handed, strict=True):
+        for rank, part in zip(ranks, parts, strict=True):
+            receive[receive_ranges[rank].slice] = part
+
+
+def _between(
+    comm: Communicator, nodes: Nodes, mine: list[int], brought: _Parts, sizes: np.ndarray, like: Array
+) -> _Parts:
+    # This rank is the gateway of its node to the nodes ``mine``. ``brought[i]``: arrays from local rank i, one per rank
+    # of these nodes. ``like``: array of the same dtype and device. Returns the received arrays of each local rank.
+    arrived: _Parts = [[] for _ in brought]
+    requests, first, opened = [], 0, []
+    for node in mine:
+        theirs = nodes.members[node]
+        peer = theirs[nodes.index % len(theirs)]
+        leaving = [parts[first + index] for index in range(len(theirs)) for parts in brought]
+        first += len(theirs)
+        out = scratch(f"to node {node}", sum(part.size for part in leaving), like.dtype, like)
+        _views(out, [part.size for part in leaving], leaving)
+        lengths = [int(row[1, rank]) for row in sizes for rank in theirs]
+        into = scratch(f"from node {node}", sum(lengths), like.dtype, like)
+        requests += [comm.irecv(into, peer, _GATEWAY_TAG), comm.isend(out, peer, _GATEWAY_TAG)]
+        opened.append((len(theirs), _views(into, lengths)))
+    wait_all(requests)
+    for count, parts in opened:
+        for index, incoming in enumerate(arrived):
+            incoming += parts[index * count : (index + 1) * count]
+    return arrived
+
+
+def gather_sizes(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> np.ndarray:
+    """Return the message sizes of all ranks: elements, indexed [rank, 0 (send) or 1 (receive), peer]. Collective."""
+    local_sizes = [[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)]
+    return gather_counts(comm, np.array(local_sizes, np.int64))
+
+
+def _exchange(intra: Communicator, name: str, parts: _Parts, expected: list[list[int]], like: Array) -> _Parts:
+    # ``expected[i]``: sizes of the arrays from local rank i.
+    flat, lengths = [part for row in parts for part in row], [size for row in expected for size in row]
+    send = scratch(f"{name} out", sum(part.size for part in flat), like.dtype, like)
+    _views(send, [part.size for part in flat], flat)
+    receive = scratch(f"{name} in", sum(lengths), like.dtype, like)
+    sent = consecutive(sum(part.size for part in row) for row in parts)
+    intra.all_to_all(send, receive, sent, consecutive(map(sum, expected)))
+    views = iter(_views(receive, lengths))
+    return [[next(views) for _ in row] for row in expected]
+
+
+def _views(buffer: Array, sizes: Sequence[int], values: Sequence[Array] = ()) -> list[Array]:
+    views: list[Array] = [buffer[part.slice] for part in consecutive(sizes)]
+    for view, value in zip(views, values, strict=False):
+        view[...] = value
+    return views
+
+
 # Call these by `all_to_all`, which checks buffers and ranges.
 ALL_TO_ALL: Final[dict[str, AllToAllFunction]] = {
     "native": native_all_to_all,
@@ -161,7 +246,7 @@ def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> 
 
 
 def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place. Each rank gets only its range of elements ``buffer[shares[rank]]``. Collective."""
+    """Reduce ``buffer`` in place. Each rank gets only its element range ``buffer[shares[rank]]``. Collective."""
     check_buffer(buffer)
     ufunc(buffer, op)  # rejects an unknown op before anything is sent
     check_ranges(comm, buffer, shares)

@@ -34,8 +34,8 @@ BroadcastFunction: TypeAlias = Callable[[Communicator, Array, int], None]  # buf
 def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str = "auto") -> None:
     """Overwrite ``buffer`` with the buffer of rank ``root``. Collective over ``comm``.
 
-    ``buffer``: 1-D, contiguous, of equal size and dtype on every rank. Raises UsageError for an unknown algorithm or
-    root.
+    ``buffer``: 1-D, contiguous, of equal size and dtype on every rank. Raises UsageError for an unknown algorithm
+    or root.
     """
     if algorithm == "auto":
         small = buffer.nbytes <= BINOMIAL_BYTES or comm.size < SCATTER_RANKS

@@ -56,7 +56,7 @@ class TreePosition:
 
 @lru_cache(maxsize=32)
 def trees(size: int) -> tuple[tuple[TreePosition, TreePosition], ...]:
-    """Return (position in the first tree, position in the second tree) for each of ``size`` ranks. Local."""
+    """Return (position in the first tree, position in the second tree) of each rank, for ``size`` ranks. Local."""
     first = [_place(rank, size) for rank in range(size)]
     # An even size: mirroring swaps even and odd ranks. An odd size: shift all ranks by one.
     roles = [size - 1 - rank if size % 2 == 0 else (rank - 1) % size for rank in range(size)]
@@ -111,9 +111,9 @@ class _Lane:
         self.sends_down: list[Request] = []  # to the children
 
     def turns(self) -> list[tuple[int, bool, int, int]]:
-        """Return this rank's steps in this tree: (time, True if downward, tree index, segment index).
+        """Return the steps of this rank in this tree: (time, True if downward, tree number, segment number).
 
-        The time only gives the order: this rank executes its steps in ascending order of time.
+        Times only define an order: this rank executes its steps in ascending order of time.
         """
         # Upward: add the children's sums, send the result to the parent. Downward: pass the total to the children.
         count, depth = len(self.segments), self.place.depth

@@ -25,8 +25,7 @@ from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.ring import all_gather
-from hpcdist.collectives.half_precision import round_into, widen
-from hpcdist.collectives.reduction import check_buffer, check_op, ufunc
+from hpcdist.collectives.reduction import check_buffer, check_op, round_into, ufunc, widen
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
@@ -34,19 +33,19 @@ from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
-    """Split ``shards`` input buffers (logical shards) among ``size`` ranks. Return each rank's range. Local."""
+    """Split ``shards`` logical shards (input buffers) among ``size`` ranks. Return the range of each rank. Local."""
     return split(shards, size, itemsize=1, align_bytes=1)
 
 
 def halves(node: Range) -> tuple[Range, Range]:
-    """Return the two child ranges of the summation tree node ``node``, a range of at least two input buffers."""
+    """Return the two child nodes of the tree node ``node``, a range of at least two logical shards."""
     assert node.size > 1
     middle = node.start + (1 << ((node.size - 1).bit_length() - 1))  # split at the largest power of two below the size
     return Range(node.start, middle), Range(middle, node.stop)
 
 
 def nodes_within(shards: int, part: Range) -> list[Range]:
-    """Return the fewest nodes of the tree over ``shards`` input buffers that together make up the range ``part``."""
+    """Return the fewest nodes of the tree over ``shards`` logical shards that make up the range ``part``."""
 
     def walk(node: Range) -> list[Range]:
         common = node.intersect(part)
@@ -59,7 +58,7 @@ def nodes_within(shards: int, part: Range) -> list[Range]:
 
 
 def tree_sum(values: Sequence[float]) -> float:
-    """Return the sum of ``values``, one number per input buffer, in the summation order of `FixedTree`. Local."""
+    """Return the sum of ``values``, one number per logical shard, in the order of `FixedTree`. Local."""
 
     def total(node: Range) -> float:
         if node.size == 1:
@@ -78,9 +77,9 @@ class _Partial:
 
 
 class FixedTree:
-    """Reduction of ``shards`` input buffers over ``comm``. The order of summation is equal for all numbers of ranks.
+    """Reduction of ``shards`` logical shards (input buffers) over ``comm``, in one order for all numbers of ranks.
 
-    Call `add` for each of this rank's input buffers (see `shards_of`) in ascending order, then `reduce` or
+    Call `add` for each of this rank's shards (see `shards_of`) in ascending order, then `reduce` or
     `reduce_scatter`. Raises UsageError for an unknown ``op``.
     """
 
@@ -99,9 +98,9 @@ class FixedTree:
         self._free: list[Array] = []
 
     def add(self, shard: int, addend: Array, *, copy: bool = True) -> None:
-        """Add the array ``addend``, input buffer number ``shard``. The caller may change it afterwards. Local.
+        """Add the array ``addend``, logical shard number ``shard``. The caller may change it afterwards. Local.
 
-        If the keyword-only ``copy`` is False, the array must not change until `reduce`, which may overwrite it.
+        Keyword-only ``copy``: False if the array does not change until `reduce`, which may overwrite it.
         """
         check_buffer(addend)
         self._check_turn(shard in self._own and shard == self._next, f"shard {shard} is added")
@@ -110,7 +109,10 @@ class FixedTree:
         self._next += 1
         partial = _Partial(Range(shard, shard + 1), addend, kept=False)
         # Carry as in a binary counter: merge the last two partial sums while they form a node.
-        while self._partials and self._is_node(joined := Range(self._partials[-1].node.start, partial.node.stop)):
+        while self._partials:
+            joined = Range(self._partials[-1].node.start, partial.node.stop)
+            if nodes_within(self._shards, joined) != [joined]:
+                break
             left = self._partials.pop()
             ufunc(left.total, self._op)(left.total, _as(wide, partial.total), left.total)
             self._give_back(partial)
@@ -126,7 +128,7 @@ class FixedTree:
         self._run("allreduce", buffer, chunks, lambda: all_gather(self._comm, buffer, chunks))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
-        """Reduce all added arrays. Write the result only to ``buffer[shares[rank]]`` on each rank. Collective."""
+        """Reduce all added arrays. Write only ``buffer[shares[rank]]`` of the result on each rank. Collective."""
         self._run("reduce_scatter", buffer, shares, lambda: None)
 
     def _run(self, name: str, buffer: Array, shares: Sequence[Range], then: Callable[[], None]) -> None:
@@ -186,9 +188,6 @@ class FixedTree:
         target = left if out is None else out
         ufunc(target, self._op)(left, right, target)
         return target
-
-    def _is_node(self, shards: Range) -> bool:
-        return nodes_within(self._shards, shards) == [shards]
 
     def _take(self, like: Array, dtype: "np.dtype[Any]") -> Array:
         on = "gpu" if backend.is_device(like) else "cpu"

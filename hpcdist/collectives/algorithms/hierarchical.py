@@ -100,7 +100,7 @@ def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
             node.sum_next()
             wire.send(segments[step], 1)
         if step >= AHEAD:
-            arrived, local_part = wire.complete(), node.own(segments[step - AHEAD])
+            arrived, local_part = wire.complete(), node.local_view(segments[step - AHEAD])
             if arrived is not None:
                 # Node 0's operand first, on both nodes: they compute the same bits.
                 node.combine(local_part if first else arrived, arrived if first else local_part, local_part)
@@ -129,7 +129,7 @@ def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
             node.sum_next()
         arrived = wire.complete()
         if arrived is not None and hop < nodes - 1:
-            local_part = node.own(segment)
+            local_part = node.local_view(segment)
             node.combine(arrived, local_part, local_part)
         if hop < 2 * nodes - 3:  # do not forward the last total: the next node computed it
             wire.send(segment, 1)
@@ -148,7 +148,7 @@ class _Wire:
         self._taken = 0
 
     def send(self, segment: Range, distance: int) -> None:
-        self._ready.append((self.node.own(segment), self.place.peer(distance)))
+        self._ready.append((self.node.local_view(segment), self.place.peer(distance)))
         self._begin_sends()
 
     def _begin_sends(self) -> None:
@@ -157,7 +157,7 @@ class _Wire:
             self._sends.append(self.place.inter.isend(part, peer) if part.size else None)
 
     def receive(self, segment: Range, distance: int, *, into_place: bool = False) -> None:
-        part = self.node.own(segment)
+        part = self.node.local_view(segment)
         if not part.size:
             self._arrivals.append(None)
             return

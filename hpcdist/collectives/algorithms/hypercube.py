@@ -44,18 +44,18 @@ class Hypercube:
         return cls(size, comm.rank // 2 if comm.rank % 2 else None, pairs)
 
     def is_paired(self, comm: Communicator) -> bool:
-        """Return True if this rank of ``comm`` is one of two ranks that share a hypercube vertex. Local."""
+        """Return True if this rank of ``comm`` shares a hypercube vertex with another rank. Local."""
         return comm.rank < 2 * self.pairs
 
     def outer(self, rank: int) -> int:
-        """Return the communicator rank of hypercube vertex number ``rank``."""
+        """Return the communicator rank of the vertex with number ``rank``."""
         return 2 * rank + 1 if rank < self.pairs else rank + self.pairs
 
 
 def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
-    """Reduce the buffers of all ranks to 2^k ranks. Return the `Hypercube` of these ranks on every rank.
+    """Reduce the buffers of all ranks to 2^k ranks. Return the `Hypercube` of these ranks. Collective.
 
-    Collective over ``comm``. ``combine(left, right, out)`` reduces two arrays.
+    ``combine(left, right, out)`` reduces two arrays.
     """
     cube = Hypercube.of(comm)
     if cube.is_paired(comm):
@@ -69,7 +69,7 @@ def fold(comm: Communicator, buffer: Array, combine: Combine) -> Hypercube:
 
 
 def unfold(comm: Communicator, cube: Hypercube, buffer: Array) -> None:
-    """Send the result in ``buffer`` from the ranks in ``cube``, returned by `fold`, to the other ranks. Collective."""
+    """Send the result in ``buffer`` from the ranks of ``cube``, which `fold` returned, to the others. Collective."""
     if cube.is_paired(comm):
         if cube.rank is None:
             comm.recv(buffer, comm.rank + 1)
@@ -107,7 +107,7 @@ HALVES_BYTES: Final = 8 << 20
 def rabenseifner_allreduce(
     comm: Communicator, buffer: Array, op: str = "sum", *, halves_bytes: int = HALVES_BYTES
 ) -> None:
-    """Reduce ``buffer`` in place by Rabenseifner's algorithm: equal bits on every rank. Collective over ``comm``."""
+    """Reduce ``buffer`` in place by Rabenseifner's algorithm, with equal bits on every rank. Collective."""
     # If the number of ranks is not a power of two, some ranks form pairs. From ``halves_bytes`` bytes on, each rank of
     # a pair reduces one half; below, one rank reduces both.
     combine = combiner(buffer, op)

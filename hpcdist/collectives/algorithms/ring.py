@@ -65,10 +65,7 @@ def reduce_scatter(
     bidirectional: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Reduce ``buffer`` in place. Only ``buffer[ranges[rank]]`` is valid afterwards. Collective over ``comm``.
-
-    ``ranges`` holds one range per rank, possibly empty, and is equal on every rank.
-    """
+    """Reduce ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; the rest becomes undefined. Collective."""
     combine = combiner(buffer, op)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
     if _in_segments(buffer, lanes, segment_bytes):
@@ -97,10 +94,7 @@ def all_gather(
     bidirectional: bool = False,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
-    """Fill ``buffer`` in place: each rank contributes ``buffer[ranges[rank]]``. Collective over ``comm``.
-
-    ``ranges`` holds one range per rank, possibly empty, and is equal on every rank. ``buffer`` may have any dtype.
-    """
+    """Fill ``buffer``, of any dtype, in place: rank r contributes ``buffer[ranges[r]]``. Collective."""
     check_buffer(buffer)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
     if _in_segments(buffer, lanes, segment_bytes):
@@ -190,10 +184,10 @@ def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int
 LEADER: Final = 0
 
 
-def reduce_to_leader(intra: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place to rank 0. On other ranks, ``buffer`` is then undefined. Collective over ``intra``."""
+def reduce_to_leader(intra: Communicator, buffer: Array) -> None:
+    """Sum ``buffer`` in place on rank 0. It becomes undefined on other ranks. Collective over ``intra``."""
     chunks = split(buffer.size, intra.size, buffer.itemsize)
-    reduce_scatter(intra, buffer, chunks, op)
+    reduce_scatter(intra, buffer, chunks)
     _gather(intra, buffer, chunks)
 
 

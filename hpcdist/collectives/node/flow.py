@@ -1,13 +1,19 @@
-"""Pipelined sums and all-gathers of segments inside a node, without a barrier for each segment.
+"""Exchange of data inside a node without barriers: pipelined sums of segments, and published arrays.
 
 On m ranks with s bytes per segment, `NodeFlow` sends (m-1) messages of s/m bytes each way. `SharedFlow` uses shared
 memory: it writes s bytes and reads 2 (m-1)/m s.
+
+In each round with a `PublishedMemory`, a rank writes its arrays (`part`), calls `publish`, calls `wait`, and reads the
+arrays of the other ranks. All ranks make the same rounds in the same order. An array may be overwritten two rounds
+later: by then every rank has finished reading.
 """
 
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
 from typing import Any, Final
 
 import numpy as np
@@ -15,12 +21,13 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.intrinsics import load_acquire, pause, store_release
 from hpcdist.arrays.jit import jit
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up, split
+from hpcdist.collectives import segments
 from hpcdist.collectives.reduction import combiner
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transport import Request, SharedBlock
-from hpcdist.errors import CommunicationError
+from hpcdist.errors import CommunicationError, MissingCapabilityError
 
 EARLY: Final = 2  # segments whose addends are sent in advance, with scratch buffers for them (empirical)
 LATE: Final = 8  # segments whose totals may be in flight (empirical)
@@ -28,9 +35,9 @@ ADDENDS, TOTALS = 1, 2  # tags
 
 
 class NodeFlow:
-    """Reduction of ``buffer`` over the ranks of a node by messages. Collective over ``intra``, the node's communicator.
+    """Reduction of ``buffer`` by messages over ``intra``, the communicator of a node. Construction is collective.
 
-    ``order``: segments of the buffer, in the order in which they are summed. ``owners``: number of ranks that share the
+    ``order``: segments (ranges) of the buffer, in the order of summation. The first ``owners`` ranks share the
     summation of each segment.
     """
 
@@ -39,15 +46,15 @@ class NodeFlow:
         self._intra, self._owners, self._order = intra, owners, order
         self._parts: dict[int, list[Range]] = {}
         self._others = [(intra.rank + step) % intra.size for step in range(1, intra.size)]
-        self.longest = max(self.own(segment).size for segment in order)
+        self.longest = max(self.local_view(segment).size for segment in order)
         self._room = scratch("node flow", (EARLY + 1) * len(self._others) * self.longest, buffer.dtype, buffer)
         self._begun = self._summed = 0
         self._addends: deque[dict[int, tuple[Request, Array]]] = deque()
         self._sends: dict[Range, list[Request]] = {}
         self._totals: deque[list[Request]] = deque()
 
-    def within(self, segment: Range, rank: int) -> Range:
-        """Return the part of ``segment`` that ``rank`` sums, as offsets in ``segment``; may be empty. Local."""
+    def range_in(self, segment: Range, rank: int) -> Range:
+        """Return the part of ``segment`` that ``rank`` sums, as a range inside the segment; may be empty. Local."""
         parts = self._parts.get(segment.size)
         if parts is None:
             parts = split(segment.size, self._owners, self.buffer.itemsize)
@@ -55,26 +62,26 @@ class NodeFlow:
             self._parts[segment.size] = parts
         return parts[rank]
 
-    def part(self, segment: Range, rank: int) -> Array:
-        """Return a view of the elements of `buffer` in ``segment`` that ``rank`` sums. Local."""
-        part: Array = self.buffer[self.within(segment, rank).shift(segment.start).slice]
+    def view(self, segment: Range, rank: int) -> Array:
+        """Return a view of the elements in ``segment`` that ``rank`` sums. Local."""
+        part: Array = self.buffer[self.range_in(segment, rank).shift(segment.start).slice]
         return part
 
-    def own(self, segment: Range) -> Array:
-        """Return a view of the elements of `buffer` in ``segment`` that this rank sums. Local."""
-        return self.part(segment, self._intra.rank)
+    def local_view(self, segment: Range) -> Array:
+        """Return a view of the elements in ``segment`` that this rank sums. Local."""
+        return self.view(segment, self._intra.rank)
 
     def _begin_next(self) -> None:
         segment = self._order[self._begun]
         # EARLY + 1 sets of scratch rows in turn: the set that is summed, and the sets in flight.
-        local_part, slot = self.own(segment), self._begun % (EARLY + 1) * len(self._others)
+        local_part, slot = self.local_view(segment), self._begun % (EARLY + 1) * len(self._others)
         addends: dict[int, tuple[Request, Array]] = {}
         if local_part.size:
             for index, rank in enumerate(self._others):
                 row = self._room[(slot + index) * self.longest :][: local_part.size]
                 addends[rank] = self._intra.irecv(row, rank, ADDENDS), row
         self._addends.append(addends)
-        theirs = [(rank, self.part(segment, rank)) for rank in self._others]
+        theirs = [(rank, self.view(segment, rank)) for rank in self._others]
         self._sends[segment] = [self._intra.isend(part, rank, ADDENDS) for rank, part in theirs if part.size]
         self._begun += 1
 
@@ -82,7 +89,7 @@ class NodeFlow:
         """Reduce this rank's part of the next segment in place. Waits for the other ranks' data."""
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
-        local_part, addends = self.own(self._order[self._summed]), self._addends.popleft()
+        local_part, addends = self.local_view(self._order[self._summed]), self._addends.popleft()
         self._summed += 1
         if not addends:
             return
@@ -102,11 +109,11 @@ class NodeFlow:
             self.combine(total, rows[-1], local_part)
 
     def spread(self, segment: Range) -> None:
-        """Start to exchange the reduced ``segment``: send this rank's part, and receive the other ranks' parts."""
+        """Start to exchange the sums of ``segment``: send this rank's part, and receive the other ranks' parts."""
         for request in self._sends.pop(segment, ()):
             request.wait()  # do not receive into memory that is still being sent
-        local_part = self.own(segment)
-        theirs = [(rank, self.part(segment, rank)) for rank in self._others]
+        local_part = self.local_view(segment)
+        theirs = [(rank, self.view(segment, rank)) for rank in self._others]
         requests = [self._intra.irecv(part, rank, TOTALS) for rank, part in theirs if part.size]
         requests += [self._intra.isend(local_part, rank, TOTALS) for rank in self._others if local_part.size]
         self._totals.append(requests)
@@ -137,7 +144,7 @@ MOST_OWNERS: Final = 8  # the memory of a node grows quadratically: 160 MiB for 
 def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
     """Return True if counter number ``word`` of every rank reaches ``number`` within ``spins`` polls.
 
-    ``lines``: address of each rank's counters.
+    ``lines``: address of the counters of each rank.
     """
     for rank in range(lines.size):
         # Acquire: data written before the release store in `raise_to` is visible once the number is.
@@ -151,7 +158,7 @@ def is_reached(lines: Any, word: int, number: int, spins: int) -> bool:
 
 @jit
 def raise_to(line: int, word: int, number: int) -> None:
-    """Set this rank's counter number ``word`` to ``number``. ``line``: address of this rank's counters.
+    """Set counter number ``word`` of this rank to ``number``. ``line``: address of this rank's counters.
 
     A rank that reads the new value also sees all earlier writes of this rank.
     """
@@ -159,7 +166,7 @@ def raise_to(line: int, word: int, number: int) -> None:
 
 
 class Counters:
-    """Shared memory of ``comm``: for each rank, progress counters, then ``nbytes`` bytes of data. Collective.
+    """Shared memory of ``comm``: the progress counters of each rank, then ``nbytes`` bytes. Construction is collective.
 
     Each rank writes only its own counters, and reads all counters. ``is_shared``: False if sharing failed.
     """
@@ -173,7 +180,7 @@ class Counters:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
     def publish(self, word: int, number: int) -> None:
-        """Raise this rank's counter number ``word`` to ``number``. Its readers see all earlier writes. Local."""
+        """Set counter number ``word`` of this rank to ``number``. Ranks that read it see all earlier writes. Local."""
         raise_to(self.lines[self.rank], word, number)
 
     def wait(self, word: int, number: int) -> None:
@@ -192,7 +199,7 @@ class Counters:
 
 
 class FlowMemory(Counters):
-    """Memory that the ranks of a node share for reductions. Collective over the node's communicator ``intra``."""
+    """Memory that the ranks of a node share for reductions. Construction is collective over ``intra``."""
 
     def __init__(self, intra: Communicator, segment_bytes: int, part_bytes: int) -> None:
         super().__init__(intra, SLOTS * (segment_bytes + part_bytes))
@@ -201,13 +208,13 @@ class FlowMemory(Counters):
         self.is_busy = False  # True during a call, and after an aborted call
 
     def addends(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the shared memory with the input data of ``rank`` for segment ``number``."""
+        """Return a view of the input data of ``rank`` for segment ``number`` in the shared memory."""
         # Memory of a rank: a line of counters, SLOTS slots for addends, SLOTS slots for totals.
         start = LINE_BYTES + number % SLOTS * self.segment_bytes
         return self.block.views[rank][start : start + self.segment_bytes]
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return a view of the shared memory with the sums that ``rank`` computed for segment ``number``."""
+        """Return a view of the sums that ``rank`` computed for segment ``number`` in the shared memory."""
         start = LINE_BYTES + SLOTS * self.segment_bytes + number % SLOTS * self.part_bytes
         return self.block.views[rank][start : start + self.part_bytes]
 
@@ -221,8 +228,8 @@ def flow_of(
 ) -> NodeFlow:
     """Return an object that reduces ``buffer`` over the ranks of a node, segment by segment. Collective over ``intra``.
 
-    ``order``: segments in the order of summation. ``owners``: number of ranks that sum, each at most ``part_bytes``
-    bytes of a segment. Raises CommunicationError after an aborted reduction over ``intra``.
+    ``owners``, ``order``: see `NodeFlow`. ``part_bytes``: maximum bytes of a segment that one rank sums. Raises
+    CommunicationError after an aborted reduction.
     """
     # The first ``owners`` ranks divide each segment. Without shared memory, return a plain `NodeFlow`.
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
@@ -244,7 +251,7 @@ def flow_of(
 
 
 def keep_for(comm: Communicator, intra: Communicator) -> None:
-    """Make `release` of ``comm`` also free the shared memory of ``intra``, the communicator of this node. Local."""
+    """Make `release` of ``comm`` also free the shared memory of its node communicator ``intra``. Local."""
     _inside[comm] = intra
 
 
@@ -279,8 +286,8 @@ class SharedFlow(NodeFlow):
         memory.wait(SUMMED, number + 1 - SLOTS)  # all ranks have read segment number - SLOTS, the last in this slot
         slot = memory.addends(self._intra.rank, number).view(self.buffer.dtype)
         for rank in self._others:
-            part = self.within(segment, rank)
-            slot[part.slice] = self.part(segment, rank)
+            part = self.range_in(segment, rank)
+            slot[part.slice] = self.view(segment, rank)
         memory.publish(STAGED, number + 1)
         self._begun += 1
 
@@ -288,7 +295,7 @@ class SharedFlow(NodeFlow):
         memory, segment = self._memory, self._order[self._summed]
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
-        number, local_part, part = memory.summed, self.own(segment), self.within(segment, self._intra.rank)
+        number, local_part, part = memory.summed, self.local_view(segment), self.range_in(segment, self._intra.rank)
         memory.wait(STAGED, number + 1)
         if local_part.size:
             rows = [memory.addends(rank, number).view(local_part.dtype)[part.slice] for rank in range(self._intra.size)]
@@ -298,7 +305,7 @@ class SharedFlow(NodeFlow):
         memory.publish(SUMMED, number + 1)
 
     def spread(self, segment: Range) -> None:
-        memory, local_part = self._memory, self.own(segment)
+        memory, local_part = self._memory, self.local_view(segment)
         number = memory.spread
         memory.wait(TAKEN, number + 1 - SLOTS)  # all ranks have copied the previous total of this slot
         memory.total(self._intra.rank, number).view(local_part.dtype)[: local_part.size] = local_part
@@ -313,7 +320,7 @@ class SharedFlow(NodeFlow):
         number, segment = self._untaken.popleft()
         memory.wait(GIVEN, number + 1)
         for rank in self._others:
-            part = self.part(segment, rank)
+            part = self.view(segment, rank)
             part[...] = memory.total(rank, number).view(part.dtype)[: part.size]
         memory.publish(TAKEN, number + 1)
 
@@ -321,3 +328,73 @@ class SharedFlow(NodeFlow):
         while self._untaken:
             self._take()
         self._memory.is_busy = False
+
+
+_TURNS: Final = 0  # index of the counter word
+
+
+def part_bytes(nbytes: int) -> int:
+    """Return the bytes to allocate for ``nbytes`` bytes: 25 % more, so that growing sizes rarely reallocate."""
+    return align_up(nbytes + nbytes // 4, ALIGN_BYTES)
+
+
+class PublishedMemory:
+    """Arrays in the shared memory of a node: each rank writes its arrays and reads all. Construction is collective.
+
+    ``is_shared``: False if sharing failed. ``head``: for each rank, an array of ``numbers`` int64 values. `grow`
+    allocates the other arrays.
+    """
+
+    def __init__(self, comm: Communicator, numbers: int) -> None:
+        self._comm, self._turns = comm, 0
+        self._counters = Counters(comm, 8 * numbers)
+        self._parts: SharedBlock | None = None
+        self._sizes: dict[str, int] = {}
+        self._starts: dict[str, int] = {}
+        self.is_shared = self._counters.is_shared
+        self.head = [view[view.size - 8 * numbers :].view(np.int64) for view in self._counters.block.views]
+
+    def grow(self, sizes: Mapping[str, int]) -> None:
+        """Enlarge each array to at least ``sizes[name]`` bytes. Its data is lost. Collective, with equal sizes.
+
+        Raises MissingCapabilityError if the memory cannot be shared.
+        """
+        short = {name: size for name, size in sizes.items() if size > self._sizes.get(name, 0)}
+        if not short:
+            return
+        self._sizes |= {name: part_bytes(size) for name, size in short.items()}
+        *starts, total = accumulate(self._sizes.values(), initial=0)
+        self._starts = dict(zip(self._sizes, starts, strict=True))
+        if self._parts is not None:
+            self._parts.close()
+        self._parts = self._comm.shared(total)
+        if not self._parts.is_shared:
+            raise MissingCapabilityError(
+                f"the {self._comm.size} ranks of {self._comm.name} cannot share {total} bytes each: free "
+                "memory or enlarge /dev/shm, or set communication.algorithm = 'native'"
+            )
+        segments.count_in_ledger(self._parts.views[self._comm.rank])
+
+    def part(self, rank: int, name: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> np.ndarray:
+        """Return the first elements of the array ``name`` of ``rank``, in this shape and dtype. Local."""
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes:
+            return np.empty(shape, dtype)
+        assert self._parts is not None and nbytes <= self._sizes[name], f"{nbytes} bytes of {name}: call `grow` first"
+        start = self._starts[name]
+        array: np.ndarray = self._parts.views[rank][start : start + nbytes].view(dtype).reshape(shape)
+        return array
+
+    def publish(self) -> None:
+        """Make this rank's writes visible to all ranks. Raises CommunicationError if a `wait` was aborted. Local."""
+        if self._counters.given_up is not None:
+            raise CommunicationError(
+                f"an earlier exchange in the shared memory of {self._comm.name} was aborted, so its ranks cannot "
+                "continue; end the job"
+            ) from self._counters.given_up
+        self._turns += 1
+        self._counters.publish(_TURNS, self._turns)
+
+    def wait(self) -> None:
+        """Wait until each rank has called `publish` as often as this rank. Local."""
+        self._counters.wait(_TURNS, self._turns)

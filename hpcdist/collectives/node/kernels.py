@@ -11,7 +11,7 @@ import numpy as np
 from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.arrays.intrinsics import array_at, array_behind
 from hpcdist.arrays.jit import jit
-from hpcdist.collectives.half_precision import round_bfloat16, round_float16, widen_bfloat16, widen_float16
+from hpcdist.collectives.reduction import round_bfloat16, round_float16, widen_bfloat16, widen_float16
 
 SUM: Final = 0
 MAX: Final = 1
@@ -42,7 +42,7 @@ def combine(op: int, left: Any, right: Any, out: Any) -> None:
 
 @jit
 def combine_into(op: int, right: Any, out: Any) -> None:
-    """Reduce ``right`` elementwise into ``out`` by ``op``. The compiler vectorises this function, unlike `combine`."""
+    """Reduce ``right`` elementwise into ``out`` by ``op``. Unlike `combine`, the compiler vectorises this."""
     if op == SUM:
         for i in range(out.size):
             out[i] += right[i]
@@ -132,7 +132,7 @@ def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None
 def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
     """Reduce the data of all ranks by ``op`` into the array ``block``.
 
-    ``inputs``: address of each rank's data. ``at``: offset in bytes at which the elements for ``block`` begin.
+    ``inputs``: address of the data of each rank. ``at``: offset in bytes of the elements for ``block``.
     """
     # Two or three operands per pass halve the traffic of the block; the order of the ranks is kept.
     ranks, count = inputs.size, block.size
@@ -166,7 +166,7 @@ def scaled(block: Any, scale: Any) -> None:
 def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
     """Sum 2 to 4 buffers elementwise, multiply by ``scale``, and write the result to all buffers.
 
-    ``buffers``: addresses. ``size``: number of elements in each buffer. ``like``: array of the elements' dtype.
+    ``buffers``: addresses of ``size`` elements. ``like``: array of their dtype.
     """
     a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
     if buffers.size == 2:
@@ -181,9 +181,9 @@ def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
 
 @jit
 def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any) -> None:
-    """Write the sum of ``size`` elements at the 2 to 4 addresses ``buffers``, times ``scale``, to ``output``.
+    """Sum 2 to 4 buffers elementwise, multiply by ``scale``, and write the result to the address ``output``.
 
-    ``output`` is an address. ``like`` is an array of the elements' dtype.
+    ``buffers``: addresses of ``size`` elements. ``like``: array of their dtype.
     """
     a, b, out = array_at(buffers[0], size, like), array_at(buffers[1], size, like), array_at(output, size, like)
     if buffers.size == 2:
@@ -211,8 +211,8 @@ def reduce_at(
 ) -> None:
     """Reduce the data at several addresses, multiply by ``scale``, and write the result to several addresses.
 
-    ``inputs_at``, ``outputs_at``: addresses of arrays with ``ranks`` input and ``copies`` output addresses. ``nbytes``:
-    bytes of one input. ``pointer``: typed pointer to scratch memory.
+    ``inputs_at``, ``outputs_at``: addresses of ``ranks`` input and ``copies`` output addresses. ``nbytes``: bytes
+    of one input. ``pointer``: scratch memory.
     """
     # ``outputs_at`` may equal ``inputs_at``. The scratch has BLOCK elements, and sets the dtype of all data.
     total = array_behind(pointer, BLOCK)
@@ -243,10 +243,9 @@ def reduce_halves_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
     is_bfloat16: bool,
 ) -> None:  # fmt: skip
-    """Reduce 16-bit floats at several addresses, multiply by ``scale``, and write the result to several addresses.
+    """Reduce 16-bit floats like `reduce_at`, but sum in float32.
 
-    Like `reduce_at`, but sums in float32. ``pointer``: address of float32 scratch memory. ``is_bfloat16`` False:
-    float16.
+    ``pointer``: address of float32 scratch memory. ``is_bfloat16`` False: float16.
     """
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
@@ -278,7 +277,7 @@ def reduce_halves_at(
 def reduce_float16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce float16 data: call `reduce_halves_at` with these arguments and ``is_bfloat16`` False."""
+    """Reduce float16 data, as `reduce_halves_at`."""
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
 
 
@@ -286,7 +285,7 @@ def reduce_float16_at(
 def reduce_bfloat16_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce bfloat16 data: call `reduce_halves_at` with these arguments and its argument ``is_bfloat16`` True."""
+    """Reduce bfloat16 data, as `reduce_halves_at`."""
     reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
 
 

@@ -80,7 +80,7 @@ DIFFERENT: Final = 2
 def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
     """Wait until the counter at ``address`` reaches ``value``. Return False if this takes too many polls.
 
-    There are ``spins`` busy polls, then ``yields`` polls that let other processes use the core.
+    There are ``spins`` busy polls, then ``yields`` polls that yield the core.
     """
     # First spin (fastest), then yield the core to other ranks, then return to Python, which detects dead ranks.
     left = spins
@@ -100,7 +100,7 @@ def has_reached(address: int, value: int, spins: int, yields: int) -> bool:
 def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
     """Wait until counter number ``word`` of every rank reaches ``value``. Return False if a rank takes too long.
 
-    ``flags``: address of each rank's progress counters. For ``spins`` and ``yields`` see `has_reached`.
+    ``flags``: address of the counters of each rank. For ``spins`` and ``yields`` see `has_reached`.
     """
     for rank in range(flags.size):  # noqa: SIM110 - numba compiles no generators
         if not has_reached(flags[rank] + 8 * word, value, spins, yields):
@@ -112,7 +112,7 @@ def all_reached(flags: Any, word: int, value: int, spins: int, yields: int) -> b
 def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
     """Reduce ``nbytes`` bytes at all ``inputs`` addresses, and write the result to each ``outputs`` address.
 
-    ``plan``: constants of the call, such as the reduction code. ``scale``: factor of the result.
+    ``plan``: constants of the call. ``scale``: factor of the result.
     """
     first, second = inputs.ctypes.data, outputs.ctypes.data
     call(plan[CODE], (first, inputs.size, second, outputs.size, nbytes, plan[OP], scale, plan[BLOCKS]))
@@ -212,7 +212,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
 
 @jit
 def record_call(line: int, parity: int, record: Any) -> None:
-    """Copy ``record``, the description of this rank's collective call, to shared memory for the other ranks.
+    """Copy ``record``, the description of this rank's call, to shared memory for the other ranks.
 
     ``line``: address of this rank's counters. ``parity``: call number modulo 2.
     """
@@ -224,9 +224,9 @@ def record_call(line: int, parity: int, record: Any) -> None:
 
 @jit
 def calls_match(flags: Any, parity: int, record: Any) -> bool:
-    """Return True if the published calls of all ranks equal ``record``, the description of this rank's call.
+    """Return True if the published calls of all ranks equal ``record``, the call of this rank.
 
-    ``flags``: address of each rank's progress counters. ``parity``: call number modulo 2.
+    ``flags``: address of the counters of each rank. ``parity``: call number modulo 2.
     """
     for rank in range(flags.size):
         words = array_at(flags[rank], RECORDS + 2 * RECORD_WORDS, record)

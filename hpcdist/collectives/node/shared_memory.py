@@ -22,9 +22,8 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype, name_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
 from hpcdist.collectives import segments
-from hpcdist.collectives.half_precision import multiply
 from hpcdist.collectives.node import kernels, protocol
-from hpcdist.collectives.reduction import check_buffer, check_op
+from hpcdist.collectives.reduction import check_buffer, check_op, multiply
 from hpcdist.collectives.segments import check_ranges
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transport import SharedBlock
@@ -45,13 +44,13 @@ _DTYPES: Final = tuple(FLOATS | INTEGERS)  # the ranks compare indices in this t
 
 
 def slot_bytes(ranks: int) -> int:
-    """Return the size in bytes of a rank's shared buffer for small arrays, for ``ranks`` ranks on a node. Local."""
+    """Return the bytes of the shared buffer of a rank for small arrays, with ``ranks`` ranks on the node. Local."""
     return SLOTS_BYTES // ranks // ALIGN_BYTES * ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Arguments of a collective for compiled code: mode, sizes, addresses (``words``) and byte ranges (``bounds``)."""
+    """Arguments of a collective for compiled code: constants (``words``) and byte ranges of the ranks (``bounds``)."""
 
     words: np.ndarray
     bounds: np.ndarray
@@ -101,7 +100,7 @@ class NodeMemory:
         return any(first <= address and address + nbytes <= first + size for first, size in self._common)
 
     def region(self, comm: Communicator, nbytes: int) -> np.ndarray:
-        """Return ``nbytes`` bytes for this rank, accessible to all ranks, or private if sharing fails. Collective."""
+        """Return ``nbytes`` bytes of this rank that all ranks can access, or private memory. Collective."""
         block = comm.shared(nbytes)
         local_bytes = block.views[self._rank]
         if block.is_shared:
@@ -117,8 +116,8 @@ class NodeMemory:
     ) -> bool:
         """Run a collective on ``buffer``. Return False if the ranks made different calls. Collective.
 
-        ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). ``ranges``: element range of each
-        rank; None: an even split. ``target``: address of the result, 0 for ``buffer``.
+        ``mode``: REDUCE (reduce-scatter), GATHER (all-gather), or both (allreduce). ``ranges``: element range
+        of each rank, or None for an even split. ``target``: address of the result, or 0 for ``buffer``.
         """
         # The flag ELSEWHERE in ``mode``: all ranks share one result array.
         if self._given_up is not None:
@@ -170,7 +169,7 @@ class NodeMemory:
         return plan
 
     def records(self) -> list[str]:
-        """Return one text per rank that describes the rank's current collective, for error messages. Local."""
+        """Return one text per rank about the rank's current collective, for error messages. Local."""
         parity = int(self._state[protocol.CALL]) % 2
         begin = protocol.RECORDS + parity * protocol.RECORD_WORDS
         return [
@@ -207,9 +206,9 @@ _inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKey
 
 
 def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
-    """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, on one node.
+    """Reduce ``buffer`` in place, with equal bits on every rank. Collective over ``comm``, on one node.
 
-    Keyword-only ``scale``: factor of the result. Raises UsageError for several nodes, MissingCapabilityError without
+    Keyword-only ``scale``: factor of the result. Raises UsageError on several nodes, MissingCapabilityError without
     shared memory, and CommunicationError if the calls differ or a rank died.
     """
     # 16-bit floats are summed in float32 and rounded once.
@@ -259,10 +258,10 @@ def allreduce_into(
 def reduce_scatter(
     comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", result: np.ndarray | None = None
 ) -> None:
-    """Reduce ``buffer``. Rank r gets the range ``ranges[r]`` of the result. Collective over ``comm``, on one node.
+    """Reduce ``buffer``. Rank r gets the elements ``ranges[r]`` of the result. Collective over ``comm``, on one node.
 
-    ``ranges``: disjoint element ranges, equal on every rank. ``result``: array for this rank's range. None: the range
-    is written to ``buffer``, and the rest of ``buffer`` becomes undefined.
+    ``ranges``: disjoint, equal on every rank. ``result``: array for this rank's range. None: write to ``buffer``,
+    whose rest becomes undefined.
     """
     check_buffer(buffer)
     check_op(op)
@@ -290,9 +289,9 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
 
 
 def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return ``size`` zeroed elements that the node's other ranks can read, until `release`. Collective over ``comm``.
+    """Return ``size`` zeroed elements that all ranks of the node can read, until `release`. Collective over ``comm``.
 
-    Every rank must pass the same ``size``. The memory is private if it cannot be shared.
+    ``size`` is equal on every rank. The memory is private if sharing fails.
     """
     # Collectives over ``comm`` or ``comm.nodes().intra`` need no extra copy of this memory.
     nodes = comm.nodes()
@@ -306,7 +305,7 @@ def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def allocate_common(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
-    """Return one zeroed array shared by all ranks, kept until `release`. Collective over ``comm``, on one node.
+    """Return one zeroed array that all ranks share, until `release`. Collective over ``comm``, on one node.
 
     Raises MissingCapabilityError if memory cannot be shared.
     """

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from hpcdist.comm.doctor.facts import THREADS, VISIBLE
+from hpcdist.comm.doctor.facts import THREADS
 from hpcdist.comm.doctor.job_checks import Lint, RankRow, RankTable, apply_lints
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.placement import is_permutation, shown
+from hpcdist.constants import VISIBLE_GPUS
 from hpcdist.reporting.hostlist import format_ranges
 from hpcdist.reporting.units import counted
 
@@ -20,7 +21,7 @@ NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or
 
 
 def check_local_ranks(table: RankTable) -> Check:
-    """Check in ``table`` (facts of all ranks) that launcher and Slurm number each node's local ranks 0 .. n - 1."""
+    """Check that launcher and Slurm number the local ranks of each node 0 .. n - 1. ``table``: facts of all ranks."""
     name = "local ranks"
     lints = (
         Lint(
@@ -45,18 +46,18 @@ def _numbering(numbers: Sequence[int | None], who: str) -> str:
     return f"{who} numbers the {len(numbers)} ranks of the node {shown(announced)}"
 
 
-def check_gpus(table: RankTable, device_kind: str, held: bool) -> Check:
-    """Check that each rank has a separate GPU, and that all GPUs of its node are visible to the rank.
+def check_gpus(table: RankTable, device_kind: str, allocated: bool) -> Check:
+    """Check that each rank has a separate GPU, and sees all GPUs of its node. ``table``: facts of all ranks.
 
-    ``table``: facts of all ranks. ``device_kind``: "cpu", "gpu", or "" without a recipe. ``held``: True if the
-    scheduler allocated GPUs to the job.
+    ``device_kind``: "cpu", "gpu", or "" without a recipe. ``allocated``: True if the scheduler allocated GPUs to
+    the job.
     """
     name = "GPUs"
     if device_kind == "cpu" or not any(row.facts.gpu.count for row in table.rows):
         reason = table.by_node([rows[0].facts.gpu.reason for rows in table.nodes])
         if device_kind == "gpu":
             return Check(name, FAIL, f"no rank sees a GPU: {reason}", NO_GPU)
-        if held and device_kind != "cpu":
+        if allocated and device_kind != "cpu":
             cure = "install hpcdist[cuda12x] (or 13x) and hand the driver into the container (--nv), or ask for no GPU"
             return Check(name, WARN, f"the job holds GPUs, but no rank sees a GPU: {reason}", cure)
         return Check(name, OK, f"none: {reason}")
@@ -72,7 +73,8 @@ def check_gpus(table: RankTable, device_kind: str, held: bool) -> Check:
         Lint(_sharing, WARN, "ranks take turns, and NCCL may refuse: start at most as many ranks as the node has GPUs"),
     )
     wrong = apply_lints(table, name, lints)
-    return wrong or Check(name, OK, table.by_node([_own_gpus(rows) for rows in table.nodes]))
+    gpus = ["one for each rank: " + ", ".join(row.facts.gpu.name for row in rows) for rows in table.nodes]
+    return wrong or Check(name, OK, table.by_node(gpus))
 
 
 def _without_gpu(rows: list[RankRow]) -> str:
@@ -87,7 +89,7 @@ def _isolated(rows: list[RankRow]) -> str:
     least = min(rows, key=lambda row: row.facts.gpu.count).facts.gpu
     if least.count >= len(used):
         return ""
-    cause = f"{VISIBLE}={least.visible}" if least.visible is not None else "hidden by the system"
+    cause = f"{VISIBLE_GPUS}={least.visible}" if least.visible is not None else "hidden by the system"
     return f"the ranks use {len(used)} GPUs, and see only {least.count} each ({cause})"
 
 
@@ -97,14 +99,10 @@ def _sharing(rows: list[RankRow]) -> str:
     return f"{counted(len(rows), 'rank')} on {counted(len(ranks), 'GPU')}" if shared else ""
 
 
-def _own_gpus(rows: list[RankRow]) -> str:
-    return "one for each rank: " + ", ".join(row.facts.gpu.name for row in rows)
-
-
 def check_cores(table: RankTable, scheduler: str = "") -> Check:
-    """Check in ``table`` (facts of all ranks) that ranks have disjoint cores, as many as requested.
+    """Check that ranks have disjoint cores, as many as requested. ``table``: facts of all ranks.
 
-    If ``scheduler`` is "" (no scheduler), ranks may be unbound.
+    Without a scheduler (``scheduler`` is ""), ranks may be unbound.
     """
     name = "cores"
     of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}

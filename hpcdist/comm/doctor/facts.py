@@ -21,6 +21,7 @@ from hpcdist.comm.failure import failfast
 from hpcdist.comm.launch import exit_file
 from hpcdist.comm.launch.core_binding import hardware_threads
 from hpcdist.comm.launch.environment import LaunchEnvironment, inside_srun, integer_variable, started_by_srun
+from hpcdist.constants import THREAD_VARIABLES, VISIBLE_GPUS
 from hpcdist.errors import HpcdistError
 from hpcdist.reporting.hostlist import parse_ranges
 from hpcdist.reporting.machine import package_version, processor
@@ -28,12 +29,9 @@ from hpcdist.reporting.machine import package_version, processor
 NUMA: Final = Path("/sys/devices/system/node")
 PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba", "cupy-cuda12x", "cupy-cuda13x")
 THREADS: Final = "OMP_NUM_THREADS"
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _SETTINGS: Final = ("HPCDIST_", "NCCL_")
 _SETTINGS_ALONE: Final = (
-    THREADS,
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
+    *THREAD_VARIABLES,
     "NUMBA_NUM_THREADS",
     "CUDA_DEVICE_ORDER",
     "LD_LIBRARY_PATH",
@@ -48,7 +46,7 @@ _PLUGINS_LIMIT_S: Final = 10.0
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """GPUs that a rank sees, and the name of its chosen GPU or the reason why it has no GPU."""
+    """The GPUs that a rank sees, and the GPU that it chose. ``reason``: why it has no GPU, or ""."""
 
     visible: str | None
     count: int
@@ -58,10 +56,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Volume:
-    """Directory that the job needs, with its file system type and this user's free space.
-
-    ``error``: the reason why the directory is not accessible, or "".
-    """
+    """A directory that the job needs, with its use (``role``), file system type (``kind``), free space or ``error``."""
 
     role: str
     path: str
@@ -73,11 +68,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Hardware, software versions, environment variables and directories of a node.
-
-    A "core" is a hardware thread, except in ``hardware_threads``: the numbers of the hardware threads of each physical
-    core.
-    """
+    """Hardware, software, environment variables and directories of a node. ``cores`` counts hardware threads."""
 
     processor: str
     cores: int
@@ -90,7 +81,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class SchedulerRequest:
-    """Resources that the job requested from its scheduler. None means unknown; ``scheduler`` "" means no scheduler."""
+    """Resources that the job requested from its scheduler. None: unknown. ``scheduler`` is "" without a scheduler."""
 
     scheduler: str
     tasks: int | None = None
@@ -100,7 +91,7 @@ class SchedulerRequest:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Resources of a rank: its cores, threads and GPU, and its local rank according to the launcher and to Slurm."""
+    """Cores, threads and GPU of a rank, and its local rank as announced by the launcher and by Slurm."""
 
     host: str
     cores: tuple[int, ...]
@@ -115,7 +106,7 @@ class RankFacts:
 def rank_facts(
     launch: LaunchEnvironment | None, gpu: GpuFacts, environment: Mapping[str, str] = os.environ
 ) -> RankFacts:
-    """Return this rank's resources. ``launch``: launcher name and rank numbers. ``gpu``: result of `gpu_facts`."""
+    """Return this rank's `RankFacts`. ``launch``: the launcher's variables. ``gpu``: result of `gpu_facts`."""
     is_srun_rank = launch is not None and started_by_srun(launch.size, launch.rank, environment)
     return RankFacts(
         host=socket.gethostname().split(".")[0],
@@ -130,8 +121,8 @@ def rank_facts(
 
 
 def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[str, str] = os.environ) -> GpuFacts:
-    """Choose this rank's GPU, or no GPU if ``kind`` is "cpu". Return its facts. Call this before MPI starts."""
-    visible = environment.get(VISIBLE)
+    """Choose this rank's GPU, unless ``kind`` is "cpu", and return its facts. Call this before MPI starts."""
+    visible = environment.get(VISIBLE_GPUS)
     if kind == "cpu":
         return GpuFacts(visible, 0, "", "the device is the CPU")
     try:
@@ -145,13 +136,8 @@ def gpu_facts(launch: LaunchEnvironment | None, kind: str, environment: Mapping[
     return GpuFacts(visible, count, f"{name} {visible}" if "MIG-" in (visible or "") else name)
 
 
-def node_facts(
-    library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ, numa: Path = NUMA
-) -> NodeFacts:
-    """Return this node's hardware, software versions, environment variables and ``volumes``.
-
-    ``library``: MPI version text. ``volumes``: directories that the job needs. ``numa``: sysfs folder of NUMA domains.
-    """
+def node_facts(library: str, volumes: tuple[Volume, ...], environment: Mapping[str, str] = os.environ) -> NodeFacts:
+    """Return this node's hardware, software, environment variables and ``volumes``. ``library``: version of MPI."""
     software = {"hpcdist": f"{hpcdist.__version__}, sources {source_digest()}", "Python": platform.python_version()}
     software |= {name: version for name in PACKAGES if (version := package_version(name))}
     settings = {
@@ -161,14 +147,14 @@ def node_facts(
     }
     cores = os.cpu_count() or 1
     return NodeFacts(
-        processor(), cores, numa_domains(numa), software | {"MPI": library}, settings, volumes, hardware_threads()
+        processor(), cores, numa_domains(), software | {"MPI": library}, settings, volumes, hardware_threads()
     )
 
 
 def volume_facts(role: str, path: Path, kind: str) -> Volume:
-    """Return the `Volume` of ``path``, with the free space at ``path`` or its nearest existing parent.
+    """Return the `Volume` of ``path``, with the free space of ``path`` or of its nearest existing parent.
 
-    ``role`` is the use of the directory, such as "run directory". ``kind`` is the file system type.
+    ``role``: use of the directory, such as "run directory". ``kind``: file system type.
     """
     existing = path.absolute()
     try:
@@ -181,7 +167,7 @@ def volume_facts(role: str, path: Path, kind: str) -> Volume:
 
 
 def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each NUMA domain in the sysfs folder ``root``, or () if they are unknown."""
+    """Return the hardware threads of each NUMA domain in the sysfs directory ``root``, or () if unknown."""
     domains = []
     for path in sorted(root.glob("node[0-9]*/cpulist")):
         try:
@@ -192,7 +178,7 @@ def numa_domains(root: Path = NUMA) -> tuple[tuple[int, ...], ...]:
 
 
 def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
-    """Return a short digest of hpcdist's source files in the folder ``package``, to detect edited copies."""
+    """Return a short hash of hpcdist's source files in the directory ``package``, to detect edited copies."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(package.rglob("*.py")):
         try:
@@ -205,7 +191,7 @@ def source_digest(package: Path = Path(hpcdist.__file__).parent) -> str:
 def scheduler_request(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> SchedulerRequest:
-    """Return the resources requested from the scheduler. ``launch`` has the launcher's variables. Call on rank 0."""
+    """Return the resources that the job requested. ``launch``: the launcher's variables. Call this on rank 0."""
     if "SLURM_JOB_ID" in environment:
         gpus = any(name in environment for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"))
         if "SLURM_HET_SIZE" in environment:  # the variables describe only the first component
@@ -230,7 +216,7 @@ def scheduler_request(
 
 
 def plugin_versions(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the PMI plugins that srun offers (`srun --mpi=list`), or "" if there are no plugins."""
+    """Return the PMI plugins of srun, as `srun --mpi=list` prints them, or "" without srun."""
     srun = shutil.which("srun", path=environment.get("PATH"))
     if srun is None:
         return ""

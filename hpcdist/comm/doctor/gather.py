@@ -18,9 +18,10 @@ import numpy as np
 
 from hpcdist.comm.communicator import Communicator, Nodes
 from hpcdist.comm.doctor.facts import NodeFacts, RankFacts
-from hpcdist.comm.doctor.job_checks import ClockOffset, Greeting, RankRow, RankTable
+from hpcdist.comm.doctor.job_checks import Greeting, RankRow, RankTable
 from hpcdist.comm.failure import failfast
-from hpcdist.comm.record import clock_offsets
+from hpcdist.comm.record.clock_offsets import ClockReading, measure_offsets
+from hpcdist.constants import NS_PER_S
 from hpcdist.errors import DeadlineError
 from hpcdist.reporting import atomic
 
@@ -34,17 +35,18 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class Gathered:
-    """Facts of all ranks, on rank 0. ``failure``: rank 0's error when it wrote a file to the run directory, or ""."""
+    """Facts of all ranks, on rank 0. ``failure``: error of rank 0 when it wrote to the run directory, or ""."""
 
     table: RankTable
-    offsets: tuple[ClockOffset, ...]
+    offsets: tuple[ClockReading, ...]
     failure: str
 
 
 class StageDeadline:
     """Time limit of ``limit_s`` seconds for each stage of `hpcdist doctor`'s check of a job. Local.
 
-    On a timeout, a separate thread calls ``fail(error)``, which ends the job.
+    After the limit, a separate thread calls ``fail(error)``, which ends the job. ``where`` names this rank in the
+    error.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class StageDeadline:
         self._timer: threading.Timer | None = None
 
     def stage(self, what: str, limit_s: float | None = None) -> None:
-        """Start the next stage of the check, called ``what`` in errors. ``limit_s`` None: the default time limit."""
+        """Start the next stage of the check. ``what``: its name in errors. ``limit_s`` None: the default limit."""
         self.stop()
         limit_s = self._limit_s if limit_s is None else limit_s
         text = f"{self._where}: {what} did not end within {limit_s:g} s; a rank, or the network to it, does not answer"
@@ -79,17 +81,16 @@ def gather(
     clock: Callable[[], float] = time.time,
     look_s: float = LOOK_S,
 ) -> Gathered | None:
-    """Test messages, clocks and shared files between all ranks. Return the results on rank 0, else None. Collective.
+    """Test messages, clocks and a shared file between all ranks. Return the results on rank 0, else None. Collective.
 
-    ``facts``: of this rank. ``describe()``: facts of this node. ``directory``: run directory, where rank 0 writes a
-    file. ``prefix``: of the file name. ``look_s``: seconds to wait for the file. ``stage(text)`` is called before each
-    test.
+    ``describe()`` returns the facts of this node. Rank 0 writes a file to the run ``directory``; other nodes wait
+    ``look_s`` seconds for it. ``stage(text)`` is called before each test.
     """
     stage("finding out which ranks share a node")
     nodes = comm.nodes()
     greeting = greet(comm, nodes, stage)
     stage("comparing clocks")
-    offsets = () if nodes.leaders is None else compare_clocks(nodes.leaders, clock)
+    offsets = () if nodes.leaders is None else measure_offsets(nodes.leaders, lambda: round(clock() * NS_PER_S))
     stage(f"looking for a new file in {directory}")
     # The result names the nodes that do not see rank 0's new file within `look_s` seconds.
     name, text, failure = comm.broadcast_object(_leave_text(directory, prefix) if comm.rank == 0 else None)
@@ -112,9 +113,9 @@ def gather(
 
 
 def greet(comm: Communicator, nodes: Nodes, stage: Callable[[str], None]) -> Greeting:
-    """Test a ring of messages in each node, a ring across nodes and an allreduce. Return the results. Collective.
+    """Test a ring of messages in each node, a ring across nodes, and an allreduce. Return the results. Collective.
 
-    ``stage(text)`` is called before each of these three tests, with a description of the test.
+    ``stage(text)`` is called before each test.
     """
     local_rank = nodes.intra.rank
     stage(f"messages inside the node with {_neighbours(nodes.members[nodes.index], comm.rank)}")
@@ -157,12 +158,6 @@ def _ring(comm: Communicator) -> tuple[bool, float | None]:
     return right, float(np.median(times))
 
 
-def compare_clocks(leaders: Communicator, clock: Callable[[], float] = time.time) -> tuple[ClockOffset, ...]:
-    """Return each node's clock offset to node 0 on rank 0, else (). ``leaders`` has one rank per node. Collective."""
-    readings = clock_offsets.measure_offsets(leaders, lambda: round(clock() * 1e9))
-    return tuple(ClockOffset(reading.offset_ns / 1e9, reading.bound_ns / 1e9) for reading in readings)
-
-
 def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:
     name, text = f"{prefix}-{secrets.token_hex(8)}", secrets.token_hex(16)
     try:
@@ -177,10 +172,7 @@ def _leave_text(directory: Path, prefix: str) -> tuple[str, str, str]:
 
 
 def look_for_text(path: Path, text: str, patience_s: float = LOOK_S) -> str:
-    """Wait up to ``patience_s`` seconds until file ``path`` contains ``text``. Local.
-
-    Returns the reason for a failure, or "" on success.
-    """
+    """Wait up to ``patience_s`` seconds until file ``path`` contains ``text``. Return "", or why it does not. Local."""
     until = time.monotonic() + patience_s
     while True:
         try:

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from hpcdist import constants
 from hpcdist.comm.doctor.facts import NodeFacts, RankFacts, SchedulerRequest, Volume
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
+from hpcdist.comm.record.clock_offsets import ClockReading
+from hpcdist.constants import NS_PER_S
 from hpcdist.reporting.hostlist import group_texts
 from hpcdist.reporting.units import counted, format_bytes
 
@@ -15,7 +18,7 @@ US: Final = 1e6
 
 @dataclass(frozen=True)
 class Greeting:
-    """Result of a rank's test messages."""
+    """Results of a rank's test messages."""
 
     arrived: bool  # all data arrived unchanged
     inside_s: float | None  # of a message inside the node; None without such a peer
@@ -43,7 +46,7 @@ class RankTable:
 
     @cached_property
     def nodes(self) -> list[list[RankRow]]:
-        """The `RankRow` objects of all ranks: one list per node, in node order. Each list is sorted by local rank."""
+        """The rows of each node, in node order. The rows of a node are sorted by local rank."""
         rows_of: dict[int, list[RankRow]] = {}
         for row in self.rows:
             rows_of.setdefault(row.node, []).append(row)
@@ -51,7 +54,7 @@ class RankTable:
 
     @cached_property
     def machines(self) -> list[NodeFacts]:
-        """The hardware and software facts of each node, in node order."""
+        """The facts of each node, in node order."""
         machines = [next((row.machine for row in rows if row.machine is not None), None) for rows in self.nodes]
         assert all(machine is not None for machine in machines), "one rank of each node describes it"
         return [machine for machine in machines if machine is not None]
@@ -63,13 +66,13 @@ class RankTable:
         return hosts if len(set(hosts)) == len(hosts) else [f"node{index}" for index in range(len(hosts))]
 
     def by_node(self, texts: Sequence[str]) -> str:
-        """Join ``texts``, one per node, into one text that names the nodes. Equal texts appear once."""
+        """Join ``texts``, one per node, into one text that names the nodes. An equal text appears once."""
         return group_texts(self.labels, texts)
 
 
 @dataclass(frozen=True)
 class Lint:
-    """A check of a node: ``look(rows)`` returns the fault that it finds in the node's `RankRow` list, or ""."""
+    """A check of one node. ``look(rows)`` returns the fault that it finds in the rows of the node, or ""."""
 
     look: Callable[[list[RankRow]], str]
     status: str
@@ -77,7 +80,7 @@ class Lint:
 
 
 def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | None:
-    """Return a `Check` named ``name`` about the first fault in ``table``, or None if ``lints`` find no fault."""
+    """Return a `Check` named ``name`` of the first fault that ``lints`` find in ``table``, or None without a fault."""
     for lint in lints:
         texts = [lint.look(rows) for rows in table.nodes]
         if any(texts):
@@ -86,7 +89,7 @@ def apply_lints(table: RankTable, name: str, lints: Sequence[Lint]) -> Check | N
 
 
 def check_size(table: RankTable, asked: SchedulerRequest) -> Check:
-    """Check that ``table`` (facts of all ranks) has at least the ranks and nodes that the job requested (``asked``)."""
+    """Check that the job has the ranks and nodes that it requested (``asked``). ``table``: facts of all ranks."""
     ranks, nodes = len(table.rows), len(table.nodes)
     counts = sorted({len(rows) for rows in table.nodes})
     each = f"{counts[0]} to {counts[-1]} on a node" if len(counts) > 1 else f"{counts[0]} on each"
@@ -110,7 +113,7 @@ def check_size(table: RankTable, asked: SchedulerRequest) -> Check:
 
 
 def check_messages(table: RankTable) -> Check:
-    """Check in ``table`` (facts of all ranks) that all test messages arrived unchanged, and report their times."""
+    """Check that all test messages arrived unchanged, and report their times. ``table``: facts of all ranks."""
     wrong = [rank for rank, row in enumerate(table.rows) if not row.greeting.arrived]
     if wrong:
         shown = ", ".join(map(str, wrong[:8])) + (", ..." if len(wrong) > 8 else "")
@@ -128,20 +131,15 @@ def check_messages(table: RankTable) -> Check:
 def _spread(table: RankTable, times: Sequence[float | None]) -> str:
     measured = sorted((time, rank) for rank, time in enumerate(times) if time is not None)
     median, (most, rank) = measured[len(measured) // 2][0], measured[-1]
-    slowest = (
-        f", slowest {most * US:,.1f} (rank {rank} on {table.labels[_index(table, rank)]})" if len(measured) > 1 else ""
-    )
+    node = sorted({row.node for row in table.rows}).index(table.rows[rank].node)
+    slowest = f", slowest {most * US:,.1f} (rank {rank} on {table.labels[node]})" if len(measured) > 1 else ""
     return f"{median * US:,.1f} us{slowest}"
-
-
-def _index(table: RankTable, rank: int) -> int:
-    return sorted({row.node for row in table.rows}).index(table.rows[rank].node)
 
 
 SKEW_S: Final = 1.0  # walltimes and log entries have whole seconds
 RUN_DIRECTORY: Final = "run directory"
 NODE_LOCAL: Final = "node-local"
-SHARED_MEMORY: Final = "/dev/shm"
+SHARED_MEMORY: Final = str(constants.SHARED_MEMORY)
 # Least free space (empirical): checkpoints may be larger, but small runs exist. /dev/shm holds the gradients of a
 # node's ranks (100 million parameters in float32), the node-local folder holds MPI's session directories.
 LEAST_BYTES: Final = {RUN_DIRECTORY: 1 << 30, NODE_LOCAL: 256 << 20, SHARED_MEMORY: 512 << 20}
@@ -150,47 +148,32 @@ OF_ONE_NODE: Final = ("tmpfs", "ramfs", "overlay", "ext2", "ext3", "ext4", "xfs"
 _MUST_AGREE: Final = ("hpcdist", "MPI")  # a difference in other packages is only a warning
 
 
-@dataclass(frozen=True)
-class ClockOffset:
-    """Clock offset of a node relative to the first node's clock, and the bound of its measurement error, in seconds."""
-
-    offset_s: float
-    bound_s: float
-
-    @property
-    def certain_s(self) -> float:
-        """Lower bound of the absolute clock offset in seconds: the measured value minus its error, at least 0."""
-        return max(0.0, abs(self.offset_s) - self.bound_s)
-
-
-def check_clocks(table: RankTable, offsets: Sequence[ClockOffset], limit_s: float = SKEW_S) -> Check:
-    """Check that node clocks agree within ``limit_s`` seconds. ``table`` (facts of all ranks) names the nodes.
-
-    ``offsets`` holds each node's clock offset to the first node.
-    """
+def check_clocks(table: RankTable, offsets: Sequence[ClockReading]) -> Check:
+    """Check that the nodes' clocks agree within `SKEW_S` seconds. ``offsets``: of each node to the first node."""
     name = "clocks"
     if len(offsets) < 2:
         return Check(name, OK, "one node")
-    wrong = [offset.certain_s > limit_s for offset in offsets]
+    wrong = [abs(offset.offset_ns) - offset.bound_ns > SKEW_S * NS_PER_S for offset in offsets]
     if any(wrong):
         texts = [_ahead(offset) if bad else "" for offset, bad in zip(offsets, wrong, strict=True)]
         cure = "walltime and logs use these clocks: the site's time service (chronyd, ntpd) does not run there"
         return Check(name, WARN, table.by_node(texts), cure)
-    most = max(offsets, key=lambda offset: abs(offset.offset_s))
-    bound_s = max(offset.bound_s for offset in offsets)
-    return Check(name, OK, f"at most {abs(most.offset_s) * 1e3:.3f} ms apart, to within {bound_s * 1e3:.3f} ms")
+    most_ns = max(abs(offset.offset_ns) for offset in offsets)
+    bound_ns = max(offset.bound_ns for offset in offsets)
+    return Check(name, OK, f"at most {most_ns / 1e6:.3f} ms apart, to within {bound_ns / 1e6:.3f} ms")
 
 
-def _ahead(offset: ClockOffset) -> str:
+def _ahead(offset: ClockReading) -> str:
     # To 0.1 s, so that nodes with the same wrong offset share a text.
-    side = "ahead of" if offset.offset_s > 0 else "behind"
-    return f"{abs(offset.offset_s):.1f} s {side} the first node, to within {max(0.1, offset.bound_s):.1f} s"
+    offset_s, bound_s = offset.offset_ns / NS_PER_S, offset.bound_ns / NS_PER_S
+    side = "ahead of" if offset_s > 0 else "behind"
+    return f"{abs(offset_s):.1f} s {side} the first node, to within {max(0.1, bound_s):.1f} s"
 
 
 def check_directory(table: RankTable, path: str, failure: str) -> Check:
-    """Check in ``table`` (facts of all ranks) that all nodes see the run directory ``path``.
+    """Check that all nodes see the run directory ``path``. ``table``: facts of all ranks.
 
-    ``failure`` is rank 0's error when it wrote there, or "".
+    ``failure``: error of rank 0 when it wrote there, or "".
     """
     name, count = RUN_DIRECTORY, len(table.nodes)
     if failure:
@@ -209,7 +192,7 @@ def check_directory(table: RankTable, path: str, failure: str) -> Check:
 
 
 def check_space(table: RankTable) -> Check:
-    """Check each node's free space in run directory, node-local folder and /dev/shm, by the facts in ``table``."""
+    """Check the free space of each node's run directory, node-local directory and /dev/shm. ``table``: all facts."""
     name = "free space"
     volumes = [machine.volumes for machine in table.machines]
     texts = ["; ".join(filter(None, map(_short_of, node_volumes))) for node_volumes in volumes]
@@ -240,7 +223,7 @@ def _short_of(volume: Volume) -> str:
 
 
 def check_software(table: RankTable) -> Check:
-    """Check in ``table`` (facts of all ranks) that nodes have equal versions of hpcdist, Python, packages and MPI."""
+    """Check that all nodes have equal versions of hpcdist, Python, packages and MPI. ``table``: facts of all ranks."""
     by_node = [machine.software for machine in table.machines]
     names = list(dict.fromkeys(name for software in by_node for name in software))
     differing = [name for name in names if len({software.get(name) for software in by_node}) > 1]
@@ -252,7 +235,7 @@ def check_software(table: RankTable) -> Check:
 
 
 def check_processors(table: RankTable) -> Check:
-    """Check in ``table`` (facts of all ranks) that all nodes have one processor model. If not, rounding may differ."""
+    """Check that all nodes have one processor model; else rounding may differ. ``table``: facts of all ranks."""
     texts = [f"{machine.processor}, {counted(machine.cores, 'core')}" for machine in table.machines]
     if len(set(texts)) == 1:
         return Check("processors", OK, texts[0])
@@ -261,7 +244,7 @@ def check_processors(table: RankTable) -> Check:
 
 
 def check_settings(table: RankTable) -> Check:
-    """Check in ``table`` (facts of all ranks) that environment variables of hpcdist are equal on all nodes."""
+    """Check that the environment variables of hpcdist are equal on all nodes. ``table``: facts of all ranks."""
     by_node = [machine.settings for machine in table.machines]
     names = sorted({name for settings in by_node for name in settings})
     differing = [name for name in names if len({settings.get(name) for settings in by_node}) > 1]

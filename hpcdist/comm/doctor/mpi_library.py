@@ -19,13 +19,13 @@ from hpcdist.comm.handover import OPERATIONS
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import LaunchEnvironment
 from hpcdist.comm.mpi import cuda_aware
+from hpcdist.comm.mpi.cuda_aware import CHILD_LIMIT_S
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting.units import counted
 
 OK: Final = "OK"
 WARN: Final = "WARN"
 FAIL: Final = "FAIL"
-CHILD_LIMIT_S: Final = 60.0
 WITHOUT_THREADS: Final = (
     "without it there is no progress thread for overlap; build MPI with --enable-mpi-thread-multiple"
 )
@@ -33,7 +33,7 @@ WITHOUT_THREADS: Final = (
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check in the report: its name, status (OK, WARN or FAIL), finding, and remedy (``cure``)."""
+    """Result of one check in the report. ``found``: text about the result. ``cure``: advice, or ""."""
 
     name: str
     status: str
@@ -67,7 +67,11 @@ def load_library() -> MpiLibrary:
     """Return the MPI library that mpi4py would use. Raises MissingCapabilityError if there is no MPI library."""
     try:
         child = subprocess.run(
-            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
+            [sys.executable, "-P", "-c", _ASK],
+            capture_output=True,
+            text=True,
+            timeout=CHILD_LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise MissingCapabilityError(
@@ -92,7 +96,7 @@ def recognise_library(text: str) -> tuple[str, str]:
 
 
 def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Check the MPI library and the launcher, and check that both belong to the same MPI."""
+    """Check the MPI library and the launcher, and that both belong to the same MPI."""
     checks: list[Check] = []
     loaded = started = None
     try:
@@ -155,7 +159,7 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
 
 
 def check_world(comm: Communicator, launch: LaunchEnvironment, library_text: str) -> list[Check]:
-    """Check an allreduce and the thread level of the started MPI world ``comm``, and report its size. Collective."""
+    """Check an allreduce and the thread level of the MPI world ``comm``, and report its size. Collective."""
     total = np.ones(1)
     comm.allreduce(total)
     nodes = comm.nodes()

@@ -44,7 +44,7 @@ _settles: Final[list[Callable[[], object]]] = []
 
 
 def before_finalize(function: Callable[[], object]) -> None:
-    """Register ``function`` to be called before MPI is finalised, and maybe again at process end. Local."""
+    """Register ``function`` to be called before MPI is finalised, and again at the end of the process. Local."""
     _settles.append(function)
     at_exit(function)
 
@@ -77,7 +77,7 @@ def error_lines(error: BaseException) -> list[str]:
 
 
 def error_summary(error: BaseException, thread: str | None) -> str:
-    """Return one line: the exception, the innermost line of its traceback, and the thread's name ``thread``, if any."""
+    """Return one line: the exception, the innermost line of its traceback, and the name of its ``thread``, if any."""
     frames = traceback.extract_tb(error.__traceback__)
     where = getattr(error, "site", "")
     if frames:
@@ -101,14 +101,14 @@ class AgreedExit(SystemExit):
 
 
 class Exit(SystemExit):
-    """SystemExit raised by hpcdist's `sys.exit`. If it ends the process, the function in ``at_end`` is called first."""
+    """SystemExit raised by the `sys.exit` of hpcdist. Before it ends the process, it calls the function ``at_end``."""
 
     site = ""  # call site of `sys.exit`
     at_end: Callable[["Exit"], None]
 
     @property
     def code(self) -> Any:
-        """The argument of `sys.exit`. If read by the interpreter at its end, first call the function ``at_end``."""
+        """The argument of `sys.exit`. If the interpreter reads it at its end, ``at_end`` is called first."""
         code = _code_of.__get__(self)
         try:
             sys._getframe(1)

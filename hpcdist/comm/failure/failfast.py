@@ -71,9 +71,9 @@ _installed: _Installed | None = None  # one per process, as sys.excepthook is
 
 
 def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None] | None = None) -> None:
-    """From now on, end the job by ``abort(code)`` at any uncaught exception. Local.
+    """From now on, end the job by ``abort(exit code)`` at any uncaught exception. Local.
 
-    ``code``: exit code of the exception. ``rank``: this rank, for reports. ``title(text)`` sets MPI's abort message.
+    ``rank``: this rank, for reports. ``title(text)`` sets the abort message of MPI.
     """
     global _installed
     hooks = (sys.excepthook, threading.excepthook, sys.exit) if _installed is None else _installed.hooks
@@ -88,7 +88,7 @@ def install(abort: Callable[[int], None], rank: int, title: Callable[[str], None
 
 
 def set_rank(rank: int) -> None:
-    """Report failures as rank ``rank`` from now on, and remove the functions that `set_agreement` installed. Local."""
+    """Report failures as rank ``rank`` from now on, without the functions of `set_agreement`. Local."""
     assert _installed is not None, "install comes first"
     _installed.end_label()
     _installed.rank, _installed.all_agree, _installed.withdraw = rank, None, None
@@ -134,10 +134,10 @@ os.register_at_fork(after_in_child=_restore)
 
 
 def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) -> None:
-    """Set the function by which failing ranks compare their errors or exit codes. Local.
+    """Set the functions by which failing ranks compare their errors or exit codes. Local.
 
-    ``all_agree(text, seconds)`` is collective: it returns True if all ranks pass the same text within ``seconds``. If
-    they agree, each rank calls ``withdraw()`` to leave MPI.
+    ``all_agree(text, seconds)``: collective; True if all ranks pass the same text. Then each rank calls
+    ``withdraw()`` to leave MPI.
     """
     assert _installed is not None, "install comes first"
     # If all ranks agree, only rank 0 prints the error.
@@ -145,7 +145,7 @@ def set_agreement(all_agree: Callable[..., bool], withdraw: Callable[[], None]) 
 
 
 def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
-    """Let an error end only the thread that raised it, without output, if ``is_survivable(error)`` is True. Local.
+    """Let an uncaught error end only its thread, without output, if ``is_survivable(error)`` is True. Local.
 
     After this call, `agreed_exit` does not finalise MPI.
     """
@@ -154,9 +154,9 @@ def set_survivable(is_survivable: Callable[[BaseException], bool]) -> None:
 
 
 def set_recovery_limit(limit_s: float | None) -> None:
-    """Start a timer that ends the job after ``limit_s`` seconds, in place of an earlier timer. Local.
+    """End the job after ``limit_s`` seconds, unless this is called again before. None: no limit. Local.
 
-    None only stops the earlier timer. Without `install`, this function does nothing.
+    Without `install`, this function does nothing.
     """
     if _installed is None:
         return
@@ -175,7 +175,7 @@ def _recovery_timed_out(limit_s: float) -> None:
 
 
 def attach(recorder: "Recorder") -> None:
-    """Register the flight ``recorder`` to which this process writes "raised" or "finished" when it ends. Local."""
+    """Note the end of this process in the flight ``recorder``: "raised" or "finished". Local."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
     atexit.register(note_end)  # runs before MPI_Finalize, which may wait for other ranks
@@ -187,7 +187,7 @@ def is_recording() -> bool:
 
 
 def detach() -> None:
-    """Undo `attach`: the flight recorder no longer records the end of this process. Local."""
+    """Undo `attach`. Local."""
     if _installed is not None:
         _installed.recorder = None
         atexit.unregister(note_end)
@@ -200,10 +200,7 @@ def note_end() -> None:
 
 
 def guarded(main: Callable[[], int | None]) -> int:
-    """Call ``main()`` and return its exit code. If `install` was called, an error ends the whole job. Local.
-
-    Errors are non-zero codes, and all exceptions except SystemExit(0) and `AgreedExit`.
-    """
+    """Call ``main()`` and return its exit code. After `install`, an error ends the job. Local."""
     try:
         code = main() or 0
         if code and _installed is not None:
@@ -283,7 +280,7 @@ def agreed_exit(code: int) -> NoReturn:
 
 
 def fail(error: BaseException, thread: str | None = None, headline: str = "") -> NoReturn:
-    """Report ``error`` and end the job with the exit code of ``error``. Local.
+    """Report ``error`` and end the job with its exit code. Local.
 
     ``thread``: name of the failed thread, or None for the main thread. ``headline``: first line of the report.
     """
@@ -332,10 +329,7 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> str:
-    """Report a failure of rank ``rank`` on stderr: the line ``headline``, then ``text``. Local.
-
-    Returns the path of a copy of the report, or "" if there is no copy.
-    """
+    """Print a report to stderr: ``headline``, then ``text``. Return the path of a copy of the report, or "". Local."""
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
     tagged = tagged.encode(errors="backslashreplace").decode()  # a file name may be invalid text
@@ -403,7 +397,7 @@ def _unread() -> int:
 
 
 def write_for_launcher(rank: int, text: str) -> bool:
-    """Write the report ``text`` of failed ``rank`` for `hpcdist run`. Return False if not started by `hpcdist run`."""
+    """Write the report ``text`` of failed ``rank`` for `hpcdist run`. Return False without `hpcdist run`."""
     folder = os.environ.get(FAILURE_DIR)
     if not folder:
         return False

@@ -9,21 +9,39 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
-from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
+from hpcdist.comm.transport import NULL_SINK, UNKNOWN_BYTES, EventSink
 from hpcdist.errors import MissingCapabilityError
 
 Result = TypeVar("Result")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Made = TypeVar("Made", bound="CommunicatorFamily")
 _descendants_lock: Final = threading.Lock()
 
 
-class CommunicatorFamily(ABC):
-    """Base class of `communicator.Communicator`: event sink, checks of the calls, and methods for rank failures.
+class PerCommunicator(Generic[Key, Value]):
+    """Cache with a separate dict for each communicator: ``comm.caches[cache]`` is the dict of ``comm``.
 
-    ``settled`` is a cache for the callers of this communicator. Setting `checked` empties it.
+    The module that creates the cache owns it. Setting `checked`, or `abandon`, empties the dicts of a communicator.
     """
+
+
+class _Caches(dict[Any, Any]):
+    # A dict, because a method call for each look-up would be measurable in an allreduce of 8 bytes.
+    if TYPE_CHECKING:
+
+        def __getitem__(self, cache: PerCommunicator[Key, Value]) -> dict[Key, Value]: ...
+
+    def __missing__(self, cache: PerCommunicator[Key, Value]) -> dict[Key, Value]:
+        created: dict[Key, Value] = {}
+        self[cache] = created
+        return created
+
+
+class CommunicatorFamily(ABC):
+    """Base class of `communicator.Communicator`: event sink, checks of the calls, and methods for rank failures."""
 
     name: str
     declared_node: int | None
@@ -32,7 +50,7 @@ class CommunicatorFamily(ABC):
         self._sink_cell: list[EventSink] = [NULL_SINK]  # shared with all derived communicators
         self._checked = False
         self.is_comparing = False  # True while the ranks compare their calls before a collective
-        self.settled: dict[Any, Any] = {}
+        self.caches = _Caches()
         # All communicators derived from this one (split, dup, nodes), at any depth. They are revoked together, because
         # ULFM revokes only one, and a rank may wait in any. Weak references, so that unused communicators are freed.
         self._descendants: weakref.WeakSet[CommunicatorFamily] = weakref.WeakSet()
@@ -56,7 +74,7 @@ class CommunicatorFamily(ABC):
     @checked.setter
     def checked(self, checked: bool) -> None:
         self._checked = checked
-        self.settled.clear()
+        self.caches.clear()
 
     def observe_like(self, other: "CommunicatorFamily") -> None:
         """Use the same event sink as ``other``, and copy `checked` (whether ranks compare their calls). Local."""
@@ -88,8 +106,8 @@ class CommunicatorFamily(ABC):
     def revoke(self) -> None:
         """Make all operations on this communicator and its derived communicators fail on every rank. Local.
 
-        After a rank failure (see `rank_failures.is_rank_failure`), a rank calls this so that other ranks stop waiting
-        for this rank. Afterwards only `failed`, `agree`, `shrink` and `abandon` work.
+        Call this after a rank failure, so that other ranks stop waiting for this rank. Afterwards only
+        `failed`, `agree`, `shrink` and `abandon` work.
         """
         self._check_survivable("revoke")
         self._revoked.update(self._take_descendants())
@@ -98,26 +116,26 @@ class CommunicatorFamily(ABC):
         self._revoke()
 
     def agree(self, flag: bool) -> bool:
-        """Return True if ``flag`` is True on all surviving ranks. All survivors get the same answer, even if ranks die.
+        """Return True if ``flag`` is True on all surviving ranks. All survivors get the same answer.
 
-        Collective over the survivors; it works on a revoked communicator.
+        Collective over the survivors. Works on a revoked communicator.
         """
         self._check_survivable("agree")
         return self._recorded("agree", self._agree, flag)
 
     def shrink(self, label: str = "world") -> Self:
-        """Return a communicator, named ``label``, of the surviving ranks in their old order.
+        """Return a communicator of the surviving ranks in their old order, named ``label``.
 
-        Collective over the survivors; it works on a revoked communicator. A rank that dies during the call may still be
-        a member; the next operation reports it.
+        Collective over the survivors. Works on a revoked communicator. If a rank dies during the call, the next
+        operation reports it.
         """
         self._check_survivable("shrink")
         return self._passed_on(self._recorded("shrink", self._shrink, label))
 
     def grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], label: str) -> Self:
-        """Return a communicator of these ranks and ``count`` new Python processes. Collective.
+        """Return a communicator of these ranks and ``count`` new Python processes, named ``label``. Collective.
 
-        ``arguments``, ``environment``: of the new processes. ``label``: name of the communicator.
+        ``arguments``, ``environment``: command line and environment variables of the new processes.
         """
         self._check_survivable("grow")
         return self._passed_on(self._recorded("grow", self._grow, count, arguments, environment, label))
@@ -127,7 +145,7 @@ class CommunicatorFamily(ABC):
         to_free = {*self._take_descendants(), *self._revoked, self}
         self._revoked.clear()
         for communicator in to_free:
-            communicator.settled.clear()
+            communicator.caches.clear()
             with contextlib.suppress(Exception):
                 communicator._abandon()
 
@@ -142,15 +160,15 @@ class CommunicatorFamily(ABC):
     def supports(self, feature: str) -> bool:
         """Return True if the transport supports ``feature``. Local.
 
-        Features: "device_pointers" (buffers on a GPU), "thread_multiple", and "ulfm" (survivors can continue after a
-        rank failure). Without "ulfm", `revoke`, `agree` and `shrink` raise MissingCapabilityError.
+        Features: "device_pointers" (buffers on a GPU), "thread_multiple", and "ulfm" (ranks can continue after
+        a rank failure).
         """
 
     @abstractmethod
     def _revoke(self) -> None: ...
     @abstractmethod
     def failed(self) -> tuple[int, ...]:
-        """Return the ranks that this rank knows to have failed, ascending. Other ranks may know others. Local."""
+        """Return the failed ranks that this rank knows of, ascending. Other ranks may know of others. Local."""
 
     @abstractmethod
     def _agree(self, flag: bool) -> bool: ...

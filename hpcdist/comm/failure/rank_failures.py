@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transport import Request
+from hpcdist.comm.transport import LARGEST_TAG, Request
 from hpcdist.errors import DeadlineError, RankDiedError
 
 Result = TypeVar("Result")
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 DETECTION_PATIENCE_S: Final = 1.0  # a connection may break before the MPI library detects the failure (empirical)
 _POLL_S: Final = 1e-3
-_UNUSED_TAG: Final = 32766  # a tag without messages
+_UNUSED_TAG: Final = LARGEST_TAG - 1  # a tag without messages
 
 
 def is_rank_failure(
@@ -25,7 +25,7 @@ def is_rank_failure(
 ) -> bool:
     """Return True if ``error`` was caused by a dead rank or by a revoked communicator. Local.
 
-    If ``comm`` is passed, any MPI error counts if a rank of ``comm`` is dead.
+    With ``comm``, any MPI error counts if a rank of ``comm`` is dead. Its detection may take ``patience_s`` seconds.
     """
     # KeyboardInterrupt never counts.
     if not isinstance(error, Exception):
@@ -85,13 +85,13 @@ def _has_failed(comm: Communicator, patience_s: float) -> bool:
 AGREEMENT_PATIENCE_S: Final = 2.0  # ranks that fail alike do so within milliseconds; longer for loaded machines
 _SLACK_S: Final = 0.5  # added to the wait of the other ranks for rank 0's answer
 _PAUSE_S: Final = 1e-3
-_AGREEMENT_TAG: Final = 32767  # the largest tag that every MPI guarantees (MPI_TAG_UB)
-_BARRIER_TAG: Final = 32766
+_AGREEMENT_TAG: Final = LARGEST_TAG
+_BARRIER_TAG: Final = LARGEST_TAG - 1
 _DIGEST_BYTES: Final = 16
 
 
 def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIENCE_S) -> bool:
-    """Return True if every rank of ``comm`` calls this with the same ``text`` within about ``patience_s`` seconds.
+    """Return True if every rank of ``comm`` passes the same ``text`` within about ``patience_s`` seconds.
 
     Do not use ``comm`` afterwards.
     """
@@ -114,9 +114,9 @@ def all_agree(comm: Communicator, text: str, patience_s: float = AGREEMENT_PATIE
 
 
 def barrier_with_deadline(comm: Communicator, operation: str, patience_s: float) -> None:
-    """Wait until every rank of ``comm`` has called this. Raise DeadlineError after ``patience_s`` seconds. Collective.
+    """Wait until every rank of ``comm`` has called this. Collective.
 
-    ``operation``: description for the error message. After this error, the job must end.
+    Raises DeadlineError after ``patience_s`` seconds; then the job must end. ``operation``: its name in the error.
     """
     # All ranks send to rank 0, which is slow but shows the missing ranks.
     here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)

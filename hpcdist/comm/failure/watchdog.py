@@ -14,14 +14,14 @@ from typing import Final
 
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.record.flight_recorder import Recorder
+from hpcdist.constants import NS_PER_S
 from hpcdist.errors import FAILURE, ConfigurationError
 
 MARKER: Final = "deadline"  # file next to the records: a rank has passed its deadline, so all ranks dump their stacks
-NS: Final = 1_000_000_000
 
 
 class Watchdog:
-    """Thread that ends the job if an operation recorded by ``recorder`` takes longer than ``deadline_s`` seconds.
+    """Thread that ends the job if an operation in the flight ``recorder`` takes longer than ``deadline_s`` seconds.
 
     Between `relax` and `tighten`, the deadline is ``first_step_factor`` times longer.
     """
@@ -72,7 +72,7 @@ class Watchdog:
         self._factor = 1.0
 
     def limit(self, comm: str, deadline_s: float) -> None:
-        """Set the deadline of the communicator named ``comm``, and of its derived communicators, in seconds. Local."""
+        """Set the deadline, in seconds, of the communicator ``comm`` (a name) and its derived communicators. Local."""
         self._limits_s = {**self._limits_s, comm: deadline_s}  # a new dictionary: the thread reads the old dictionary
         self._interval_s = min(self._interval_s, deadline_s / 10)
 
@@ -87,9 +87,9 @@ class Watchdog:
         next_look = last
         while not self._stopping.wait(self._interval_s):
             now = time.monotonic_ns()
-            if now - last > (5 * self._interval_s + 1) * NS:
+            if now - last > (5 * self._interval_s + 1) * NS_PER_S:
                 resumed = now  # the whole process was stopped (suspended job, debugger): deadlines start again
-                self.recorder.note("frozen", f"was stopped for {(now - last) / NS:.1f} s")
+                self.recorder.note("frozen", f"was stopped for {(now - last) / NS_PER_S:.1f} s")
             self._beat()
             last = now
             overdue = [
@@ -99,21 +99,21 @@ class Watchdog:
                 self._expire(*overdue[0])
                 return
             if now >= next_look:
-                next_look = now + int(self._marker_interval_s * NS)
+                next_look = now + int(self._marker_interval_s * NS_PER_S)
                 self._follow()
 
     def _beat(self) -> None:
-        self.recorder.beat(int(self._interval_s * NS))
+        self.recorder.beat(int(self._interval_s * NS_PER_S))
 
     def _late(self, now: int, start: int, resumed: int, token: int) -> bool:
-        age_s = (now - max(start, resumed)) / NS
+        age_s = (now - max(start, resumed)) / NS_PER_S
         shortest_s = min(self.deadline_s, *self._limits_s.values()) if self._limits_s else self.deadline_s
         return age_s > shortest_s * self._factor and age_s > self._deadline_s(token)
 
     def _expire(self, start: int, token: int) -> None:
         rank, limit_s = self.recorder.rank, self._deadline_s(token)
         what = self.recorder.describe(token)
-        text = f"{what}: has taken {(time.monotonic_ns() - start) / NS:.1f} s, the deadline is {limit_s:g} s"
+        text = f"{what}: has taken {(time.monotonic_ns() - start) / NS_PER_S:.1f} s, the deadline is {limit_s:g} s"
         self.recorder.note("deadline", text)
         self._dump(text)
         if self._announce(f"rank {rank}: {text}\n"):
@@ -146,13 +146,11 @@ class Watchdog:
         marker = self._identity()
         if marker is not None and marker != self._followed:
             self._followed = marker
-            self._dump(f"the deadline of another rank has passed: {self._read_marker()}")
-
-    def _read_marker(self) -> str:
-        try:
-            return self._marker.read_text().strip()
-        except OSError as error:
-            return f"({error})"
+            try:
+                text = self._marker.read_text().strip()
+            except OSError as error:
+                text = f"({error})"
+            self._dump(f"the deadline of another rank has passed: {text}")
 
     def _identity(self) -> tuple[int, int] | None:
         try:

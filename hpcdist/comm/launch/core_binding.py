@@ -22,7 +22,7 @@ _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 @dataclass(frozen=True)
 class NodeCores:
-    """Cores of this node that this process may use, with their hardware threads and sockets."""
+    """The cores of this node that this process may use, with their hardware threads and sockets."""
 
     cores: tuple[tuple[int, ...], ...]  # usable hardware threads of each core
     packages: tuple[int, ...]  # number of these cores in each socket
@@ -31,18 +31,18 @@ class NodeCores:
 
     @property
     def processors(self) -> int:
-        """The number of processors (hardware threads) that this process may use."""
+        """The number of hardware threads that this process may use."""
         return sum(len(core) for core in self.cores)
 
     @property
     def per_core(self) -> int:
-        """The largest number of usable processors (hardware threads) of any core."""
+        """The largest number of usable hardware threads of one core."""
         return max(len(core) for core in self.cores)
 
 
 @dataclass(frozen=True)
 class CoreBinding:
-    """Binding of a node's ranks to cores: ranks per node and cores per rank, or the reason why ranks are not bound."""
+    """Binding of a node's ranks to cores. ``cores`` (per rank) is None for unbound ranks, and ``reason`` says why."""
 
     ranks_per_node: int | None
     cores: int | None  # per rank; None: ranks are not bound
@@ -50,7 +50,7 @@ class CoreBinding:
 
 
 def ranks_per_node(ranks: int, requested: int | None, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the ranks per node of a job of ``ranks`` ranks: ``requested``, or else from Slurm, or None if unknown."""
+    """Return the ranks per node of a job of ``ranks`` ranks: ``requested``, else from Slurm, or None if unknown."""
     if requested is not None:
         return requested
     tasks = expand_repeated(environment.get("SLURM_TASKS_PER_NODE", ""))
@@ -68,7 +68,7 @@ def cpus_per_task(per_node: int | None, environment: Mapping[str, str] = os.envi
 
 
 def whole_node_step(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables that let mpirun's internal srun use all CPUs of the job, or {} if not needed."""
+    """Return environment variables with which mpirun's internal srun may use all CPUs of the job, or {}."""
     job_cpus = _job_cpus(environment)
     return {STEP: str(min(job_cpus))} if job_cpus and STEP in environment else {}
 
@@ -81,13 +81,15 @@ def bind_ranks(
     *,
     apart: bool = True,
 ) -> CoreBinding:
-    """Return the binding of a node's ``per_node`` ranks to ``requested`` cores each; None divides the cores equally.
+    """Return the binding of ``per_node`` ranks to ``requested`` cores each. None: divide the cores equally.
 
     ``node``: usable cores. Keyword-only ``apart``: True if no rank may get cores of two sockets.
     """
     if per_node is None:
         return CoreBinding(None, None, "the number of ranks per node is unknown; set --ranks-per-node")
-    job_cpus, whole_cores = _job_cpus(environment), _counts_cores(environment)
+    job_cpus = _job_cpus(environment)
+    has_one_thread = environment.get("SLURM_THREADS_PER_CORE") == "1"
+    whole_cores = has_one_thread or "nomultithread" in environment.get("SLURM_HINT", "")
     reason = _doubt(node, job_cpus, whole_cores, environment)
     if reason:
         return CoreBinding(per_node, None, reason)
@@ -143,10 +145,6 @@ def _doubt(node: NodeCores, job_cpus: list[int], whole_cores: bool, environment:
     return ""
 
 
-def _counts_cores(environment: Mapping[str, str]) -> bool:
-    return environment.get("SLURM_THREADS_PER_CORE") == "1" or "nomultithread" in environment.get("SLURM_HINT", "")
-
-
 def _job_cpus(environment: Mapping[str, str]) -> list[int]:
     return expand_repeated(environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
 
@@ -163,7 +161,7 @@ def expand_repeated(text: str) -> list[int]:
 
 
 def node_cores(system: Path = SYSTEM) -> NodeCores:
-    """Return the cores of this node that this process may use, as found in the sysfs directory ``system``."""
+    """Return the cores of this node that this process may use, from the sysfs directory ``system``."""
     usable = os.sched_getaffinity(0)
     cores = _cores(usable, system)
     packages = Counter(_package(first, system) for first in cores)
@@ -187,7 +185,7 @@ def _online(system: Path) -> tuple[int, ...]:
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
-    """Return the hardware threads of each core that has at least two, from sysfs folder ``system``; () if unknown."""
+    """Return the hardware threads of each core with at least two, from the sysfs directory ``system``."""
     return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 

@@ -1,11 +1,14 @@
-"""Environment of a rank: launcher variables, the Python to run on ranks, and the processes of this host.
+"""Environment of a rank: launcher variables, the Python to run on ranks, processes of this host, and TCP sockets.
 
 Launcher variables are read before MPI starts, to choose a GPU and to detect a run that fell apart into singletons.
+Listening sockets are listed and restricted to the loopback interface; Linux only.
 """
 
+import ipaddress
 import os
 import shlex
 import signal
+import socket
 import sys
 import sysconfig
 import tempfile
@@ -16,13 +19,14 @@ from pathlib import Path
 from typing import Final
 
 import hpcdist
+from hpcdist.comm.launch.exit_file import SURVIVE
 from hpcdist.errors import ConfigurationError, UsageError
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Return the running kernel's boot id, equal for all processes on this kernel, or else the host name. Local."""
+    """Return the running kernel's boot id, which is equal for all processes of the machine, or the host name. Local."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -101,7 +105,7 @@ def _split_words(option: str, text: str, example: str) -> list[str]:
 
 
 def interpreter_words(python: str | None) -> list[str]:
-    """Split ``python``, the command that runs Python on the ranks, into words. None: this Python executable."""
+    """Split ``python``, the command that starts Python on the ranks, into words. None: this Python."""
     chosen = [sys.executable] if python is None else _split_words("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; give the Python command of the ranks, e.g. --python /local/env/bin/python")
@@ -109,7 +113,7 @@ def interpreter_words(python: str | None) -> list[str]:
 
 
 def source_folder() -> str | None:
-    """Return the folder that contains hpcdist, such as a git clone, or None if it is installed in site-packages."""
+    """Return the directory that contains hpcdist, such as a git clone, or None for a package in site-packages."""
     home = str(Path(hpcdist.__file__).resolve().parents[1])
     installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
     return None if home in installed else home
@@ -130,7 +134,7 @@ ENERGY: Final = "HPCDIST_ENERGY"  # "1": a script with the PyTorch backend hpcdi
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The launcher's name, and the world size, rank and local rank that it announced. None means not announced."""
+    """Name of the launcher, and the world size, rank and local rank that it announced. None: not announced."""
 
     launcher: str
     size: int
@@ -154,9 +158,9 @@ _VARIABLES = (
 
 
 def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnvironment | None:
-    """Return the size and ranks that the launcher announced, or None if no launcher started this process.
+    """Return the announcement of the launcher, or None if no launcher started this process.
 
-    SLURM_* variables are used only inside a step of srun. Raises ConfigurationError for an invalid size.
+    SLURM_* variables count only inside a step of srun. Raises ConfigurationError for an invalid size.
     """
     announced = []
     for launcher, size, rank, local_rank in _VARIABLES:
@@ -180,20 +184,20 @@ def launch_environment(environment: Mapping[str, str] = os.environ) -> LaunchEnv
 
 
 def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
-    """If HOME is unset, set it to this user's home or a temporary folder: Open MPI fails without HOME. Local."""
+    """If HOME is unset, set it to the home of this user or a temporary directory: Open MPI needs it. Local."""
     if "HOME" not in environment:
         home = os.path.expanduser("~")  # from the user database, because HOME is not set
         environment["HOME"] = home if os.path.isabs(home) else tempfile.gettempdir()
 
 
 def drop_empty(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Remove empty variables of Slurm, PMI and MPI. For example, an empty SLURM_CPUS_PER_TASK makes mpirun fail."""
+    """Remove empty variables of Slurm, PMI and MPI: an empty SLURM_CPUS_PER_TASK makes mpirun fail."""
     for name in [name for name, value in environment.items() if not value and name.startswith(_LAUNCHERS)]:
         del environment[name]
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:
-    """Return True if srun started this ``rank`` of ``size`` ranks directly, not through mpirun's daemon. Local."""
+    """Return True if srun started this ``rank`` of ``size`` ranks directly, not mpirun's daemon. Local."""
     announced = (integer_variable(environment, "SLURM_STEP_NUM_TASKS"), integer_variable(environment, "SLURM_PROCID"))
     return inside_srun(environment) and announced == (size, rank)
 
@@ -209,3 +213,73 @@ def integer_variable(environment: Mapping[str, str], name: str) -> int | None:
     """Return the value of the variable ``name`` as an integer, or None if it is not an integer >= 0."""
     text = environment.get(name, "")
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+OPEN_MPI_TRANSPORTS: Final = "OMPI_MCA_btl"
+UCX_TRANSPORTS: Final = "UCX_TLS"
+TCP_INTERFACE: Final = "OMPI_MCA_btl_tcp_if_include"
+FAULT_TOLERANCE: Final = "OMPI_MCA_mpi_ft_enable"  # in the environment of every rank started with --with-ft
+_MPIRUN_SIZES: Final = (  # world size, number of ranks on this host, transports
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", OPEN_MPI_TRANSPORTS),
+    ("PMI_SIZE", "MPI_LOCALNRANKS", UCX_TRANSPORTS),
+)
+_LISTENING: Final = "0A"  # TCP_LISTEN in /proc/net/tcp
+
+
+def listening(pid: int | str = "self") -> dict[int, str]:
+    """Return {file descriptor: "address:port"} of the listening TCP sockets of process ``pid``. Local."""
+    process = Path("/proc") / str(pid)
+    inodes: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (process / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING:
+                    inodes[f"socket:[{fields[9]}]"] = _socket_address(fields[1])
+    addresses: dict[int, str] = {}
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                target = os.readlink(link)
+                if target in inodes:
+                    addresses[int(link.name)] = inodes[target]
+    return addresses
+
+
+def rank_listeners() -> list[str]:
+    """Return the addresses on which this process listens, without sockets inherited from the launcher. Local."""
+    inherited = set(listening(os.getppid()).values())
+    return [address for address in listening().values() if address not in inherited]
+
+
+def _socket_address(text: str) -> str:
+    host, _, port = text.partition(":")
+    # /proc/net/tcp has hexadecimal words in host byte order.
+    words = [bytes.fromhex(host[index : index + 8]) for index in range(0, len(host), 8)]
+    address = ipaddress.ip_address(b"".join(word[::-1] if sys.byteorder == "little" else word for word in words))
+    return f"[{address}]:{int(port, 16)}" if address.version == 6 else f"{address}:{int(port, 16)}"
+
+
+def is_loopback(address: str) -> bool:
+    """Return True if ``address``, as returned by `listening`, is on the loopback interface."""
+    return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
+
+
+def restrict_to_loopback() -> None:
+    """Bind all listening sockets to ``lo`` if MPI may use TCP only on ``lo``. Needs Linux 5.7 or root. Local."""
+    if os.environ.get(TCP_INTERFACE) != "lo":
+        return
+    for descriptor, address in listening().items():
+        if not is_loopback(address):
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+
+
+def exclude_tcp(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Exclude MPI's TCP transports in ``environment`` if a plain mpirun started all ranks on this host. Local."""
+    if environment.get(SURVIVE) or FAULT_TOLERANCE in environment:
+        # With fault tolerance, new ranks need TCP.
+        return
+    for world_size, local_size, transports in _MPIRUN_SIZES:
+        if world_size in environment and environment[world_size] == environment.get(local_size):
+            environment.setdefault(transports, "^tcp")

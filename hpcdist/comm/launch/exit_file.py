@@ -1,8 +1,10 @@
-"""Exit code of a job, written to a file by its ranks, and the exit at stop signals before the first step.
+"""Exit code of a job, written to a file by its ranks, and the start of a command before the first step.
 
-`hpcdist run` trusts the exit code in this file, because Open MPI's mpirun may return 0 after a failure.
+`hpcdist run` trusts the exit code in this file, because Open MPI's mpirun may return 0 after a failure. Before the
+first step, a stop signal exits at once, and garbage collection is rare: imports make hardly any garbage.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -14,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from hpcdist.constants import SHARED_MEMORY
 from hpcdist.errors import INTERRUPTED, REQUEUE
 from hpcdist.reporting import atomic, regular
 
@@ -28,7 +31,6 @@ RUN_FILE: Final = "run"
 STOPPED_FILE: Final = "stopped"
 NOTHING_TO_SAVE: Final = "at-once-"  # plus the process id: mark of a rank that has nothing to save
 SEGMENTS: Final = "segments-"  # plus the process id: names of the shared memory that the rank's MPI has mapped
-SHARED_MEMORY: Final = Path("/dev/shm")
 SEGMENT_DIRECTORY: Final = "hpcdist-shm-"  # prefix of the name of a directory for the segments of one job
 # Of Open MPI 5 and 4, and MPICH
 _SEGMENT_NAMES: Final = ("sm_segment.", "vader_segment.", "mpich_shm_", SEGMENT_DIRECTORY)
@@ -44,7 +46,7 @@ _starting = False  # before the first step: set by `leave_at_signals`, reset by 
 
 
 def write_exit_code(code: int) -> None:
-    """Write the exit code of the job to a file for `hpcdist run`. Every rank calls this last. Local."""
+    """Write the exit code of the job to a file for `hpcdist run`. Every rank calls this at its end. Local."""
     # Ranks on other hosts than `hpcdist run` write nothing. The file keeps only the first code.
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
@@ -66,10 +68,7 @@ def read_exit_code(folder: Path) -> int | None:
 
 
 def announce_segments() -> None:
-    """Write a list of this process's MPI files in /dev/shm to a file in the launch directory. Local.
-
-    After a kill, `hpcdist run` removes the listed files.
-    """
+    """List the files of this process's MPI in /dev/shm, so that `hpcdist run` can remove them after a kill. Local."""
     folder = os.environ.get(LAUNCH_DIR)
     if folder:
         with suppress(OSError):  # on another host the directory does not exist
@@ -84,7 +83,7 @@ def is_segment(path: Path) -> bool:
 
 
 def remove_segments(launch_dir: Path) -> None:
-    """Remove the shared-memory files that ranks have listed in ``launch_dir``. A killed launcher leaves these files."""
+    """Remove the shared-memory files that ranks have listed in ``launch_dir``. A killed launcher leaves them."""
     for path in launch_dir.glob(f"{SEGMENTS}*"):
         with suppress(OSError, ValueError):
             for segment in map(Path, path.read_text().splitlines()):
@@ -94,9 +93,9 @@ def remove_segments(launch_dir: Path) -> None:
 
 
 def leave_at_signals() -> None:
-    """Until `disable_leave_at_signals`, exit at a stop signal, with the exit code in `STOP_CODES`. Local.
+    """From now on, exit at a stop signal with its exit code in `STOP_CODES`, until `disable_leave_at_signals`. Local.
 
-    Main thread only. Call this before slow imports. Ignored signals and signals with a handler are not changed.
+    Main thread only. Signals that are ignored, or have a handler, are not changed.
     """
     global _starting
     _starting = True
@@ -113,13 +112,13 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def disable_leave_at_signals() -> None:
-    """Disable the handlers of `leave_at_signals`: from now on, training handles signals. Local."""
+    """Disable the handlers of `leave_at_signals`, because training handles signals itself. Local."""
     global _starting
     _starting = False
 
 
 def ignore_signals() -> None:
-    """Ignore stop signals from now on. Call this in the main thread when the exit code is decided."""
+    """Ignore stop signals, because the exit code is decided. Main thread only."""
     for number in STOP_CODES:
         signal.signal(number, signal.SIG_IGN)
 
@@ -127,7 +126,7 @@ def ignore_signals() -> None:
 class ImmediateExit:
     """Thread that ends this process at the first stop signal, even if the main thread is blocked in MPI. Local.
 
-    Call `switch` to enable the thread while the process has nothing to save.
+    It is enabled by `switch` while the process has nothing to save.
     """
 
     def __init__(self) -> None:
@@ -206,7 +205,7 @@ def announce_run(run_dir: Path) -> None:
 
 
 def announce_completion(how_to_go_on: str) -> bool:
-    """Report the end of training to `hpcdist run`. ``how_to_go_on``: instructions to resume. Return True on success."""
+    """Report the end of training to `hpcdist run`, with instructions to resume. Return True on success."""
     return _write_note(STOPPED_FILE, how_to_go_on) and _write_note(RUN_FILE, "")
 
 
@@ -220,9 +219,9 @@ def _write_note(name: str, text: str) -> bool:
 
 
 def read_announcements(folder: Path) -> tuple[str, str]:
-    """Return (run directory of a training, instructions to resume it) from ``folder``. A missing text is "".
+    """Return (run directory, instructions to resume the training) from ``folder``. A missing text is "".
 
-    The run directory is also "" if the training ended without a failure.
+    The run directory is "" if the training ended without a failure.
     """
     texts = ["", ""]
     for index, name in enumerate((RUN_FILE, STOPPED_FILE)):
@@ -232,9 +231,9 @@ def read_announcements(folder: Path) -> tuple[str, str]:
 
 
 def resume_command(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
-    """Return ``command`` with the option `--resume auto`, and with `--out` ``run_dir`` if it has no --out.
+    """Return ``command`` with the option `--resume auto`, and `--out` ``run_dir`` if it has no --out.
 
-    ``command`` is a `hpcdist train` command, or a `hpcdist run` command if keyword-only ``script`` is True.
+    ``command``: an `hpcdist train` command, or an `hpcdist run` command if keyword-only ``script`` is True.
     """
     begin = command.index("run" if script else "train") + 1
     end = command.index("--", begin) if "--" in command[begin:] else len(command)
@@ -245,3 +244,18 @@ def resume_command(command: Sequence[str], run_dir: Path | None = None, *, scrip
     named = any(word == "--out" or word.startswith("--out=") for word in options)
     added = [*([] if named or run_dir is None else ["--out", str(run_dir)]), "--resume", "auto"]
     return [*command[:begin], *(added + options if script else options + added), *command[end:]]
+
+
+SELDOM: Final = (100_000, 20, 20)
+USUAL: Final = gc.get_threshold()
+
+
+def collect_seldom() -> None:
+    """Run Python's garbage collection less often, until `collect_as_usual`. Local."""
+    gc.set_threshold(*SELDOM)
+
+
+def collect_as_usual() -> None:
+    """Undo `collect_seldom`, unless other code has changed the thresholds. Local."""
+    if gc.get_threshold() == SELDOM:
+        gc.set_threshold(*USUAL)

@@ -29,8 +29,8 @@ PASSING_S: Final = 0.1  # a signal to both processes reaches the supervisor dire
 class Guard:
     """Forked process that ends the job's processes if the supervisor, its parent process, is killed.
 
-    ``launch_dir``: folder named in the environment of the job's processes. ``passed``: signals that this process
-    forwards to the supervisor. The supervisor must be single-threaded and block these signals.
+    ``launch_dir``: directory named in the environment of the job's processes. ``passed``: signals to forward to the
+    supervisor, which must be single-threaded and block them.
     """
 
     def __init__(self, launch_dir: Path, passed: Collection[signal.Signals] = ()) -> None:
@@ -42,7 +42,7 @@ class Guard:
         os.close(held)
 
     def dismiss(self) -> None:
-        """End the guard process, because the supervisor has seen the end of the job. Local."""
+        """End the guard process, because the job has ended. Local."""
         with suppress(OSError):
             os.write(self._holding, b".")
         os.close(self._holding)
@@ -92,7 +92,7 @@ def _end(launch_dir: Path) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this rank when its mpirun ends. Does nothing under `hpcdist run`, which ends the ranks itself. Local."""
+    """End this rank when its mpirun ends. Does nothing under `hpcdist run`. Local."""
     if LAUNCH_DIR in os.environ:
         return
     launcher = _launcher_of(os.getpid())

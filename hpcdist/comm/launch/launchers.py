@@ -23,7 +23,7 @@ _USER = {number: number for number in (signal.SIGUSR1, signal.SIGUSR2)}
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """Requested ranks, cores and PMI type of a job. None means that the launcher decides."""
+    """Ranks, cores and PMI type that the user requested. None: the launcher decides."""
 
     ranks: int
     ranks_per_node: int | None = None
@@ -38,7 +38,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True)
 class LauncherKind:
-    """Command-line options of one type of launcher. () means that the launcher lacks an option."""
+    """Command-line options of one type of launcher. (): the launcher has no such option."""
 
     name: str
     program: tuple[str, ...]
@@ -122,7 +122,7 @@ _PATIENCE_S: Final = 300
 
 
 def kind_named(name: str, environment: Mapping[str, str] = os.environ) -> LauncherKind:
-    """Return the launcher kind ``name``. "auto" means $HPCDIST_LAUNCHER, or mpirun if the variable is unset."""
+    """Return the launcher ``name``. "auto" means $HPCDIST_LAUNCHER, or mpirun if the variable is unset."""
     chosen = environment.get(VARIABLE) or MPIRUN.name if name == AUTO else name
     if chosen in KINDS:
         return KINDS[chosen]
@@ -146,7 +146,7 @@ def _suggestion(name: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Starter:
-    """Builder of the command lines that start a job with ``layout`` (ranks and cores) by the launcher ``kind``."""
+    """Builder of command lines of the launcher ``kind`` for the ranks and cores in ``layout``."""
 
     kind: LauncherKind
     layout: LaunchRequest
@@ -156,9 +156,9 @@ class Starter:
         return mpirun.common_settings(self.layout.cpus_per_task or 1)
 
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
-        """Return the command line that starts ``program`` on all ranks, with the environment variables ``settings``.
+        """Return the command line that starts ``program`` on all ranks with the environment variables ``settings``.
 
-        ``options``: the user's launcher options, which take precedence.
+        ``options``: launcher options of the user, which take precedence.
         """
         kind, layout = self.kind, self.layout
         # In a heterogeneous job each component has its number of ranks: -n would apply to each component.
@@ -176,11 +176,11 @@ class Starter:
         return [word.format_map(fields) for word in words]
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
-        """Return environment variables for the launcher and its user ``options``. ``folder``: for session files."""
+        """Return environment variables for the launcher with the user's ``options``. ``folder``: for session files."""
         return {}
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
-        """Return launcher options to start ranks only on the remaining nodes ``left``, not on the nodes ``lost``.
+        """Return launcher options to start ranks on the nodes ``left`` and not on the failed nodes ``lost``.
 
         Raises MissingCapabilityError if the launcher cannot exclude nodes.
         """
@@ -193,7 +193,7 @@ class Starter:
         return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
 
     def unbound(self, options: Sequence[str]) -> str:
-        """Return the reason why ranks are not bound to cores, or "" if bound or unknown. ``options``: the user's."""
+        """Return the reason why ranks are not bound to cores with the user's ``options``, or ""."""
         return ""
 
     def check(self) -> None:
@@ -216,7 +216,7 @@ class Starter:
 
 @dataclass(frozen=True)
 class MpirunStarter(Starter):
-    """Builder of mpirun command lines. ``surviving`` is True if the job must survive rank failures (ULFM)."""
+    """Builder of mpirun command lines. ``surviving``: True if the job must survive rank failures (ULFM)."""
 
     launcher: mpirun.Launcher
     surviving: bool = False
@@ -252,7 +252,7 @@ class MpirunStarter(Starter):
 def choose_starter(
     kind: LauncherKind, layout: LaunchRequest, survive: str | None, environment: Mapping[str, str] = os.environ
 ) -> Starter:
-    """Return a `Starter`, which builds command lines of the launcher ``kind`` for the ranks in ``layout``.
+    """Return a `Starter` of the launcher ``kind`` for the ranks in ``layout``.
 
     ``survive``: value of --survive. Raises UsageError if ``kind`` cannot start such a job.
     """

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from hpcdist.comm.launch.core_binding import CoreBinding
-from hpcdist.comm.launch.exit_file import SEGMENT_DIRECTORY, SEGMENTS, SHARED_MEMORY
-from hpcdist.comm.launch.listeners import OPEN_MPI_TRANSPORTS, TCP_INTERFACE, UCX_TRANSPORTS
+from hpcdist.comm.launch.environment import OPEN_MPI_TRANSPORTS, TCP_INTERFACE, UCX_TRANSPORTS
+from hpcdist.comm.launch.exit_file import SEGMENT_DIRECTORY, SEGMENTS
+from hpcdist.constants import SHARED_MEMORY, THREAD_VARIABLES
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting.machine import package_version
 
@@ -45,7 +46,6 @@ SECOND_MPI_CURE: Final = (
 # Under a resource manager, its binding and its number of slots are not overridden.
 _RESOURCE_MANAGERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
 _HOST_OPTIONS: Final = {"-H", "-f", "-machinefile", "--machinefile", "-rf", "-rankfile", "--rankfile"}
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _EXPORTED: Final = "SLURM_EXPORT_ENV"
 # Options that Open MPI 5 refuses twice; `_last_option` keeps the last one.
 _ONCE: Final = ("--bind-to", "--map-by")
@@ -78,7 +78,7 @@ def is_managed(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def second_mpi(modules: Iterable[str]) -> str:
-    """Return a warning if hpcdist uses another MPI than the loaded environment modules provide, else ""."""
+    """Return a warning if hpcdist uses another MPI than the loaded environment ``modules`` (names) have, or ""."""
     # `modules` has their names.
     wheels = [f"{name} {version}" for name in _WHEELS if (version := package_version(name))]
     loaded = [name for name in modules if _MPI_MODULE.match(name)]
@@ -146,10 +146,10 @@ def command(
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
-    """Return the command line by which ``launcher``, an mpirun, runs ``program`` on ``ranks`` ranks.
+    """Return the command line by which the mpirun ``launcher`` runs ``program`` on ``ranks`` ranks.
 
-    Open MPI exports the environment variables named in ``settings`` to all hosts. ``extra``: options that override
-    default options. ``environment``: variables of this process.
+    Open MPI exports the variables named in ``settings`` to all hosts. ``extra``: options that override the
+    defaults.
     """
     line: list[str] = []
     if launcher.vendor == OPEN_MPI:
@@ -211,10 +211,9 @@ def _major(launcher: Launcher) -> int:
 def session(
     launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return environment variables that give this mpirun separate session and shared-memory directories.
+    """Return environment variables that give the job separate directories for sessions and shared memory.
 
-    ``folder``: session directory. ``options``: the user's mpirun options. Returns {} unless mpirun is of Open MPI 5 or
-    later.
+    ``folder``: session directory. ``options``: the user's mpirun options. {} without Open MPI 5.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
         return {}
@@ -239,7 +238,7 @@ def transports(
 ) -> dict[str, str]:
     """Return environment variables that select MPI's transports, unless the user or the site has set them.
 
-    ``options``: the user's mpirun options. Keyword-only ``surviving``: True if the job continues after rank failures.
+    ``options``: the user's mpirun options. Keyword-only ``surviving``: the job continues after rank failures.
     """
     here = _is_one_host(launcher, options, environment)
     if launcher.vendor == MPICH:
@@ -272,7 +271,7 @@ def daemons(
 ) -> dict[str, str]:
     """Return environment variables that let mpirun's daemons ignore the SIGTERM of a Slurm preemption.
 
-    ``options``: the user's mpirun options. Returns {} without Open MPI 5 or Slurm.
+    ``options``: the user's mpirun options. {} without Open MPI 5 or Slurm.
     """
     if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
         return {}
@@ -301,7 +300,7 @@ def _parameters(launcher: Launcher) -> list[str]:
 
 
 def answer_to_signals(launcher: Launcher) -> str:
-    """Return a text for users about the signals that mpirun and `hpcdist run` forward to the ranks."""
+    """Return a text for users about the signals that mpirun and `hpcdist run` pass to the ranks."""
     if launcher.vendor == OPEN_MPI:
         return (
             "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "
@@ -316,9 +315,9 @@ def answer_to_signals(launcher: Launcher) -> str:
 
 
 def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = None) -> list[str]:
-    """Return mpirun options for the number of ranks per node and the binding of ranks to cores.
+    """Return mpirun options for the ranks per node (``ranks``) and the binding of ranks to cores.
 
-    ``ranks``: ranks per node, or None for any number. ``bound``: cores per rank; None: no binding.
+    ``ranks`` None: any number. ``bound`` None: no binding.
     """
     if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:
@@ -331,7 +330,7 @@ def per_node(launcher: Launcher, ranks: int | None, bound: CoreBinding | None = 
 
 
 def binds(launcher: Launcher, options: Sequence[str] = ()) -> bool:
-    """Return True if ``launcher`` can bind ranks and the user's ``options`` do not already set a binding."""
+    """Return True if ``launcher`` can bind ranks, and the user's ``options`` set no binding."""
     names = {f"-{option.partition('=')[0].lstrip('-')}" for option in options}
     return launcher.vendor in (OPEN_MPI, MPICH) and not names & _BINDING
 
@@ -355,5 +354,5 @@ def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, th
 def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables of the ranks for any launcher. ``threads``: number of threads per rank."""
     # Variables that are already set keep their values. If SLURM_EXPORT_ENV is set, srun must pass all variables.
-    added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
+    added = {name: str(threads) for name in THREAD_VARIABLES if name not in environment}
     return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added  # undoes --export=NONE

@@ -24,7 +24,7 @@ class NodePool(Protocol):
     """Interface that finds failed nodes of a job, and waits for replacement nodes."""
 
     def died(self) -> Sequence[str]:
-        """Check all nodes. Return the names of the nodes that have failed since the last call of this method."""
+        """Return the names of the nodes that have failed since the last call."""
 
     def wait(
         self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
@@ -40,35 +40,37 @@ class NodePool(Protocol):
 
 def repeat(
     start: Callable[[int], LaunchOutcome],
-    most: int,
-    saved: Callable[[], Mapping[str, int]],
+    max_restarts: int,
+    checkpoints: Callable[[], Mapping[str, int]],
     pause: Callable[[float], signal.Signals | None],
     say: Callable[[str], None],
     give_up: Callable[[str], None],
     nodes: NodePool,
 ) -> int:
-    """Run a job, and restart it up to ``most`` times after failures. Return the last exit code.
+    """Run a job, and restart it up to ``max_restarts`` times after failures. Return the last exit code.
 
-    ``start(n)``: runs the job for the n-th time. ``saved()``: returns {checkpoint: version}. ``pause(seconds)``: waits.
-    ``say(text)``, ``give_up(text)``: print a message about a restart or about the end. ``nodes``: finds failed nodes.
+    ``start(n)`` runs the job for the n-th time. ``checkpoints()`` returns {checkpoint: version}. ``pause(seconds)``
+    waits. ``say(text)`` and ``give_up(text)`` print a message about a restart or about the end.
     """
     # No restart after two starts in a row without a new checkpoint. The exit code is 75 if too few nodes are left.
     # `pause` returns the stop signal that ended the wait, or None.
     fruitless = pauses = 0
-    there = saved()
+    there = checkpoints()
     for number in itertools.count(1):
         began = time.monotonic()
         outcome = start(number)
         lasted_s = time.monotonic() - began
-        before, there = there, saved()
+        before, there = there, checkpoints()
         if outcome.code in FINAL_CODES:
             return outcome.code
         progress = bool(there.items() - before.items())
-        died = nodes.died() if outcome.stop_signal is None and number <= most else ()
+        died = nodes.died() if outcome.stop_signal is None and number <= max_restarts else ()
         in_vain = not (progress or died)
         fruitless = 0 if progress else fruitless + in_vain
-        ended = f"start {number} of at most {most + 1} ended with exit code {outcome.code} after {lasted_s:.1f} s"
-        reason = _why_not_again(outcome, number > most, fruitless)
+        ended = (
+            f"start {number} of at most {max_restarts + 1} ended with exit code {outcome.code} after {lasted_s:.1f} s"
+        )
+        reason = _why_not_again(outcome, number > max_restarts, fruitless)
         if reason:
             give_up(f"{ended}; {reason}")
             return outcome.code

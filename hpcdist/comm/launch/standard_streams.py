@@ -58,7 +58,7 @@ _descriptors: dict[str, _Descriptor] = {}
 
 
 def protect() -> None:
-    """Drop data if writing to stderr fails, instead of raising an error. Open descriptors 0 to 2 if closed. Local."""
+    """Drop data if writing to stderr fails, instead of raising an error. Open closed descriptors 0 to 2. Local."""
     closed = _open_closed()
     for name, number in _NUMBERS.items():
         stream = getattr(sys, name)
@@ -110,7 +110,7 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 class Relay:
     """Forwarder of a child's stdout and stderr to this process's streams. Continues after write errors.
 
-    Open MPI's notices about the end of a rank are held back until `release`.
+    Notices of Open MPI about the end of a rank are held back until `release`.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Relay:
         ]
 
     def begin(self) -> None:
-        """Start forwarding. Call after the child process has inherited the write ends of the pipes."""
+        """Start forwarding. Call this after the child has inherited the write ends of the pipes."""
         for end in {self.stdout, self.stderr}:
             os.close(end)
         for thread in self._threads:
@@ -138,10 +138,7 @@ class Relay:
         return not any(thread.is_alive() for thread in self._threads)
 
     def release(self, expected: int | None) -> None:
-        """Print Open MPI's notices about the end of ranks, which were held back until now.
-
-        Notices with the exit code ``expected`` are not printed. None prints all notices.
-        """
+        """Print the notices that were held back, except notices with the exit code ``expected``. None: print all."""
         held, self._held = self._held, []
         for number, code, text in held:
             if expected is None or code not in (expected, None):

@@ -30,6 +30,7 @@ from hpcdist.comm.launch.exit_file import LAUNCH_DIR, NOTHING_TO_SAVE, STOP_CODE
 from hpcdist.comm.launch.guard import Guard
 from hpcdist.comm.launch.launchers import MPIRUN, LauncherKind
 from hpcdist.comm.launch.standard_streams import Relay
+from hpcdist.constants import DEADLINE_S
 from hpcdist.errors import FAILURE, INTERRUPTED, OK, REQUEUE
 
 TEARDOWN_S: Final = 3.0  # for remaining processes of a job to end before they are killed
@@ -39,9 +40,9 @@ STARTING_S: Final = 15.0  # limit of a pending signal; then all ranks run elsewh
 AT_ONCE_S: Final = 1.5  # for ranks that have nothing to save to exit by themselves
 APART_S: Final = 0.1  # between requests for stacks, so that the dumps of ranks do not mix
 LOOK_S: Final = 5.0  # between two searches for stopped processes
-STOPPED_S: Final = 300.0  # equal to the default of communication.deadline_s, which applies if only some are stopped
+STOPPED_S: Final = DEADLINE_S  # maximum time for which all ranks may be stopped
 
-_PR_SET_PDEATHSIG: Final = 1
+PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 # Signal to this process -> signal to the ranks. A closed terminal (SIGHUP) means: save and stop.
@@ -72,7 +73,7 @@ class LaunchOutcome:
 
 
 def pause(seconds: float) -> signal.Signals | None:
-    """Wait ``seconds`` or until a stop signal. Return the signal, or None after the whole time."""
+    """Wait ``seconds``, or until a stop signal. Return the signal, or None after the whole time."""
     # Call it in a `signals_held` block.
     until = time.monotonic() + seconds
     while True:
@@ -108,8 +109,8 @@ class _PendingSignal:
 class Supervision:
     """Supervisor of a launcher command, which forwards signals to the ranks. Create it inside `signals_held`.
 
-    After a stop signal, the ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, the ranks
-    are killed.
+    After a stop signal, the ranks have ``grace_s`` seconds to save and exit. Then, or at a second SIGINT, they are
+    killed.
     """
 
     line: Sequence[str]  # the launcher command
@@ -140,7 +141,7 @@ class Supervision:
         def in_child() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
             libc.prctl(
-                _PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0
+                PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0
             )  # if this process is killed, the launcher ends its ranks
 
         self._guard = Guard(self.launch_dir, self._watched - {signal.SIGCHLD})
@@ -157,7 +158,7 @@ class Supervision:
         self._relay.begin()
 
     def run(self) -> LaunchOutcome:
-        """Wait until the launcher has ended, handle signals during the wait, and return the outcome."""
+        """Wait until the launcher has ended, handle signals meanwhile, and return the outcome."""
         while self._process.returncode is None:
             tick = SOON_S if self._pending else TICK_S
             wait_s = min(tick, max(0.0, self._deadline - time.monotonic()))

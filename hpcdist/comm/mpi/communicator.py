@@ -14,12 +14,11 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm import window
+from hpcdist.comm import transport, window
 from hpcdist.comm.communicator import ANY, Communicator
 from hpcdist.comm.handover import Handover
-from hpcdist.comm.mpi import large_messages, shared_memory, ulfm
+from hpcdist.comm.mpi import shared_memory, ulfm
 from hpcdist.comm.transport import Message, Request, SharedBlock
-from hpcdist.errors import CommunicationError
 
 _EXTREMES: Final = {"max": np.maximum, "min": np.minimum}
 _EXTREME_PIECE: Final = 2**20  # bytes of one call: MPICH uses a slow algorithm above if the operator is user-defined
@@ -67,14 +66,10 @@ class _MpiMessage:
         self.source, self.tag, self.nbytes = status.Get_source(), status.Get_tag(), status.Get_elements(mpi.BYTE)
 
     def recv(self, buffer: Array) -> None:
-        if buffer.nbytes != self.nbytes:
-            raise CommunicationError(
-                f"a message of {self.nbytes} bytes from rank {self.source} (tag {self.tag}) arrived for a buffer of "
-                f"{buffer.nbytes} bytes; both must have the same size"
-            )
+        transport.check_size(self.nbytes, self.source, self.tag, buffer)
         target, finish = self._handover.incoming(buffer)
-        is_large = target.size > large_messages.LARGEST_COUNT
-        self._message.Recv(large_messages.as_one_element(self._mpi, target) if is_large else target)
+        is_large = target.size > transport.LARGEST_COUNT
+        self._message.Recv(transport.as_one_element(self._mpi, target) if is_large else target)
         if finish is not None:
             finish()
 
@@ -101,20 +96,13 @@ class MpiCommunicator(Communicator):
         self._check_received(receive, status)
 
     def _spec(self, message: Array) -> Any:
-        return (
-            message
-            if message.size <= large_messages.LARGEST_COUNT
-            else large_messages.as_one_element(self._mpi, message)
-        )
+        return message if message.size <= transport.LARGEST_COUNT else transport.as_one_element(self._mpi, message)
 
     def _check_received(self, message: Array, status: Any) -> None:
         # MPI raises only for a longer message (ERR_TRUNCATE); a shorter one would leave old data at the end.
         received = status.Get_elements(self._mpi.BYTE)  # Get_count is wrong from 2^31 bytes on
-        if received != message.nbytes:
-            raise CommunicationError(
-                f"{self.name} rank {self.rank}: a message of {received} bytes from rank {status.Get_source()} "
-                f"(tag {status.Get_tag()}) arrived for a buffer of {message.nbytes} bytes; both must have the same size"
-            )
+        receiver = f"{self.name} rank {self.rank}: "
+        transport.check_size(received, status.Get_source(), status.Get_tag(), message, receiver)
 
     def _isend(self, message: Array, peer: int, tag: int) -> Request:
         return _MpiRequest(self._comm.Isend(self._spec(message), peer, tag))
@@ -143,18 +131,18 @@ class MpiCommunicator(Communicator):
         self._comm.Barrier()
 
     def _broadcast(self, message: Array, root: int) -> None:
-        if message.size > large_messages.LARGEST_COUNT:
-            for piece in large_messages.pieces(message.size):
+        if message.size > transport.LARGEST_COUNT:
+            for piece in transport.pieces(message.size):
                 self._comm.Bcast(message[piece.slice], root)
         else:
             self._comm.Bcast(message, root)
 
     def _allreduce(self, message: Array, op: str) -> None:
-        largest = large_messages.LARGEST_COUNT
+        largest = transport.LARGEST_COUNT
         if op != "sum":
             largest = min(largest, _EXTREME_PIECE // message.itemsize)
         if message.size > largest:
-            for piece in large_messages.pieces(message.size, largest):
+            for piece in transport.pieces(message.size, largest):
                 self._allreduce(message[piece.slice], op)
         else:
             self._comm.Allreduce(self._mpi.IN_PLACE, message, self._mpi.SUM if op == "sum" else self._op(message, op))
@@ -165,17 +153,17 @@ class MpiCommunicator(Communicator):
         return self._ops[op]
 
     def _iallreduce(self, message: Array, op: str) -> Request:
-        if message.size <= large_messages.LARGEST_COUNT:
+        if message.size <= transport.LARGEST_COUNT:
             return _MpiRequest(self._comm.Iallreduce(self._mpi.IN_PLACE, message, self._op(message, op)))
-        parts = [message[piece.slice] for piece in large_messages.pieces(message.size)]
+        parts = [message[piece.slice] for piece in transport.pieces(message.size)]
         return _MpiRequests(
             self._mpi, [self._comm.Iallreduce(self._mpi.IN_PLACE, part, self._op(message, op)) for part in parts]
         )
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
-        if message.size > large_messages.LARGEST_COUNT:
-            for piece in large_messages.pieces(message.size):
-                self._reduce_scatter(message[piece.slice], large_messages.within(piece, ranges), op)
+        if message.size > transport.LARGEST_COUNT:
+            for piece in transport.pieces(message.size):
+                self._reduce_scatter(message[piece.slice], transport.within(piece, ranges), op)
             return
         local, counts = message[ranges[self.rank].slice], [part.size for part in ranges]
         # In place, MPI leaves the result at the start of the buffer on every rank. That overwrites nothing of use,
@@ -189,9 +177,9 @@ class MpiCommunicator(Communicator):
             local[...] = result
 
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
-        if message.size > large_messages.LARGEST_COUNT:
-            for piece in large_messages.pieces(message.size):
-                self._all_gather(message[piece.slice], large_messages.within(piece, ranges))
+        if message.size > transport.LARGEST_COUNT:
+            for piece in transport.pieces(message.size):
+                self._all_gather(message[piece.slice], transport.within(piece, ranges))
             return
         counts, starts = [part.size for part in ranges], [part.start for part in ranges]
         self._comm.Allgatherv(self._mpi.IN_PLACE, [message, counts, starts, self._typecode(message)])
@@ -200,10 +188,8 @@ class MpiCommunicator(Communicator):
     def _all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
-        largest = large_messages.LARGEST_COUNT // self.size  # per part: MPI_Alltoallv then moves at most LARGEST_COUNT
-        if any(
-            part.size > largest or part.stop > large_messages.LARGEST_COUNT for part in (*send_ranges, *receive_ranges)
-        ):
+        largest = transport.LARGEST_COUNT // self.size  # per part: MPI_Alltoallv then moves at most LARGEST_COUNT
+        if any(part.size > largest or part.stop > transport.LARGEST_COUNT for part in (*send_ranges, *receive_ranges)):
             self._large_all_to_all(send, receive, send_ranges, receive_ranges, largest)
             return
         kind = self._typecode(send)
@@ -221,7 +207,7 @@ class MpiCommunicator(Communicator):
         largest: int,
     ) -> None:
         # Ranges of more than `largest` elements are separate messages. MPI_Alltoallv exchanges the others.
-        tag = large_messages.PAIR_TAG
+        tag = transport.PAIR_TAG
         requests = [
             self._irecv(receive[part.slice], peer, tag)
             for peer, part in enumerate(receive_ranges)
@@ -230,8 +216,8 @@ class MpiCommunicator(Communicator):
         requests += [
             self._isend(send[part.slice], peer, tag) for peer, part in enumerate(send_ranges) if part.size > largest
         ]
-        outgoing, sent = large_messages.scratch_for(send, send_ranges, largest)
-        incoming, received = large_messages.scratch_for(receive, receive_ranges, largest)
+        outgoing, sent = transport.scratch_for(send, send_ranges, largest)
+        incoming, received = transport.scratch_for(receive, receive_ranges, largest)
         for part, copy in zip(send_ranges, sent, strict=True):
             if copy:
                 outgoing[copy.slice] = send[part.slice]
@@ -276,7 +262,7 @@ class MpiCommunicator(Communicator):
         return type(self)(self._mpi, comm, name, self.handover, self.declared_node)
 
     def subgroup(self, ranks: Sequence[int], tag: int, label: str = "group") -> "MpiCommunicator":
-        """Return a communicator, named ``label``, of these ``ranks`` in this order. Collective over ``ranks``.
+        """Return a communicator of these ``ranks`` in this order, named ``label``. Collective over ``ranks``.
 
         Threads that create groups at the same time must pass different values of ``tag``.
         """

@@ -27,17 +27,15 @@ from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import LaunchEnvironment
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import user_cache
-from hpcdist.reporting.machine import package_version
 
 CACHE_FORMAT: Final = 1
 CACHE_KIND: Final = "device_pointers"
-CACHE_PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
 # Includes variables of the loader: the same MPI library may run above a UCX with CUDA or without CUDA.
 CACHE_SETTINGS: Final = ("MPICH_GPU", "I_MPI_OFFLOAD", "MV2_", "PSM2_", "PSM3_", "LD_")
 
 
 def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """Return the cache key for the test of device pointers, or None if the GPU cannot be determined. Local.
+    """Return the key of the cached probe, or None if the GPU or the library is unknown. Local.
 
     ``library``: version of the MPI library. ``launcher``: path of mpirun.
     """
@@ -58,17 +56,17 @@ def cache_key(library: str, launcher: str, environment: Mapping[str, str] = os.e
         "driver": driver,
         "cupy": str(module.__version__),
         "settings": user_cache.mpi_settings(environment, *CACHE_SETTINGS),
-        "software": {name: package_version(name, "not installed") for name in CACHE_PACKAGES},
+        "software": user_cache.software(),
     }
 
 
 def cache_path(key: Mapping[str, Any]) -> Path:
-    """Return the cache file for ``key`` from `cache_key`. Raises StorageError without a home directory. Local."""
+    """Return the path of the cache file for ``key``. Raises StorageError without a home directory. Local."""
     return user_cache.directory(CACHE_KIND) / f"{user_cache.digest(key)}.json"
 
 
 def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
-    """Return the cached (operations that accept GPU pointers, reason) for ``key``, or None if not cached."""
+    """Return the cached (operations that accept GPU pointers, reason) for ``key``, or None."""
     try:
         path = cache_path(key)
         content = json.loads(user_cache.read(path))
@@ -80,7 +78,7 @@ def read_cached(key: Mapping[str, Any]) -> tuple[list[str], str] | None:
 
 
 def write_cached(key: Mapping[str, Any], operations: Collection[str], reason: str) -> str:
-    """Cache the ``operations`` that accept GPU pointers, and the ``reason``. Return an error message or ""."""
+    """Cache the ``operations`` that accept GPU pointers, and the ``reason``. Return an error message, or ""."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     content = {
         "format": CACHE_FORMAT,
@@ -130,7 +128,7 @@ Run = Callable[[Sequence[str], Mapping[str, str], float], "ProbeOutcome"]  # wor
 
 @dataclass(frozen=True)
 class DevicePointerSupport:
-    """MPI ``operations`` that accept pointers to GPU memory. The text ``reason`` explains why these and no others."""
+    """The MPI ``operations`` that accept pointers to GPU memory, and the ``reason`` for this result."""
 
     operations: frozenset[str]
     reason: str
@@ -138,7 +136,7 @@ class DevicePointerSupport:
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """Result of a child process: the lines it printed, and the reason for its failure, or "" after exit code 0."""
+    """Result of a child process: the lines that it printed, and how it failed (``end``), or "" after exit code 0."""
 
     lines: tuple[str, ...]
     end: str
@@ -155,9 +153,9 @@ def requested_answer(environment: Mapping[str, str] = os.environ) -> str:
 def detect(
     launch: LaunchEnvironment | None, environment: Mapping[str, str] = os.environ
 ) -> DevicePointerSupport | None:
-    """Return the operations that accept device pointers, or None if another rank of this node tests them. Local.
+    """Return the operations that accept GPU pointers, or None if another rank of this node tests them. Local.
 
-    ``launch``: the launcher's announcement (rank, size), or None without a launcher. Call this before MPI starts.
+    ``launch``: announcement of the launcher, or None. Call this before MPI starts.
     """
     answer = requested_answer(environment)
     if answer == "yes":
@@ -173,7 +171,7 @@ def detect(
 
 
 def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePointerSupport:
-    """Return the operations that accept device pointers on all nodes. Collective. ``verdict``: result of `detect`."""
+    """Return the operations that accept GPU pointers on all nodes. ``verdict``: result of `detect`. Collective."""
     verdicts = [support for support in comm.allgather_object(verdict) if support is not None]
     operations = frozenset.intersection(*(support.operations for support in verdicts)) if verdicts else frozenset()
     # The reason of the most restrictive answer.
@@ -188,9 +186,9 @@ def agree(comm: Communicator, verdict: DevicePointerSupport | None) -> DevicePoi
 def probe_cached(
     environment: Mapping[str, str] = os.environ, renewed: bool = False, run: Run | None = None
 ) -> DevicePointerSupport:
-    """Return the device-pointer support of this MPI library and GPU, from the cache if possible. Local.
+    """Return the operations of this MPI library that accept pointers to this GPU, from the cache if possible. Local.
 
-    ``renewed``: True to ignore the cache. ``run``: function that runs a child process; only tests pass it.
+    ``renewed``: True to ignore the cache. ``run``: function that runs a child process, for tests.
     """
     run = run or _run
     ends_at = time.monotonic() + BUDGET_S
@@ -210,9 +208,9 @@ def probe_cached(
 def probe(
     environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None, ends_at: float | None = None
 ) -> DevicePointerSupport:
-    """Test in child processes which MPI operations accept device pointers. Local; takes seconds.
+    """Test in child processes which MPI operations accept GPU pointers. Local; takes seconds.
 
-    ``on``: "gpu", or "cpu" to test host buffers. ``run``: as for `probe_cached`. ``ends_at``: time limit, as
+    ``on``: "gpu", or "cpu" to test host buffers. ``run``: as for `probe_cached`. ``ends_at``: limit on
     `time.monotonic`.
     """
     run = run or _run
@@ -286,7 +284,7 @@ def _two_rank_launch(environment: Mapping[str, str]) -> tuple[list[str], dict[st
 
 
 def stripped(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` without the variables of this job's launcher, but with the settings of the MPI library."""
+    """Return ``environment`` without the variables of this job's launcher."""
     return {
         name: value
         for name, value in environment.items()

@@ -20,7 +20,7 @@ SIZES: Final = (16, 1 << 18)  # elements of float32: below and above every eager
 
 
 def main(operations: list[str]) -> int:
-    """Test ``operations`` with device pointers and print the results. Runs in a child process, which may crash."""
+    """Test ``operations`` with GPU pointers, and print the results. Runs in a child process, which may crash."""
     where = os.environ.get("HPCDIST_PROBE_DEVICE", "cpu")
     on = "cpu" if where == "cpu" else "gpu"
     if on == "gpu":

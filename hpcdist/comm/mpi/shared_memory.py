@@ -17,14 +17,14 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.comm.failure.rank_failures import is_rank_failure
 from hpcdist.comm.mpi import ulfm
 from hpcdist.comm.record.flight_recorder import has_ended, start_ticks
+from hpcdist.constants import SHARED_MEMORY
 from hpcdist.errors import RankDiedError
 
 _STRIDE: Final = max(mmap.PAGESIZE, ALIGN_BYTES)
-_SHM: Final = Path("/dev/shm")  # MPI libraries create their windows here
 
 
 class Members:
-    """The processes of a communicator whose ranks are all on one node. Detects failed processes."""
+    """The processes of a communicator whose ranks are on one node. Detects failed processes."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
@@ -51,7 +51,7 @@ class Members:
         return ulfm.is_revoked(self._mpi, self._comm)
 
     def check_alive(self, since: float) -> None:
-        """Raise RankDiedError if this call and the previous call detect a dead process. ``since``: not used. Local."""
+        """Raise RankDiedError if this call and the previous call both detect a dead process. Local."""
         self.progress()
         dead = self._dead()
         # After the first detection, the caller may still read data that the dead process wrote.
@@ -114,9 +114,9 @@ class WindowBlock:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
-    """Return zeroed memory shared by the ranks of ``comm``, which are on one node. Collective.
+    """Return zeroed memory that the ranks of ``comm``, all on one node, share. Collective.
 
-    This rank contributes ``nbytes`` bytes. If sharing is impossible, the result is a `private_block`.
+    This rank contributes ``nbytes`` bytes. If sharing fails, the result is a `private_block`.
     """
     sizes = ulfm.allgather_objects(mpi, comm, nbytes)
     members = Members(mpi, comm)
@@ -127,17 +127,16 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MemoryBlock | WindowBlock:
         views = [whole[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
         return MemoryBlock(views, members, is_shared=True)
     # An MPI library with too little space in /dev/shm may get a SIGBUS at the first touch: check first.
-    if all(ulfm.allgather_objects(mpi, comm, room_in(_SHM) >= sum(sizes))):
+    if all(ulfm.allgather_objects(mpi, comm, room_in(SHARED_MEMORY) >= sum(sizes))):
         with contextlib.suppress(mpi.Exception):  # then private blocks; `hpcdist doctor` checks /dev/shm
             return WindowBlock(mpi, comm, sizes, members)
     return private_block(comm.rank, sizes, members)
 
 
 def private_block(rank: int, sizes: list[int], members: Members) -> MemoryBlock:
-    """Return a `MemoryBlock` that is private to this rank, whose number is ``rank``. Local.
+    """Return a `MemoryBlock` that only this rank can use: ``sizes[rank]`` bytes. Local.
 
-    ``sizes``: bytes per rank; only ``sizes[rank]`` are allocated. ``members``: all ranks' processes, to detect
-    failures.
+    ``members``: processes of all ranks, to detect failures.
     """
     views = [np.zeros(size if member == rank else 0, np.uint8) for member, size in enumerate(sizes)]
     return MemoryBlock(views, members, is_shared=False)
@@ -191,7 +190,7 @@ def _populated(descriptor: int, start: int, size: int, total: int) -> mmap.mmap:
 
 
 def available_bytes() -> float:
-    """Return the bytes that this process may still allocate, within the limits of machine and control group. Local."""
+    """Return the bytes that this process may still allocate, by the limits of machine and control group. Local."""
     limits = [float("inf")]
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -205,7 +204,7 @@ def available_bytes() -> float:
 
 
 def room_in(folder: Path) -> float:
-    """Return the free bytes of the file system that contains ``folder``, or 0 if it does not exist. Local."""
+    """Return the free bytes of the file system of ``folder``, or 0 if the directory does not exist. Local."""
     try:
         status = os.statvfs(folder)
     except OSError:

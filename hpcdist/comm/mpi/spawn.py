@@ -17,14 +17,15 @@ from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import ulfm
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.transport import Message
+from hpcdist.constants import THREAD_VARIABLES
 from hpcdist.errors import UsageError
 
-_INHERITED: Final = ("HPCDIST_", "PYTHONPATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_")
+_INHERITED: Final = ("HPCDIST_", "PYTHONPATH", *THREAD_VARIABLES, "NUMBA_")
 
 
 @dataclass(frozen=True)
 class SpawnMember:
-    """Properties of a rank, which all ranks of a communicator exchange after new ranks have joined."""
+    """Properties of a rank that all ranks exchange when new ranks have joined."""
 
     host: str
     name: str = ""
@@ -34,9 +35,10 @@ class SpawnMember:
 
 
 def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str = "world") -> Communicator:
-    """Start ``count`` Python processes with command-line ``arguments``. Return a communicator of old and new processes.
+    """Start ``count`` Python processes with the command line ``arguments``. Return a communicator of old and new ranks.
 
-    The new processes get the highest ranks and call `join_parent`. ``label``: name of the communicator. Collective.
+    Collective. The new processes get the highest ranks, and call `join_parent`. ``label``: name of the
+    communicator.
     """
     assert isinstance(comm, Communicator)
     if count < 1:
@@ -53,9 +55,9 @@ def spawn(comm: Communicator, count: int, arguments: Sequence[str], label: str =
 
 
 def join_parent(mpi: Any) -> Communicator | None:
-    """Return this spawned process's communicator with the old ranks, or None if this process was not spawned.
+    """Return the communicator of old and new ranks in a spawned process, or None in another process.
 
-    ``mpi``: module mpi4py.MPI. Collective over new ranks and old ranks, which call `spawn`.
+    ``mpi``: module mpi4py.MPI. Collective over the new ranks and the old ranks, which call `spawn`.
     """
     bare = ulfm.join_parent(mpi)
     if bare is None:
@@ -79,7 +81,7 @@ def inherited_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
-    """Return the simulated node number of each rank in ``members``; all None if no nodes are simulated. Local."""
+    """Return the simulated node number of each rank in ``members``, or all None without simulated nodes. Local."""
     nodes = [member.declared_node for member in members]
     declared = [node for node in nodes if node is not None]
     for rank, node in enumerate(nodes):
@@ -91,7 +93,7 @@ def declared_nodes(members: Sequence[SpawnMember]) -> list[int | None]:
 
 
 def sleep_until_message(comm: Communicator, every_s: float) -> Message:
-    """Poll every ``every_s`` seconds for a message to receive. Return the message handle (source, tag, size). Local."""
+    """Poll every ``every_s`` seconds for a message. Return the message, which is not received yet. Local."""
     failfast.set_recovery_limit(None)
     while (message := comm.poll()) is None:
         time.sleep(every_s)

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"  # in the environment of every rank started with --with-ft
+from hpcdist.comm.launch.environment import FAULT_TOLERANCE
+
 _LIBRARY: Final = "libmpi.so.40"  # of Open MPI 4 and 5
 _SYMBOL: Final = "ompi_ftmpi_enabled"
 
@@ -22,7 +23,11 @@ _SYMBOL: Final = "ompi_ftmpi_enabled"
 @functools.cache  # called in every gather
 def is_enabled(mpi: Any) -> bool:
     """Return True if MPI continues after a rank failure. ``mpi``: the initialised module mpi4py.MPI. Local."""
-    if not mpi.Get_library_version().startswith("Open MPI") or os.environ.get(VARIABLE, "0") in ("", "0", "false"):
+    if not mpi.Get_library_version().startswith("Open MPI") or os.environ.get(FAULT_TOLERANCE, "0") in (
+        "",
+        "0",
+        "false",
+    ):
         return False
     try:
         loaded = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -32,7 +37,7 @@ def is_enabled(mpi: Any) -> bool:
 
 
 def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
-    """Return the ranks of ``comm`` that are known to have failed, ascending. ``mpi``: module mpi4py.MPI. Local."""
+    """Return the ranks of ``comm`` that this rank knows to have failed, ascending. Local."""
     # Get_failed returns a group, whose ranks differ from the ranks of the communicator.
     dead, members = comm.Get_failed(), comm.Get_group()
     ranks = mpi.Group.Translate_ranks(dead, range(dead.Get_size()), members)
@@ -42,7 +47,7 @@ def failed(mpi: Any, comm: Any) -> tuple[int, ...]:
 
 
 def is_revoked(mpi: Any, comm: Any) -> bool:
-    """Return True if ``comm`` was revoked (by ULFM) or freed, so that no collective call may use ``comm``. Local."""
+    """Return True if ``comm`` was revoked or freed, so that no collective call may use it. Local."""
     return not comm or (is_enabled(mpi) and bool(comm.Is_revoked()))
 
 
@@ -85,9 +90,9 @@ def shrink(mpi: Any, comm: Any) -> Any:
 
 
 def grow(mpi: Any, comm: Any, count: int, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Spawn ``count`` Python processes, and return a communicator of ``comm``'s ranks and these processes.
+    """Spawn ``count`` Python processes. Return a communicator of the ranks of ``comm`` and these processes. Collective.
 
-    ``arguments``, ``environment``: their command line and variables. They call `join_parent`. Collective over ``comm``.
+    ``arguments``, ``environment``: their command line and environment variables. They call `join_parent`.
     """
     # Pass variables by the command `env`, because daemons on other hosts have another environment, and a value of
     # MPI_Info holds a few hundred characters at most.
@@ -122,7 +127,7 @@ def _merge(mpi: Any, intercomm: Any, late: bool) -> Any:
 
 
 def allgather_objects(mpi: Any, comm: Any, value: Any) -> list[Any]:
-    """Return each rank's ``value`` in rank order. With ULFM, raises an error after a rank failure. Collective."""
+    """Return the ``value`` of each rank. With ULFM, raises an error after a rank failure. Collective."""
     if not is_enabled(mpi):
         return list(comm.allgather(value))
     pickled = np.frombuffer(pickle.dumps(value), np.uint8)

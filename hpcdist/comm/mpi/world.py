@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.failure import failfast
 from hpcdist.comm.failure.exits import at_exit
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.launch.environment import RUN_DIR
 from hpcdist.comm.mpi.communicator import MpiCommunicator
 from hpcdist.comm.start import Session, fail_alike, import_mpi, library, refuse_worker, start
+from hpcdist.comm.transport import UNKNOWN_BYTES
 from hpcdist.errors import ConfigurationError, UsageError
 
 Value = TypeVar("Value")
@@ -113,7 +113,7 @@ class World:
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Convert ``value``, such as a numpy integer, to int. Raises UsageError for other types. Local."""
+    """Convert ``value``, such as a numpy integer, to int. Raises UsageError, which names ``name``. Local."""
     # `name` names the value in the error message.
     try:
         return operator.index(value)
@@ -130,9 +130,9 @@ _keyvals: Final[list[int]] = []  # key of the attribute that stores our communic
 def init(device: str = "cpu") -> World:
     """Start MPI and return the world of all ranks. Later calls return the same world. Collective.
 
-    Without a launcher, the world has only this process. ``device``: "gpu" gives each rank the GPU with its local rank.
-    After the call, an uncaught exception on any rank ends the job. Raises ConfigurationError if the launcher belongs to
-    another MPI library.
+    Without a launcher, the world has only this process. ``device``: "gpu" gives each rank the GPU with its local
+    rank. Afterwards, an uncaught exception on any rank ends the job. Raises ConfigurationError for a launcher of
+    another MPI.
     """
     refuse_worker()
     fail_alike(launched=True)
@@ -149,7 +149,7 @@ def init(device: str = "cpu") -> World:
 def start_world(device: str) -> World:
     """Start MPI for ``device`` "cpu" or "gpu", and return the world. Later calls return the same world. Collective.
 
-    Raises UsageError in a process that a rank started, such as a DataLoader worker.
+    Raises UsageError in a worker process of a rank, such as a DataLoader worker.
     """
     refuse_worker()
     if not _worlds:
@@ -160,8 +160,7 @@ def start_world(device: str) -> World:
 def record(world: World, default_s: float = DEADLINE_S) -> None:
     """Record communication operations from now on, each with a deadline. Collective.
 
-    ``default_s``: deadline in seconds, unless HPCDIST_DEADLINE_S is set. Raises ConfigurationError for an invalid
-    deadline.
+    ``default_s``: deadline in seconds, unless HPCDIST_DEADLINE_S is set.
     """
     if world.size == 1 or failfast.is_recording():
         return
@@ -186,7 +185,7 @@ def _remove_old_records(parent: Path) -> None:
 
 
 def end_records(call: Callable[[], Value]) -> Value:
-    """Call the function ``call`` as the program's last recorded operation, and return its result. Collective."""
+    """Call ``call()`` as the last recorded operation of the program, and return its result. Collective."""
     if not _worlds:
         return call()
     session = _worlds[0].session
@@ -216,9 +215,9 @@ def session(device: str = "cpu") -> Iterator[World]:
 
 
 def communicator_of(comm: AnyComm = None) -> Communicator:
-    """Convert ``comm`` to a communicator of this package. None means the communicator of `init`'s world.
+    """Convert ``comm`` to a communicator of hpcdist. None: the communicator of all ranks.
 
-    The first call with None or an mpi4py communicator is collective. Raises UsageError for other types.
+    The first call for None or for an mpi4py communicator is collective. Raises UsageError for other types.
     """
     refuse_worker()
     if comm is None:

@@ -26,9 +26,9 @@ _TAG: Final = 4711
 
 @dataclass(frozen=True)
 class ClockReading:
-    """Clock comparison: at time ``t_ns`` on rank 0's clock, the clock of ``host`` was ``offset_ns`` nanoseconds ahead.
+    """Clock comparison: at time ``t_ns`` of rank 0's clock, the clock of ``host`` was ``offset_ns`` ns ahead.
 
-    The error of the offset is at most half of the round-trip time ``rtt_ns``.
+    ``rtt_ns``: round-trip time of the message.
     """
 
     host: int
@@ -53,9 +53,9 @@ class HostTable:
 
 
 class HostClocks:
-    """Offsets of the hosts' clocks to rank 0's clock, in ns. Construction is collective over ``comm``.
+    """Offsets of the clocks of all hosts to the clock of rank 0. Construction is collective over ``comm``.
 
-    ``clock()`` returns ns. With more than ``flat`` hosts, most hosts are compared with rank 0 through another host.
+    ``clock()`` returns ns. With more than ``flat`` hosts, some hosts are compared with rank 0 through another host.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class HostClocks:
         return self._is_first and time.monotonic() - self._measured >= every_s
 
     def measure(self, rounds: int = ROUNDS) -> tuple[ClockReading, ...]:
-        """Measure each host's clock by ``rounds`` round trips. Return all readings on rank 0, else (). Collective."""
+        """Measure the clock of each host by ``rounds`` round trips. Return the readings on rank 0. Collective."""
         self._measured = time.monotonic()
         if self._leaders is None:
             return (ClockReading(0, self._clock(), 0, 0),) if self._is_first else ()
@@ -91,10 +91,10 @@ class HostClocks:
 def measure_offsets(
     comm: Communicator, clock: Callable[[], int], rounds: int = ROUNDS, flat: int = FLAT
 ) -> tuple[ClockReading, ...]:
-    """Measure the offset of each rank's ``clock`` to rank 0's clock. Collective over ``comm``.
+    """Measure the offset of each rank's ``clock`` to the clock of rank 0. Collective over ``comm``.
 
-    Return one `ClockReading` per rank on rank 0, and () on other ranks. ``rounds``: message round trips per rank.
-    ``flat``: largest number of ranks that rank 0 measures directly.
+    Returns one `ClockReading` per rank on rank 0, else (). ``rounds``: message round trips per rank. ``flat``:
+    largest number of ranks that rank 0 measures directly.
     """
     # The fastest of `rounds` round trips counts. If a rank is measured through a head, both error bounds add up.
     size = comm.size if comm.size <= flat else math.isqrt(comm.size - 1) + 1

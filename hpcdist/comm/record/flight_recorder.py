@@ -20,16 +20,16 @@ from threading import get_ident
 from types import CodeType, FrameType
 from typing import Final
 
-from hpcdist.comm.events import EventSink, attributed
 from hpcdist.comm.launch.environment import process_fields
+from hpcdist.comm.transport import EventSink, attributed
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
 
 
 def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
-    """Create a new file of ``size`` bytes, reserve its disk space, and map it into memory.
+    """Create the file ``path`` of ``size`` bytes, reserve its disk space, and map it into memory.
 
-    Raises StorageError, whose message contains ``what`` (the purpose of the file) and ``cure`` (advice to the user).
+    Raises StorageError with the purpose of the file (``what``) and advice to the user (``cure``).
     """
     try:
         path.unlink(missing_ok=True)  # truncating would raise SIGBUS in a process that still maps the old file
@@ -45,7 +45,7 @@ def create_mapped(path: Path, size: int, what: str, cure: str) -> mmap.mmap:
 
 MAGIC: Final = b"HPCDREC\0"
 MOST_BYTES: Final = 256 << 20  # largest file that is read; usual files have one or two million bytes
-VERSION: Final = 1
+VERSION: Final = 1  # of the files of flight recorders and spans
 # magic, version, rank, world, pid, capacity, start of the process in clock ticks, wall clock, monotonic clock, host
 HEADER: Final = struct.Struct("<8sIIIIIxxxxQqq64s")
 BEAT: Final = 16  # words of 8 bytes from the start of the file: time of the last heartbeat,
@@ -117,7 +117,7 @@ class RecordedEvent(CommunicatorCall):
 
 @dataclass(frozen=True)
 class RankNote:
-    """A text on a rank's state, such as its end, and the time of writing in wall-clock nanoseconds."""
+    """A text about a rank's state, such as its end, with its time in wall-clock ns."""
 
     time_ns: int
     text: str
@@ -125,7 +125,7 @@ class RankNote:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """Content of one rank's flight recorder file. Events are sorted by start time."""
+    """Content of the flight recorder file of one rank. Events are sorted by start time."""
 
     path: Path
     rank: int
@@ -153,11 +153,11 @@ class RankRecord:
         return max([self.started_ns, self.beat_ns, *ends, *(note.time_ns for note in self.notes.values())])
 
     def event(self, token: int) -> RecordedEvent | None:
-        """Return the operation for which the recorder returned ``token``, or None if the operation has ended."""
+        """Return the operation with the recorder's ``token``, or None if it has ended."""
         return next((event for event in self.open_events if event.index % self.capacity == token), None)
 
     def process_state(self) -> str | None:
-        """Return the kernel's state letter of the rank's process, "" if the process has ended, or None if unknown."""
+        """Return the kernel's state letter of the rank's process, "" if it has ended, or None if unknown."""
         if self.host != os.uname().nodename[:64] or not self.start_ticks:
             return None
         try:
@@ -169,11 +169,29 @@ class RankRecord:
 
 def read(path: Path) -> RankRecord:
     """Return the content of one rank's flight recorder file. Raises StorageError if the file is invalid."""
+    return parse(read_bytes(path, "flight recorder"), path)
+
+
+def read_bytes(path: Path, kind: str) -> bytes:
+    """Return the content of a recorder file. ``kind``: name of the type of file in the StorageError."""
     try:
-        data = regular.read(path, MOST_BYTES)
+        return regular.read(path, MOST_BYTES)
     except OSError as error:
-        raise StorageError(f"the flight recorder file {path} cannot be read: {error}; check its permissions") from error
-    return parse(data, path)
+        raise StorageError(f"the {kind} file {path} cannot be read: {error}; check its permissions") from error
+
+
+def check_header(path: Path, version: int, nbytes: int, least_bytes: int, rank: int, world: int) -> None:
+    """Raise StorageError if the header of a recorder file of ``nbytes`` bytes is invalid."""
+    if version != VERSION or nbytes < least_bytes:
+        raise StorageError(
+            f"{path} has version {version} and {nbytes} bytes; expected version {VERSION} and at least {least_bytes} "
+            "bytes. Use the hpcdist version that wrote the file, or delete the file"
+        )
+    if not rank < world <= MOST_RANKS:
+        raise StorageError(
+            f"{path} is damaged: the header has rank {rank} and {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
+            "delete the file"
+        )
 
 
 def parse(data: bytes, path: Path) -> RankRecord:
@@ -181,16 +199,7 @@ def parse(data: bytes, path: Path) -> RankRecord:
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of the flight recorder (wrong signature or too short); delete {path}")
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
-    if version != VERSION or len(data) < size_bytes(capacity):
-        raise StorageError(
-            f"{path} has version {version} and {len(data)} bytes; expected version {VERSION} and at least "
-            f"{size_bytes(capacity)} bytes. Use the hpcdist version that wrote the file, or delete the file"
-        )
-    if not rank < world <= MOST_RANKS:
-        raise StorageError(
-            f"{path} is damaged: the header has rank {rank} and {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
-            "delete the file"
-        )
+    check_header(path, version, len(data), size_bytes(capacity), rank, world)
     offset = wall - monotonic
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
     try:
@@ -242,7 +251,7 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
 
 
 def start_ticks(pid: int) -> int:
-    """Return process ``pid``'s start time in ticks since boot, or 0 if it has ended or cannot be read. Local."""
+    """Return the start time of process ``pid`` in clock ticks since boot, or 0 if it has ended. Local."""
     try:
         return _process(pid)[1]
     except OSError:
@@ -250,7 +259,7 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(pid: int, began: int) -> bool:
-    """Return True if process ``pid`` has surely ended. ``began``: its start time, from `start_ticks`. Local."""
+    """Return True if process ``pid`` has surely ended. ``began``: its start time by `start_ticks`. Local."""
     try:
         return _process(pid)[1] != began
     except OSError:
@@ -267,7 +276,7 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove an earlier job's files of ranks >= ``ranks``, this job's number of ranks, from ``folder``. Local."""
+    """Remove the files of ranks from number ``ranks`` on from ``folder``: an earlier job had more ranks. Local."""
     for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
@@ -319,10 +328,6 @@ class Recorder(EventSink):
         self.beat(0)
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Record the start of operation ``op`` on ``count`` elements. Return a token to pass to `end`.
-
-        ``peer``: the other rank, or -1. ``sent_bytes``: bytes that this rank sends.
-        """
         label = self._labels.get((comm, op, dtype))
         if label is None:
             label = self._new_label(comm, op, dtype)
@@ -400,7 +405,7 @@ class Recorder(EventSink):
     def note(self, kind: str, text: str) -> None:
         """Write ``text``, truncated to about 1 KiB, as the note of type ``kind``, one of `KINDS`.
 
-        The text replaces an earlier note of this type, except for types in `FINAL`.
+        It replaces an earlier note of this type, except for types in `FINAL`.
         """
         data = text.encode(errors="backslashreplace")[: NOTE_BYTES - NOTE.size]
         start = NOTES + KINDS.index(kind) * NOTE_BYTES
@@ -411,7 +416,7 @@ class Recorder(EventSink):
             NOTE.pack_into(self._map, start, time.monotonic_ns(), len(data))
 
     def beat(self, next_ns: int) -> None:
-        """Write a heartbeat. ``next_ns`` is the time until the next heartbeat, or 0 if no other heartbeat follows."""
+        """Write a heartbeat. ``next_ns``: time until the next heartbeat, or 0 if it is the last."""
         self._words[BEAT] = time.monotonic_ns()
         self._words[NEXT_BEAT] = next_ns
 

@@ -18,13 +18,10 @@ import numpy as np
 
 from hpcdist.comm.launch.environment import boot_id
 from hpcdist.comm.record import flight_recorder
-from hpcdist.comm.record.flight_recorder import MOST_RANKS
+from hpcdist.comm.record.flight_recorder import VERSION
 from hpcdist.errors import StorageError
-from hpcdist.reporting import regular
 
 MAGIC: Final = b"HPCDSPN\0"
-MOST_BYTES: Final = 256 << 20  # largest file that is read; usual files have a few million bytes
-VERSION: Final = 1
 # Phases that share the time of a rank, except "step", which encloses a whole step.
 PHASES: Final = ("compute", "communication", "update", "data", "checkpoint", "validation", "other", "step")
 STEP: Final = PHASES.index("step")
@@ -74,11 +71,7 @@ class RankSpans:
 
 def read(path: Path) -> RankSpans:
     """Return the content of one rank's spans file. Raises StorageError if the file is invalid."""
-    try:
-        data = regular.read(path, MOST_BYTES)
-    except OSError as error:
-        raise StorageError(f"the spans file {path} cannot be read: {error}; check its permissions") from error
-    return parse(data, path)
+    return parse(flight_recorder.read_bytes(path, "spans"), path)
 
 
 def parse(data: bytes, path: Path) -> RankSpans:
@@ -86,16 +79,7 @@ def parse(data: bytes, path: Path) -> RankSpans:
     if len(data) < RING or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"{path} is not a file of spans (wrong signature or too short); delete {path}")
     _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
-    if version != VERSION or len(data) < size_bytes(capacity):
-        raise StorageError(
-            f"{path} has version {version} and {len(data)} bytes; expected version {VERSION} and at least "
-            f"{size_bytes(capacity)} bytes. Use the hpcdist version that wrote the file, or delete the file"
-        )
-    if not rank < world <= MOST_RANKS:
-        raise StorageError(
-            f"{path} is damaged: the header has rank {rank} and {world} ranks, expected rank < ranks <= {MOST_RANKS}; "
-            "delete the file"
-        )
+    flight_recorder.check_header(path, version, len(data), size_bytes(capacity), rank, world)
     (used,) = struct.unpack_from("<q", data, TEXT_USED * 8)
     host_name, boot_id = (text.rstrip(b"\0").decode(errors="replace") for text in (host, boot))
     spans = _spans(data, capacity, _texts(data, used))
@@ -138,7 +122,7 @@ class SpanSink:
     def add(
         self, phase: str, name: str, step: int, begin_ns: int, end_ns: int, microbatch: int = -1, unit: int = -1
     ) -> None:
-        """Record the interval ``name`` from ``begin_ns`` to ``end_ns``, both from `now_ns`.
+        """Record the interval ``name`` from ``begin_ns`` to ``end_ns``, as returned by `now_ns`.
 
         ``phase``: one of `PHASES`. ``unit``: number of the model's embedding, layer or head, or -1.
         """
@@ -188,9 +172,9 @@ class Spans(SpanSink):
                 del fresh[: -self.capacity]
 
     def drain(self) -> np.ndarray:
-        """Return the spans since the last call: index in `PHASES`, begin and end in ns. Local.
+        """Return the spans since the last call: phase number, begin and end in ns, int64 of shape (spans, 3). Local.
 
-        The result is int64 of shape (spans, 3). Spans of the phase "step" are left out.
+        Phases are numbered as in `PHASES`. Spans of the phase "step" are left out.
         """
         # Adjacent spans of the same phase are merged. The oldest spans beyond the capacity are lost.
         fresh, self._fresh = self._fresh[-self.capacity :], []

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
+from hpcdist.comm.transport import NULL_SINK, UNKNOWN_BYTES, EventSink
 from hpcdist.reporting.units import format_bytes
 
 
@@ -69,7 +69,7 @@ class OperationTotal(NamedTuple):
 
 
 class BytesMoved(NamedTuple):
-    """Bytes that a rank sent: in ``messages``, by ``shared`` memory, or in MPI's collectives (``unknown``)."""
+    """Bytes that a rank sent: in messages, through shared memory, and in MPI's collectives (``unknown``)."""
 
     messages: float = 0.0  # in messages of this package
     shared: float = 0.0  # read by other ranks of the node in shared memory
@@ -112,7 +112,7 @@ class _ThreadTotals:  # only the thread writes its totals
 class OperationTiming(EventSink):
     """Event sink that adds up calls, seconds and bytes by operation. Thread-safe.
 
-    Forwards every event to the sink ``inner``. Operations inside other operations are not counted.
+    It passes every event to ``inner``. Operations inside other operations are not counted.
     """
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:

@@ -241,7 +241,7 @@ def run_threads(
     """Call ``function(comm)`` in ``size`` threads, one per rank. Return the results in rank order.
 
     ``ranks_per_node``: ranks per simulated node. ``deadline_s``: timeout of an operation. Keyword-only
-    ``fault_tolerant``: True if other ranks continue after `RankDeath`. Raises the first exception of a rank.
+    ``fault_tolerant``: True if ranks continue after a `RankDeath`. Raises the first exception of a rank.
     """
     group = ThreadGroup(tuple(range(size)), deadline_s, fault_tolerant=fault_tolerant)
     results: list[Any] = [None] * size

@@ -14,6 +14,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import ANY
 from hpcdist.comm.handover import Handover
+from hpcdist.comm.transport import check_size
 from hpcdist.errors import CommunicationError, DeadlineError, RankDiedError
 
 
@@ -28,7 +29,7 @@ class ThreadMessage:
 
 @dataclass(eq=False)
 class PostedReceive:
-    """A posted receive and its matched message, if any. Receives match in the order of posting, as in MPI."""
+    """A posted receive, and its matched message or None. Receives match in the order of posting, as in MPI."""
 
     peer: int
     tag: int
@@ -41,7 +42,7 @@ class PostedReceive:
 
 @dataclass
 class SurvivorAgreement:
-    """State of one agreement between the surviving ranks: each rank's flag, and the ranks alive at the decision."""
+    """An agreement of the surviving ranks: the flag of each rank, and the ranks alive at the decision."""
 
     number: int
     brought: dict[int, bool] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class ThreadGroup:
                 condition.notify_all()
 
     def mark_dead(self, member: int) -> None:
-        """Mark the world rank ``member`` as dead. Wake waiting threads of this group and subgroups that contain it."""
+        """Mark the world rank ``member`` as dead. Wake the waiting threads of this group and its subgroups."""
         self.dead.add(member)
         if member in self.members:
             self.stop()
@@ -124,7 +125,7 @@ _rank_life = _RankLife()
 
 
 class RankDeath(BaseException):
-    """Exception by which a rank of ``run_threads(fault_tolerant=True)`` dies. A dead rank can no longer communicate."""
+    """Exception that makes a rank of ``run_threads(fault_tolerant=True)`` die. A dead rank cannot communicate."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -133,12 +134,12 @@ class RankDeath(BaseException):
 
 
 def register_rank(group: ThreadGroup, member: int) -> None:
-    """Register this thread as world rank ``member``, so that a `RankDeath` here marks the rank as dead. Local."""
+    """Let a `RankDeath` in this thread mark world rank ``member`` as dead. Local."""
     _rank_life.end = lambda: group.mark_dead(member)
 
 
 class FailureDetector:
-    """Detects failures of other ranks for rank ``rank`` of ``group``. ``name``: name of the communicator."""
+    """Detector of failed ranks, for rank ``rank`` of ``group``. ``name``: name of the communicator."""
 
     def __init__(self, group: ThreadGroup, rank: int, name: str) -> None:
         self._group, self.rank, self._name = group, rank, name
@@ -147,7 +148,7 @@ class FailureDetector:
     def check(self, peer: int | None, what: str) -> None:
         """Raise an error if a rank that an operation needs has failed. Local.
 
-        ``peer``: rank that the operation needs; None or ANY: all ranks. ``what``: the operation, for the message.
+        ``peer``: the rank, or None or ANY for all ranks. ``what``: the operation, for the message.
         """
         if self._group.failed:
             raise CommunicationError(
@@ -156,7 +157,7 @@ class FailureDetector:
         self.check_deaths(peer, what)
 
     def check_deaths(self, peer: int | None, what: str) -> None:
-        """Raise RankDiedError if the communicator was revoked or a required rank is dead. Arguments as for `check`."""
+        """Raise RankDiedError if the communicator was revoked, or a needed rank is dead. Arguments: see `check`."""
         group = self._group
         if not group.dead and not group.revoked:
             return
@@ -220,7 +221,7 @@ class CompletedRequest:
 
 
 class ReceiveRequest:
-    """A receive in flight into the buffer ``message``. ``arrived``: function that waits for the message."""
+    """A receive in flight into ``message``. ``arrived(posted)`` waits for the message and returns it."""
 
     def __init__(
         self,
@@ -280,13 +281,8 @@ class ThreadBlock:
 
 
 def deliver(envelope: ThreadMessage, message: Array) -> None:
-    """Copy the payload of the received ``envelope`` into ``message``, the user's buffer of the same size."""
-    # Raises CommunicationError if the sizes differ.
-    if envelope.payload.nbytes != message.nbytes:
-        raise CommunicationError(
-            f"a message of {envelope.payload.nbytes} bytes from rank {envelope.source} (tag {envelope.tag}) arrived "
-            f"for a buffer of {message.nbytes} bytes; both must have the same size"
-        )
+    """Copy the payload of ``envelope`` into ``message``. Raises CommunicationError if the sizes differ."""
+    check_size(envelope.payload.nbytes, envelope.source, envelope.tag, message)
     message.view(np.uint8)[...] = envelope.payload
 
 
@@ -294,9 +290,9 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 class ReductionRequest:
-    """An iallreduce of ``size`` ranks in flight. The result is written to the array ``message``.
+    """An iallreduce of ``size`` ranks in flight. The result is written to ``message``.
 
-    ``parts``: list that receives each rank's array. ``until(condition)``: waits until ``condition()`` is True.
+    ``parts``: dict that receives the array of each rank. ``until(condition)`` waits until ``condition()`` is True.
     """
 
     def __init__(
@@ -324,7 +320,7 @@ class ReductionRequest:
 
 
 def reduce_in_order(parts: Sequence[Array], message: Array, op: str) -> Array:
-    """Return the reduction ``op`` of ``parts``, one buffer per rank. The shapes must equal ``message.shape``."""
+    """Return the reduction of ``parts``, one array per rank, in rank order. All must have the shape of ``message``."""
     if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
         raise CommunicationError(
             f"the ranks passed different (size, dtype): {[(p.size, str(p.dtype)) for p in parts]}; use equal buffers"

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array, namespace
-from hpcdist.arrays.intrinsics import bits_of, float_of
+from hpcdist.arrays.intrinsics import MAGNITUDE, bits_of, float_of
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import philox_arrays
 
@@ -121,7 +121,6 @@ def units_arrays(like: Array, key: tuple[int, ...]) -> Array:
 MAXIMUM: Final = 0
 NORM: Final = 1
 LARGEST: Final = np.float32(np.finfo(np.float32).max)
-_MAGNITUDE: Final = np.uint32(0x7FFF_FFFF)
 _SMALL: Final = np.float32(2.0**-62)
 _UP: Final = np.float32(2.0**64)
 _ZERO: Final = np.float32(0.0)
@@ -134,7 +133,7 @@ def largest(values: Any) -> Any:
     # Integer maximum of the bits: a float maximum would not vectorise, because NaN forbids reordering.
     top = np.uint32(0)
     for i in range(values.size):
-        word = np.uint32(bits_of(values[i]) & _MAGNITUDE)
+        word = np.uint32(bits_of(values[i]) & MAGNITUDE)
         top = word if word > top else top
     return float_of(top)
 

@@ -10,13 +10,12 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.intrinsics import INFINITE, MAGNITUDE
 from hpcdist.arrays.jit import jit
 from hpcdist.compression.compressor import Compressor, RandomKey
 from hpcdist.compression.sparsify import coo
 from hpcdist.errors import NonFiniteError, UsageError
 
-_MAGNITUDE: Final = np.uint32(0x7FFF_FFFF)
-_INFINITE: Final = np.uint32(0x7F80_0000)
 _ONE: Final = np.uint32(1)
 _BITS: Final = 31
 _BLOCK: Final = 16  # elements compared as one vector first: most blocks have none of the largest
@@ -114,16 +113,16 @@ def _gather(words: Any, floor: Any, largest: Any, places: Any) -> Any:
     for start in range(0, whole, _BLOCK):
         reached = False
         for i in range(_BLOCK):
-            reached |= np.uint32(words[start + i] & _MAGNITUDE) >= floor
+            reached |= np.uint32(words[start + i] & MAGNITUDE) >= floor
         if reached:
             if count + _BLOCK > largest.size:
                 return largest.size + 1
             for i in range(_BLOCK):
                 largest[count] = words[start + i]
                 places[count] = start + i
-                count += np.uint32(words[start + i] & _MAGNITUDE) >= floor
+                count += np.uint32(words[start + i] & MAGNITUDE) >= floor
     for i in range(whole, words.size):
-        if np.uint32(words[i] & _MAGNITUDE) >= floor:
+        if np.uint32(words[i] & MAGNITUDE) >= floor:
             if count == largest.size:
                 return largest.size + 1
             largest[count] = words[i]
@@ -141,7 +140,7 @@ def _kth_largest(words: Any, k: Any) -> Any:
         counts[:] = 0
         mask = (1 << width) - 1
         for i in range(words.size):
-            above = np.int64(words[i] & _MAGNITUDE) >> shift
+            above = np.int64(words[i] & MAGNITUDE) >> shift
             if above >> width == prefix:
                 counts[above & mask] += 1
         digit = mask
@@ -163,17 +162,17 @@ def _emit(words: Any, places: Any, threshold: Any, ties: Any, payload: Any, k: A
             least: Any = threshold if ties > 0 else np.uint32(threshold + _ONE)
             reached = False
             for i in range(_BLOCK):
-                reached |= np.uint32(words[start + i] & _MAGNITUDE) >= least
+                reached |= np.uint32(words[start + i] & MAGNITUDE) >= least
             if not reached:
                 continue
         for i in range(start, min(stop, words.size)):
-            magnitude = np.uint32(words[i] & _MAGNITUDE)
+            magnitude = np.uint32(words[i] & MAGNITUDE)
             if magnitude > threshold or (magnitude == threshold and ties > 0):
                 ties -= 1 if magnitude == threshold else 0
                 payload[written] = places[i] if places.size else i
                 payload[k + written] = words[i]
                 written += 1
-                bad += 1 if magnitude >= _INFINITE else 0
+                bad += 1 if magnitude >= INFINITE else 0
         if written == k:
             break
     return bad
@@ -181,7 +180,7 @@ def _emit(words: Any, places: Any, threshold: Any, ties: Any, payload: Any, k: A
 
 def _select_device(values: Array, payload: Array, k: int) -> None:
     xp = namespace(values)
-    magnitudes = values.view(np.uint32) & _MAGNITUDE
+    magnitudes = values.view(np.uint32) & MAGNITUDE
     threshold = xp.zeros((), np.uint32)
     for bit in reversed(range(_BITS)):
         candidate = threshold | np.uint32(1 << bit)

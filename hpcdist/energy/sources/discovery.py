@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.constants import VISIBLE_GPUS
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.part_time_sensor import UNKNOWN_SENSOR, sensor_of
 from hpcdist.energy.sources import nvml, sysfs, utilisation
@@ -14,7 +15,7 @@ from hpcdist.energy.sources.nvml import cuda_visible
 from hpcdist.energy.sources.utilisation import RankProcess
 from hpcdist.errors import MissingCapabilityError
 
-NO_GPU: Final = f"the job computes on the CPU, and {nvml.VISIBLE} names no GPU"
+NO_GPU: Final = f"the job computes on the CPU, and {VISIBLE_GPUS} names no GPU"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def claim_gpus(
     result.
     """
     needs_gpus = config.wants("nvml") or config.gpu_tdp_w > 0 or config.utilisation_s > 0
-    if not needs_gpus or (bus_id is None and nvml.VISIBLE not in environment):
+    if not needs_gpus or (bus_id is None and VISIBLE_GPUS not in environment):
         return GpuClaim(process=process)
     try:
         with nvml.NvmlDriver() as driver:

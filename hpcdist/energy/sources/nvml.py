@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Final
 
+from hpcdist.constants import VISIBLE_GPUS
 from hpcdist.energy.sources.counters import EnergyCounter, IntegratedPower, SensorReadError, SourceInfo
 from hpcdist.errors import MissingCapabilityError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 INSTANCE = "MIG-"
 
@@ -40,7 +40,7 @@ def cuda_visible(
     # ambiguous if CUDA may number the GPUs in another order than NVML.
     seen: list[str] = []  # entries so far: a repeated entry ends the list, as an invalid entry does
     chosen: list[str] = []
-    for entry in (environment.get(VISIBLE) or "").split(","):
+    for entry in (environment.get(VISIBLE_GPUS) or "").split(","):
         name = entry.strip()
         uuid = parent(name) if name.startswith(INSTANCE) else _resolve_entry(name, gpus, environment)
         same = name if name.startswith(INSTANCE) else uuid  # two instances may be parts of one GPU
@@ -61,8 +61,8 @@ def _resolve_entry(entry: str, gpus: Sequence[NvmlGpu], environment: Mapping[str
     # CUDA's default order is by speed (FASTEST_FIRST), NVML's by bus: they agree if all GPUs are alike.
     if environment.get(ORDER) != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
         raise MissingCapabilityError(
-            f"{VISIBLE} has a GPU index, but CUDA numbers GPUs of different models by speed, and NVML by PCI address; "
-            f"export {ORDER}=PCI_BUS_ID, or set {VISIBLE} to UUIDs"
+            f"{VISIBLE_GPUS} has a GPU index, but CUDA numbers GPUs of different models by speed, and NVML by PCI "
+            f"address; export {ORDER}=PCI_BUS_ID, or set {VISIBLE_GPUS} to UUIDs"
         )
     return gpus[int(entry)].uuid
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
+from hpcdist.models.config import ACTIVATIONS
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.linear import add_to_rows
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES, exp
@@ -21,7 +22,6 @@ CUBIC: Final = 0.044715
 _LINEAR, _CUBE = -2 * ROOT, -2 * ROOT * CUBIC  # coefficients of -2 u
 _BOUND: Final = 32.0  # for |x| above, exp(-2 |u|) is 0 in both precisions
 IN_ORDER: Final[Any] = REORDER - {"reassoc"}  # multiply by a zero gate before a product that may overflow
-KINDS: Final = ("gelu", "relu", "swiglu")
 
 
 class LocalActivation:
@@ -30,7 +30,7 @@ class LocalActivation:
     def forward(
         self, x: Array, kind: str, saved: Saved, *, name: str = "activation", bias: Array | None = None
     ) -> Array:
-        assert kind in KINDS, f"unknown activation {kind!r}; choose one of {', '.join(KINDS)}"
+        assert kind in ACTIVATIONS, f"unknown activation {kind!r}; choose one of {', '.join(ACTIVATIONS)}"
         # swiglu: w gates, then w values; silu(gate) * value
         width = x.shape[-1] // 2 if kind == "swiglu" else x.shape[-1]
         y = saved.empty(f"{name}.y", (*x.shape[:-1], width), x.dtype)

@@ -19,12 +19,12 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.jit import jit
+from hpcdist.models.config import NORMS
 from hpcdist.models.layers import cuda_kernels
 from hpcdist.models.layers.vector_math import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
 EPSILON: Final = 1e-5
-KINDS: Final = ("layer", "rms")
 
 
 class LocalNorm:
@@ -39,7 +39,7 @@ class LocalNorm:
         kind: str = "layer",
         residual: Array | None = None,
     ) -> Array:
-        assert kind in KINDS, f"{prefix} is a norm of the kind {kind!r}; there are {', '.join(KINDS)}"
+        assert kind in NORMS, f"{prefix} is a norm of the kind {kind!r}; there are {', '.join(NORMS)}"
         scale = parameters[f"{prefix}.scale"]
         y = saved.empty(f"{prefix}.y", x.shape, x.dtype)
         saved.keep(f"{prefix}.x", x)

@@ -16,8 +16,8 @@ from hpcdist.arrays.backend import Array, is_device, namespace, zeros
 from hpcdist.arrays.dtypes import BFLOAT16, is_16bit_float
 from hpcdist.arrays.gpu.kernels import KernelSource, elementwise
 from hpcdist.arrays.jit import jit
-from hpcdist.collectives import half_precision
-from hpcdist.collectives.half_precision import (
+from hpcdist.collectives import reduction
+from hpcdist.collectives.reduction import (
     bfloat16_to_float32,
     float16_to_float32,
     float32_to_bfloat16,
@@ -341,7 +341,7 @@ def round_into(master: Array, working: Array) -> None:
     elif is_device(master):
         launch_convert(master, working)
     else:
-        half_precision.round_on_host(working, master)
+        reduction.round_on_host(working, master)
 
 
 def widen(working: Array, wide: Array) -> None:
@@ -349,7 +349,7 @@ def widen(working: Array, wide: Array) -> None:
     if is_device(working):
         launch_convert(working, wide)
     else:
-        half_precision.widen_on_host(working, wide)
+        reduction.widen_on_host(working, wide)
 
 
 def add_rounded(working: Array, addend: Array) -> None:

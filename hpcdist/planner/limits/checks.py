@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
+from hpcdist.constants import PRECISIONS
 from hpcdist.models import config as models_config
 from hpcdist.planner import layout as known
 from hpcdist.planner.cluster.hardware import Cluster
@@ -265,7 +266,7 @@ MOST_DEVICES: Final = 10_000_000
 _CHOICES: Final = {
     "strategy": known.STRATEGIES,
     "recompute": known.RECOMPUTE,
-    "precision": known.PRECISIONS,
+    "precision": PRECISIONS,
     "implementation": known.IMPLEMENTATIONS,
     "compression": known.COMPRESSIONS,
     "algorithm": known.ALGORITHMS,

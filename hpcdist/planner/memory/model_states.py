@@ -19,8 +19,9 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from hpcdist.comm.config import BUCKET_BYTES
+from hpcdist.constants import HALVES
 from hpcdist.planner.estimate import MemoryEstimate
-from hpcdist.planner.layout import HALVES, ParallelLayout
+from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.time.gradient_payloads import payload
 

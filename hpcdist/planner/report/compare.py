@@ -7,9 +7,9 @@ from typing import Final
 from hpcdist.planner.estimate import PlanEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.report.quantities import figures, seconds
+from hpcdist.planner.report.text import DEGREES
 
 SMALL: Final = 0.005  # share of a step: smaller differences of a term are not printed
-_FIRST_FIELDS: Final = ("data", "pipeline", "tensor", "context", "expert", "servers")
 
 
 def differences(terms: Mapping[str, float], other: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -40,6 +40,6 @@ def slowdown_line(estimate: PlanEstimate, other: PlanEstimate) -> str:
 
 def changes(layout: ParallelLayout, other: ParallelLayout) -> str:
     """Return the fields of ``layout`` that differ from ``other``, e.g. "data 32 instead of 4", or "". Local."""
-    names = dict.fromkeys((*_FIRST_FIELDS, *asdict(layout)))
+    names = dict.fromkeys((*DEGREES, *asdict(layout)))
     pairs = [(name, getattr(layout, name), getattr(other, name)) for name in names]
     return ", ".join(f"{name} {value} instead of {old}" for name, value, old in pairs if value != old)

@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from hpcdist.constants import J_PER_KWH
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.energy import JOULES_PER_KWH, devices_held, energy
+from hpcdist.planner.energy import devices_held, energy
 from hpcdist.planner.estimate import PlanEstimate, TimeEstimate
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
@@ -194,5 +195,5 @@ def _worth(step_s: float, joules: float, layout: ParallelLayout, cluster: Cluste
     if objective == "cost":
         site = cluster.site
         hours = devices_held(layout, cluster) * step_s / 3600
-        return hours * (site.device_hour_price or 0.0) + joules / JOULES_PER_KWH * (site.kwh_price or 0.0)
+        return hours * (site.device_hour_price or 0.0) + joules / J_PER_KWH * (site.kwh_price or 0.0)
     return joules if objective == "energy" else joules * step_s

@@ -14,12 +14,11 @@ from functools import lru_cache
 from typing import Final
 
 from hpcdist.errors import UsageError
-from hpcdist.planner.layout import COMPRESSIONS, RECOMPUTE, STRATEGIES, ParallelLayout
+from hpcdist.planner.layout import COMPRESSIONS, OBJECTIVES, RECOMPUTE, STRATEGIES, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.strategies.schedule.generate.registry import SCHEDULES
 
 Strategy = tuple[str, str]  # (strategy, compression)
-OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
 PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipelines)
 
 

@@ -21,9 +21,10 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from hpcdist.comm.config import BUCKET_BYTES
+from hpcdist.constants import HALVES
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.layout import HALVES, STRATEGIES, ParallelLayout
+from hpcdist.planner.layout import STRATEGIES, ParallelLayout
 from hpcdist.planner.memory.model_states import WIDE, exchanged, unsharded
 from hpcdist.planner.time import gradient_payloads
 from hpcdist.planner.time.gradient_payloads import (

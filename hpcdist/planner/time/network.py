@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from hpcdist.collectives.algorithms.hierarchical import SEGMENT_BYTES
 from hpcdist.collectives.algorithms.hypercube import HALVES_BYTES
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster.hardware import Cluster, LinkLevel, MeasuredFit
@@ -158,8 +159,6 @@ def members_inside(size: int, stride: int, box: int, below: int = 1) -> int:
     room = max(1, box // stride)
     return below * math.gcd(size // below, max(1, room // below))
 
-
-SEGMENT_BYTES: Final = 256 << 10  # hierarchical segments, as in `hpcdist.collectives.algorithms.hierarchical`
 
 Formula = Callable[[float, GroupSpan], tuple[float, float]]  # (n bytes, span) -> (seconds, bytes sent by a device)
 

@@ -16,7 +16,9 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import FLOAT32
 from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.autotune import CLEARLY
 from hpcdist.collectives.sharded import SHARDED
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.compression.compressor import ErrorFeedback
@@ -28,10 +30,8 @@ from hpcdist.strategies.compressed.registry import bucket_reduction
 from hpcdist.strategies.core.rank_context import RankContext
 
 NONE: Final = "none"
-CLEARLY: Final = 0.95  # a candidate must take less than this fraction of the uncompressed time
 BUDGET_S: Final = 1.5
 FEWEST, MOST = 3, 25  # rounds, after one that compiles and connects
-_FLOAT32: Final = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def decide(
     pays = best.seconds < CLEARLY * rows[0].seconds
     collectives.release(context.data)
     longest = int(_most(context, contenders[0].bucket.size))
-    return CompressionDecision(best.name if pays else NONE, "measured", rows, longest * _FLOAT32.itemsize)
+    return CompressionDecision(best.name if pays else NONE, "measured", rows, longest * FLOAT32.itemsize)
 
 
 def _most(context: RankContext, value: float) -> float:

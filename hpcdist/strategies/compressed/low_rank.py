@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import FLOAT32
 from hpcdist.arrays.layout import Layout, Segment
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range
@@ -21,8 +22,7 @@ from hpcdist.compression import powersgd
 from hpcdist.compression.compressor import ErrorFeedback, is_finite
 
 QUERY: Final = "powersgd.query"  # kind of the start factors of the next step in a checkpoint
-_FLOAT32 = np.dtype(np.float32)
-_LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
+_LINE: Final = ALIGN_BYTES // FLOAT32.itemsize
 
 
 class PowerSgdReduction:
@@ -76,8 +76,8 @@ class PowerSgdReduction:
         rounds = self.rounds(part)
         if not rounds:
             return
-        ps = scratch("powersgd.p", rounds[-1][1].stop, _FLOAT32, values)
-        qs = scratch("powersgd.q", rounds[-1][2].stop, _FLOAT32, values)
+        ps = scratch("powersgd.p", rounds[-1][1].stop, FLOAT32, values)
+        qs = scratch("powersgd.q", rounds[-1][2].stop, FLOAT32, values)
         compensated: dict[str, Array] = {}
         for segment, first, _ in rounds:
             gradient = values[segment.range.shift(-part.start).slice]

@@ -22,6 +22,7 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import FLOAT32
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
 from hpcdist.collectives.segments import scratch, wait_all
@@ -103,7 +104,7 @@ class GradientCoder:
 # answer Open MPI over TCP queues after data in the same direction: swapping 1 MiB over 100 Mbit/s takes 1.5 to 2 times
 # as long.
 SEGMENT_BYTES: Final = 60 << 10
-_BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
+_BYTES: Final = np.dtype(np.uint8)
 
 
 class CompressedReduction(Protocol):
@@ -165,7 +166,7 @@ class QuantisedReduction(CompressedReduction):
 
     def shares(self, part: Range) -> list[Range]:
         """Return each rank's sub-range of the flat gradient range ``part``, in rank order. Local."""
-        return [share.shift(part.start) for share in split(part.size, self.comm.size, _FLOAT32.itemsize)]
+        return [share.shift(part.start) for share in split(part.size, self.comm.size, FLOAT32.itemsize)]
 
     def allreduce(self, values: Array, part: Range) -> None:
         shares = self.shares(part)
@@ -256,7 +257,7 @@ class PayloadAllreduce(CompressedReduction):
         self.coder.encode(values, part, payloads)
         # The summable parts of the payloads are copied to one buffer for one allreduce, and back.
         floats = [compressor.summable(payloads[unit.place.slice]) for unit in message.units]
-        total = scratch("compressed.summed", sum(piece.size for piece in floats), _FLOAT32, values)
+        total = scratch("compressed.summed", sum(piece.size for piece in floats), FLOAT32, values)
         ends = np.cumsum([0, *(piece.size for piece in floats)]).tolist()
         for piece, start in zip(floats, ends, strict=False):
             total[start : start + piece.size] = piece

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.nonblocking import engines
-from hpcdist.collectives.nonblocking.progress import Handle
+from hpcdist.collectives import nonblocking
+from hpcdist.collectives.progress import Handle
 from hpcdist.comm.communicator import Communicator
 
 
@@ -35,8 +35,8 @@ class BackgroundCollectives:
     # take a ``key``, an identifier for the later `wait` or `wait_gather`.
 
     def __init__(self, data: Communicator, kind: str) -> None:
-        self._progress = engines.begin(data, kind)
-        self.over = self._progress.own  # communicator of the collectives, a duplicate of ``data``
+        self._progress = nonblocking.begin(data, kind)
+        self.over = self._progress.duplicate  # communicator of the collectives, a duplicate of ``data``
         self.polls = kind == "poll"  # with a thread, nothing has to be polled
         self._in_flight: dict[Hashable, Handle] = {}
         self._exposed_s = self._busy_before_s = 0.0

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
+from hpcdist.arrays.dtypes import FLOAT32
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
@@ -49,7 +50,6 @@ from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE
 from hpcdist.strategies.data.gatherers import CutGatherer
 from hpcdist.strategies.data.reducers import Sum
 from hpcdist.strategies.data.residuals import (
-    FLOAT32,
     Feedback,
     Residuals,
     StepResiduals,

@@ -33,6 +33,7 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import FLOAT32
 from hpcdist.arrays.layout import Layout, Segment
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
@@ -119,7 +120,6 @@ WORKER: Final = "onebit.worker_error"
 SERVER: Final = "onebit.server_error"
 FROZEN: Final = "frozen"  # in a checkpoint's scalars: the number of ranks with worker errors, 0 before the freeze
 _BYTES: Final = np.dtype(np.uint8)
-_FLOAT32: Final = np.dtype(np.float32)
 
 
 class OneBit(LocalGradients):
@@ -266,7 +266,7 @@ class OneBit(LocalGradients):
             if self._old_ranks == context.data.size:
                 pieces += group.pieces(f"{WORKER}.{context.data.rank}", adam.worker_error, whole, context.parts)
             elif self._old_ranks:
-                errors = [backend.zeros(adam.own.size, _FLOAT32, context.on) for _ in range(self._old_ranks)]
+                errors = [backend.zeros(adam.own.size, FLOAT32, context.on) for _ in range(self._old_ranks)]
                 for rank, array in enumerate(errors):
                     pieces += group.pieces(f"{WORKER}.{rank}", array, adam.own, context.parts)
                 self._old_errors.append(errors)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import FLOAT32
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
@@ -27,7 +28,6 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tensor_shards import counted
 
 STATE: Final = "residuals"  # in a checkpoint's scalars: the number of ranks that had residuals
-FLOAT32: Final = np.dtype(np.float32)
 
 
 class Residuals:

@@ -5,7 +5,6 @@ sends the rows of each layer in two all-to-alls forward and two backward, each o
 """
 
 import time
-from typing import Final
 
 import numpy as np
 
@@ -14,11 +13,10 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.algorithms.all_to_all import ALL_TO_ALL
-from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.schedule.observers import NanFinder
-
-NODE_SHARED: Final = "node_shared"  # without messages: see `hpcdist.strategies.expert.shared`
+from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 def expert_replicas(replicas: Communicator, degree: int) -> Communicator:

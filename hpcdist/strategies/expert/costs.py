@@ -14,7 +14,7 @@ back in the forward and in the backward pass. For equal loads:
 
 from typing import Final, NamedTuple
 
-from hpcdist.collectives.node.published import part_bytes
+from hpcdist.collectives.node.flow import part_bytes
 
 # Number of copies of a turn's bytes, in addition to sending: (through memory of the node, by messages).
 COPIES: Final = {"counts": (0, 0), "rows": (1, 1), "gradients": (2, 1), "results": (1, 1)}

@@ -14,14 +14,15 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.experts import kernels
 from hpcdist.models.experts.mixture import LocalExperts, StayingRows
 from hpcdist.models.model import Model
 from hpcdist.models.stage import Parameters, Saved, Stage, StreamOf, WrappedStage
-from hpcdist.strategies.expert.axis import NODE_SHARED, ExpertAxis
+from hpcdist.strategies.expert.axis import ExpertAxis
 from hpcdist.strategies.expert.shared import SharedRows
+from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 
 class TravellingRows(StayingRows):

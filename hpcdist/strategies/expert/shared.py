@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array
-from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.models.experts.mixture import DOWN, UP, ExpertGradients, ExpertTensors, StayingRows, matrices
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.strategies.expert.axis import ExpertAxis

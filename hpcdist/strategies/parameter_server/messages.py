@@ -17,8 +17,7 @@ from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.ring import LEADER, broadcast_from_leader, reduce_to_leader
-from hpcdist.collectives.half_precision import round_into, widen
-from hpcdist.collectives.reduction import ufunc
+from hpcdist.collectives.reduction import round_into, ufunc, widen
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transport import Request

@@ -17,6 +17,7 @@ from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.node.protocol import LINE_BYTES, has_reached
+from hpcdist.collectives.node.shared_memory import SPINS, YIELDS
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transport import Request, SharedBlock
@@ -30,8 +31,6 @@ from hpcdist.strategies.parameter_server.transport import (
     pushed,
 )
 
-SPINS: Final = 4000  # polls of a counter before the core is yielded, if each rank has its own core
-YIELDS: Final = 500  # yields before Python checks that all ranks live: about a millisecond
 PAUSE_SHARE: Final = 0.05  # sleep between two polls, relative to the time waited so far,
 LONGEST_PAUSE_S: Final = 1e-3  # but at most this long
 _WORD_BYTES: Final = 8

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hpcdist.arrays.backend import Array
-from hpcdist.comm.transport import Request
+from hpcdist.comm.transport import LARGEST_TAG, Request
 from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Saved
@@ -16,7 +16,6 @@ from hpcdist.strategies.core.tied import TIES
 # Slots in the arena, in addition to the layers of the model, which count from 0: four per connection of units.
 RECEIVED, GRADIENT_IN, ACTIVATION_OUT, GRADIENT_OUT = range(4)
 AHEAD: Final = 2  # receives posted in advance: in steady state one per direction
-LAST_TAG: Final = 32767  # the largest tag that every MPI library supports
 
 Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `StagePlacement.edge`)
 
@@ -31,7 +30,7 @@ class StageMessages:
         self._comm, self._arena, self._model, self._dtype = context.pipeline, arena, context.model, context.model.dtype
         self._placement = context.placed
         self._edges = len(context.model.stages) + len(context.placed.skips)
-        self._window = (LAST_TAG + 1 - TIES) // (2 * self._edges)  # number of micro-batches with different tags
+        self._window = (LARGEST_TAG + 1 - TIES) // (2 * self._edges)  # number of micro-batches with different tags
         self._awaited: deque[tuple[Operation, int]] = deque()  # (receive, samples), in the order of the list
         self._posted: dict[tuple[Kind, int, int], tuple[Request, Array]] = {}
         self._activations: dict[Crossing, Request] = {}  # sent from memory that the backward pass also needs

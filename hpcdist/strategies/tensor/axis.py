@@ -20,7 +20,7 @@ from hpcdist.models.attention.tiles import Pieces, blocks, one_piece
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.schedule.observers import NanFinder
 
-ONE_NODE: Final = "node_shared"
+NODE_SHARED: Final = "node_shared"
 
 
 def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
@@ -30,13 +30,13 @@ def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> 
     """
     # If the recipe names no algorithm, ranks on CPUs that can share memory use "node_shared".
     if not settled and on == "cpu" and shared_memory.is_available(comm):
-        return ONE_NODE
+        return NODE_SHARED
     return suited(comm, chosen)
 
 
 def suited(comm: Communicator, algorithm: str) -> str:
     """Return ``algorithm``, or "native" if it needs shared memory and ``comm`` spans several nodes. Collective."""
-    if comm.size > 1 and ONE_NODE in algorithm and comm.nodes().count > 1:
+    if comm.size > 1 and NODE_SHARED in algorithm and comm.nodes().count > 1:
         return "native"
     return algorithm
 

@@ -11,12 +11,13 @@ from typing import Final
 import numpy as np
 
 from hpcdist.comm.record.timing import BytesMoved
+from hpcdist.constants import J_PER_KWH
 from hpcdist.models.config import FOREIGN
 from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.units import counted, format_bytes, format_joules, format_seconds, short_number
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.telemetry.page import history
-from hpcdist.telemetry.page.energy_data import KWH_J, finite_number
+from hpcdist.telemetry.page.energy_data import finite_number
 from hpcdist.telemetry.page.run_data import RunData
 
 NO_WARM: Final = "only first steps of a start were made, which compile and allocate"
@@ -156,7 +157,7 @@ def _j_per_token_note(run: RunData) -> str:
 
 
 def _kwh(run: RunData) -> float | None:
-    return None if run.energy.joules is None else run.costs.get("facility_kwh", run.energy.joules / KWH_J)
+    return None if run.energy.joules is None else run.costs.get("facility_kwh", run.energy.joules / J_PER_KWH)
 
 
 def _kwh_note(run: RunData) -> str:

@@ -20,7 +20,6 @@ from hpcdist.reporting.jsonable import json_number
 from hpcdist.telemetry.metrics.quantities import most_over_ranks
 
 Result = TypeVar("Result")
-METRICS_FILE: Final = "metrics.h5"  # in a run directory
 SCHEMA: Final = "hpcdist.metrics"
 VERSION: Final = 1
 MOVED_ATTRIBUTE: Final = "bytes_{}_per_step"  # set at the end of a run: bytes by each way of `BytesMoved`

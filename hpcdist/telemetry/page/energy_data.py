@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcdist.comm.record import spans
 from hpcdist.comm.record.spans import RankSpans, Span
+from hpcdist.constants import ENERGY_COLUMNS, ENERGY_SAMPLES, ENERGY_SOURCES, USAGE_FILE
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets, files
 from hpcdist.hdf5.datasets import read_spread
@@ -182,13 +183,8 @@ def _longest(lanes: Sequence[RankLane]) -> tuple[list[RankLane], int]:
     return shown, len(lengths) - count
 
 
-USAGE: Final = "usage.json"
-SAMPLES: Final = "energy/samples"
-SOURCES: Final = "energy/sources"
-COLUMNS: Final = ("t_mono_ns", "session", "node", "source", "energy_mj")
 MAX_SAMPLES: Final = 1_000_000
 CURVE_POINTS: Final = 400  # number of points of a curve
-KWH_J: Final = 3.6e6
 NOT_KEPT: Final = "the run kept no record of energy: an earlier version, or it has not come so far"
 
 
@@ -231,8 +227,8 @@ class RunEnergy:
 
 def read_energy(run_dir: Path, attributes: Mapping[str, Any], last_step: int = 0) -> RunEnergy:
     """Return the energy of the run in ``run_dir``. ``attributes``: of its metrics file. ``last_step``: newest step."""
-    # If the totals of the two files differ, the energy record `USAGE` is used. ``attributes``: of the metrics file.
-    usage = regular.json_or_none(run_dir / USAGE)
+    # If the totals of the two files differ, `USAGE_FILE` is used. ``attributes``: of the metrics file.
+    usage = regular.json_or_none(run_dir / USAGE_FILE)
     record = usage.get("joules") if isinstance(usage, dict) else None
     record = record if isinstance(record, dict) else {}
     by_kind = {str(kind): finite_number(joules) for kind, joules in _as_dict(record.get("by_kind")).items()}
@@ -293,8 +289,12 @@ def read_curves(path: Path | None) -> EnergyCurves:
     if path is None:
         return EnergyCurves()
     with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its energy samples are damaged"):
-        read, is_whole = read_spread(file, SAMPLES, COLUMNS, MAX_SAMPLES)
-        return EnergyCurves(energy_curves(read, datasets.read(file, SOURCES)), not is_whole) if read else EnergyCurves()
+        read, is_whole = read_spread(file, ENERGY_SAMPLES, ENERGY_COLUMNS, MAX_SAMPLES)
+        return (
+            EnergyCurves(energy_curves(read, datasets.read(file, ENERGY_SOURCES)), not is_whole)
+            if read
+            else EnergyCurves()
+        )
 
 
 def energy_curves(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, EnergyCurve]:

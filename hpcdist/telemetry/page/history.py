@@ -10,18 +10,14 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.comm.record import flight_recorder
+from hpcdist.constants import FINISHED, JOBS_FILE, NS_PER_S, STARTS_FILE, STOPPED
 from hpcdist.reporting import regular
 from hpcdist.reporting.units import counted, format_duration, format_time
 from hpcdist.telemetry.metrics.sampling import SampledMetrics
 
-STARTS: Final = "starts.json"
-JOBS: Final = "jobs.jsonl"
-NS: Final = 10**9
-ALIVE_NS: Final = 60 * NS  # the heartbeat interval is ten seconds
+ALIVE_NS: Final = 60 * NS_PER_S  # the heartbeat interval is ten seconds
 MAX_FILE_BYTES: Final = 4 << 20  # largest text file that is read
 RUNNING: Final = "under way"
-FINISHED: Final = "finished"
-STOPPED: Final = "stopped"
 FAILED: Final = "failed"
 KILLED: Final = "ended without a message"
 UNKNOWN: Final = "not known"
@@ -86,7 +82,7 @@ class RunState:
 
 def read_state(run_dir: Path, now_ns: int) -> RunState:
     """Return the state of the run in ``run_dir`` at time ``now_ns``. Reads small files, skips unreadable ones."""
-    starts, jobs = _read_starts(run_dir / STARTS), _read_jobs(run_dir / JOBS)
+    starts, jobs = _read_starts(run_dir / STARTS_FILE), _read_jobs(run_dir / JOBS_FILE)
     words, world, gone = _last_records(run_dir / "recorder")
     kind, detail = _verdict(starts, words, now_ns, gone)
     return RunState(kind, detail, starts, words, jobs, world)
@@ -104,7 +100,7 @@ def _verdict(starts: Sequence[RunStart], words: Sequence[LastRecord], now_ns: in
         return STOPPED, "saved, and stopped by a request or the end of the job; a resume goes on with it"
     if bad:
         return FAILED, cause
-    if now_ns - last.seen * NS < ALIVE_NS and not gone:
+    if now_ns - last.seen * NS_PER_S < ALIVE_NS and not gone:
         return RUNNING, ""
     return (
         KILLED,

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting import regular
 from hpcdist.telemetry.config import TelemetryConfig
@@ -24,7 +25,6 @@ from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 
 DIRECTORY: Final = "tensorboard"
-RECIPE: Final = "recipe.toml"
 CURE: Final = "free space, or set telemetry.tensorboard = false"
 _VERSION: Final = "brain.Event:2"  # TensorBoard then drops steps that are repeated
 POLYNOMIAL: Final = 0x82F63B78  # reflected
@@ -80,7 +80,7 @@ class TensorBoard:
             first.append(
                 self._proto.Event(wall_time=version_event.wall_time, step=run.resumed_step + 1, session_log=start)
             )
-        recipe = run.directory / RECIPE
+        recipe = run.directory / RECIPE_FILE
         if recipe.is_file():
             text = "".join(f"    {row}\n" for row in regular.text(recipe).splitlines())  # indented: code, for Markdown
             summary = self._summary.text("recipe", text)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.constants import METRICS_FILE
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting.units import counted, format_bytes, format_seconds
 from hpcdist.telemetry.metrics import side_tables
-from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.telemetry.trace import clock_correction, critical_path, matching, rank_log, timeline
 from hpcdist.telemetry.trace.clock_correction import ClockCorrections
 from hpcdist.telemetry.trace.critical_path import CommunicationOverlap, PathSegment

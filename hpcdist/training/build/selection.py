@@ -11,9 +11,8 @@ from typing import Final
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.collectives.gpu import nccl
+from hpcdist.collectives import autotune, nccl
 from hpcdist.collectives.node import shared_memory
-from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.errors import ConfigurationError, MissingCapabilityError

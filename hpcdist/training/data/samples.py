@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias, cast
 import numpy as np
 
 from hpcdist.arrays.jit import Primitive, jit
-from hpcdist.arrays.rng import philox_arrays
+from hpcdist.arrays.rng import WORD, philox_arrays
 from hpcdist.errors import StorageError
 from hpcdist.models.documents import PackedTokens
 from hpcdist.models.stage import IGNORED
@@ -261,7 +261,6 @@ MASKED_SHARE: Final = 0.8  # fraction of the targets that are replaced by the ma
 OTHER_SHARE: Final = 0.1  # fraction that are replaced by another token
 VALIDATION_EPOCH: Final = 0xFFFFFFFF  # epoch of the validation masks, with seed 0; no run reaches it
 COUNTER_WORDS: Final = 4  # random words per counter of Philox4x32
-_WORD: Final = 0xFFFFFFFF
 _MASKING_STREAM: Final = 0x6D61736B  # separates these words from dropout with the same seed
 
 
@@ -311,7 +310,7 @@ class MaskedSamples:
         words = self._words(indices, context + 2 * chosen)
         # The positions of the smallest words are a random choice; the position in the low bits makes words distinct.
         order = words[:, :context] << np.uint64(32) | np.arange(context, dtype=np.uint64)
-        positions = np.partition(order, chosen - 1, axis=1)[:, :chosen] & np.uint64(_WORD)
+        positions = np.partition(order, chosen - 1, axis=1)[:, :chosen] & np.uint64(WORD)
         positions = np.sort(positions, axis=1).astype(np.int64)
         fates, draws = words[:, context : context + chosen], words[:, context + chosen :]
         others = (draws * np.uint64(self._vocabulary - 1) >> np.uint64(32)).astype(np.int64)
@@ -329,8 +328,8 @@ class MaskedSamples:
         sample = indices.astype(np.uint64)[:, None]
         counter = np.arange(-(-count // COUNTER_WORDS), dtype=np.uint64)[None, :]
         counter = counter + np.zeros_like(sample)
-        key = self._seed & _WORD ^ _MASKING_STREAM, self._seed >> 32 & _WORD
-        words = philox_arrays((counter, sample & np.uint64(_WORD), sample >> np.uint64(32), self._epoch & _WORD), key)
+        key = self._seed & WORD ^ _MASKING_STREAM, self._seed >> 32 & WORD
+        words = philox_arrays((counter, sample & np.uint64(WORD), sample >> np.uint64(32), self._epoch & WORD), key)
         by_sample: np.ndarray = np.stack(np.broadcast_arrays(*words), axis=2).reshape(
             len(indices), COUNTER_WORDS * counter.shape[1]
         )

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from hpcdist.arrays.gpu import device
 from hpcdist.checkpoint.restoring.restore import on_first_rank
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import boot_id
+from hpcdist.constants import USAGE_FILE
 from hpcdist.energy import energy_metrics, phase_shares
 from hpcdist.energy import report as reports
 from hpcdist.energy.attribution import Attribution, CounterSamples
@@ -127,9 +128,6 @@ def describe_energy(figures: Mapping[str, Any]) -> str:
 
 def _listed(joules: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {'unknown' if j is None else format(j, '.1f')}" for name, j in joules.items())
-
-
-USAGE_FILE: Final = "usage.json"
 
 
 class EnergyRecorder:

@@ -21,7 +21,7 @@ from hpcdist.energy.energy_metrics import CarbonIntensity
 from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import provenance
-from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
+from hpcdist.telemetry.anomalies import DATA_SECONDS, KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
@@ -88,7 +88,6 @@ def energy_events(
 
 MOST_RANKS_IN_EVENT: Final = 512  # with more ranks, step events have no figures of single ranks
 MOST_WAITING_STEPS: Final = 1 << 16  # steps of this rank that may wait for rows of slower workers
-_DATA: Final = quantities.key("phase_seconds", "data")
 _OTHER: Final = quantities.key("phase_seconds", "other")
 ANOMALY_QUIET_NS: Final = 60 * 10**9
 # Columns of a metrics row, with their names in sinks.
@@ -293,7 +292,7 @@ class EventPublisher:
             self._tokens += int(row.tokens)
             figures |= {"steps_total": row.step, "tokens_total": self._tokens}
             if not math.isnan(self._data_s) and (other := figures.get(_OTHER)) is not None:
-                figures |= {_DATA: min(self._data_s, other), _OTHER: max(0.0, other - self._data_s)}
+                figures |= {DATA_SECONDS: min(self._data_s, other), _OTHER: max(0.0, other - self._data_s)}
             figures["last_step_timestamp_seconds"] = row.time_ns / 1e9
             sent = row.ranks.get("sent_bytes")
             if sent is not None and np.isfinite(sent).all():

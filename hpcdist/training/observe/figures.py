@@ -9,6 +9,7 @@ import numpy as np
 from hpcdist.arrays.dtypes import is_16bit_float
 from hpcdist.arrays.matmul_peak import matmul_flops_per_s
 from hpcdist.comm.communicator import Communicator
+from hpcdist.constants import HALVES
 from hpcdist.models.config import FOREIGN
 from hpcdist.models.counts import counts
 from hpcdist.reporting.jsonable import json_number
@@ -22,7 +23,6 @@ from hpcdist.strategies.zero.config import STAGES, ZeroConfig
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe.metrics import RunMetrics
-from hpcdist.training.recipe.config import HALVES
 from hpcdist.training.recipe.recipe import Recipe
 
 LARGE_STAGE_SHARE: Final = 0.75  # fraction of the parameters in one stage, above which sharding saves little memory

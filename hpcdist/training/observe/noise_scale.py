@@ -16,13 +16,12 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.optim import norms
 from hpcdist.optim.rates import SmoothedNoise, estimate_noise
 from hpcdist.strategies.core.exchange import Exchange
-from hpcdist.strategies.core.operations import Kind, Operation
+from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tensor_shards import counted
 from hpcdist.strategies.schedule.step import RunningStep, StepObserver
+from hpcdist.strategies.schedule.verify.rank_checks import COMPLETES, WRITES
 
-COMPLETING_PASSES: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # they complete a unit's gradients of a micro-batch
-WRITING_PASSES: Final = (*COMPLETING_PASSES, Kind.BACKWARD_INPUT)
 WHY_UNKNOWN: Final = (
     "the true gradient is smaller than the error of its estimate; measure longer or more often "
     "(run.noise_scale_every_steps), or over more samples a step"
@@ -32,14 +31,14 @@ WHY_UNKNOWN: Final = (
 def _mixed_microbatches(operations: Sequence[Operation]) -> str:
     complete: set[int] = set()
     for op in operations:
-        if op.kind in WRITING_PASSES and op.unit not in complete:
+        if op.kind in WRITES and op.unit not in complete:
             if op.microbatch:
                 return (
                     f"run.noise_scale_every_steps with one data rank needs the gradients of micro-batch 0 alone, but "
                     f"the schedule computes {op} before they are complete; choose another parallel.schedule, more "
                     "data ranks, or run.noise_scale_every_steps = 0"
                 )
-            if op.kind in COMPLETING_PASSES:
+            if op.kind in COMPLETES:
                 complete.add(op.unit)
     return ""
 
@@ -65,7 +64,7 @@ class NoiseMeter(StepObserver):
             raise ConfigurationError(next(filter(None, refusals)))
 
     def went_back(self, step: RunningStep, op: Operation) -> None:
-        if not (self.looks_at_first and op.kind in COMPLETING_PASSES and op.microbatch == 0 and self._is_due(step)):
+        if not (self.looks_at_first and op.kind in COMPLETES and op.microbatch == 0 and self._is_due(step)):
             return
         if step.sizes[0]:
             self._add(op.unit, step.units[op.unit], (step.samples / step.sizes[0]) ** 2)

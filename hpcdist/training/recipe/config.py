@@ -8,14 +8,13 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from hpcdist.constants import HALVES, PRECISIONS
 from hpcdist.errors import DataError
 from hpcdist.models.config import MOST_CONTEXT
 from hpcdist.optim.rates import BatchSchedule, staged_batches
 from hpcdist.reporting.rules import NO_EFFECT, no_effect, rule
 from hpcdist.reporting.schema import check_section, key
 
-MODES: Final = ("float32", "float64", "bfloat16", "float16")
-HALVES: Final = ("bfloat16", "float16")
 ACTIVATIONS: Final = ("float32", "working")
 SHARES: Final = ("even", "measured")
 DIGESTS: Final = ("whole", "probes")
@@ -88,7 +87,7 @@ class PrecisionConfig:
     """
 
     mode: str = key(
-        "float32", "Type of parameters and gradients. 16-bit types have a float32 master copy.", choices=MODES
+        "float32", "Type of parameters and gradients. 16-bit types have a float32 master copy.", choices=PRECISIONS
     )
     activations: str = key("float32", "Type in which stages compute. working: the type of mode.", choices=ACTIVATIONS)
     loss_scale: float = key(

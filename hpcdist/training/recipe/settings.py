@@ -8,16 +8,16 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hpcdist.batch.sites import search
+from hpcdist.constants import SETTINGS_PREFIX
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import nearest, synonym
 from hpcdist.reporting.schema import Field
 
 Keys = Mapping[str, Field]  # "section.name" -> declaration
-PREFIX: Final = "HPCDIST_SET__"
 
 
 @dataclass
@@ -74,8 +74,8 @@ def variables(environment: Mapping[str, str], keys: Keys) -> Settings:
     """Return the settings in environment variables such as HPCDIST_SET__RUN__STEPS=9. ``keys``: all recipe keys."""
     settings = Settings()
     for name in sorted(environment):
-        if name.startswith(PREFIX):
-            key = name.removeprefix(PREFIX).lower().replace("__", ".")
+        if name.startswith(SETTINGS_PREFIX):
+            key = name.removeprefix(SETTINGS_PREFIX).lower().replace("__", ".")
             value = _parse(key, environment[name], keys)
             _add_setting(settings, key, value, f"environment variable {name}", keys, Path())
     return settings

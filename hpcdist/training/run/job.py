@@ -12,9 +12,10 @@ from typing import Any
 from hpcdist.arrays import jit
 from hpcdist.checkpoint.lock import RunLock
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch import exit_file, garbage, standard_streams
+from hpcdist.comm.launch import exit_file, standard_streams
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.start import Session
+from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import OK
 from hpcdist.models.model import Model
 from hpcdist.optim import rates
@@ -136,7 +137,7 @@ class TrainingJob:
 
     def steps(self, loop: TrainingLoop) -> tuple[RunOutcome, float]:
         """Make the remaining steps, then validate. Return (outcome, validation loss or NaN). Collective."""
-        garbage.collect_as_usual()  # user modules may make cycles that hold large arrays
+        exit_file.collect_as_usual()  # user modules may make cycles that hold large arrays
         energy = loop.energy
         with energy.monitor:
             try:
@@ -200,7 +201,7 @@ class TrainingJob:
             return f"{stopped} the same script, resume='auto' and out={str(self.run.path)!r}"
         words = shlex.split(typed) if typed else ["hpcdist", *sys.argv[1:]]
         if "train" not in words:
-            recipe = self.run.path / run_directory.RECIPE_FILE
+            recipe = self.run.path / RECIPE_FILE
             return f"{stopped} hpcdist train {recipe} --out {self.run.path} --resume auto"
         alone = typed or trainer.comm.size == 1
         launcher = "" if alone else f", on {counted(trainer.comm.size, 'rank')} by the same launcher"

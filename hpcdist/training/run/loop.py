@@ -19,11 +19,11 @@ from hpcdist.checkpoint.directory import VAL_LOSS
 from hpcdist.collectives.algorithms.fixed_tree import shards_of
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
+from hpcdist.constants import METRICS_FILE, STOP_FILE
 from hpcdist.errors import NonFiniteError, StorageError
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.replica_check import check_parameters, explain_nonfinite
 from hpcdist.strategies.schedule.stages import MicroBatch
-from hpcdist.telemetry.metrics.step_metrics import METRICS_FILE
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.chaos import injection
 from hpcdist.training.observe import figures
@@ -35,7 +35,6 @@ from hpcdist.training.run import saving
 from hpcdist.training.run.saving import build_saver
 from hpcdist.training.run.start_record import StartRecord
 from hpcdist.training.run.stop_requests import (
-    STOP_FILE,
     Ballot,
     CheckpointTimer,
     StopReason,

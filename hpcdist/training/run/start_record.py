@@ -22,12 +22,10 @@ import msgspec
 from msgspec.structs import replace
 
 from hpcdist.comm.launch.exit_file import LAUNCH_DIR, SURVIVE
+from hpcdist.constants import STARTS_FILE
 from hpcdist.reporting import atomic, regular
 
-STARTS_FILE: Final = "starts.json"
 HEARTBEAT_S: Final = 10.0  # maximum age of the last sign of life
-FINISHED: Final = "finished"
-STOPPED: Final = "stopped"  # by a stop request, after a save
 Moment = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]  # in seconds since 1970; the upper limit finds damaged files
 
 

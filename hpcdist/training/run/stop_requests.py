@@ -1,4 +1,17 @@
-"""Stop requests: signals, a stop file and the clock set flags that all ranks agree on at a step boundary."""
+"""Stop requests: signals, a stop file and the clock set flags that all ranks agree on at a step boundary.
+
+The path of SIGTERM through the modules, from the signal to the requeue:
+
+    comm/launch/supervisor      `hpcdist run` sends SIGTERM to the ranks of its host, and starts the grace period
+    comm/launch/exit_file       before the first step: the rank exits at once with code 75
+    training/run/stop_requests  later: the rank's signal handler sets a flag, and the current step continues
+    training/run/loop           the next step sums the flags of all ranks; if any is set, all ranks save after this step
+    training/run/job            all ranks finalize MPI and exit with code 75
+    comm/launch/supervisor      `hpcdist run` exits with code 75; after the grace period, it kills remaining ranks
+    batch/requeue               the job script asks with `hpcdist jobs end` whether the job is requeued
+
+The page survival describes each step.
+"""
 
 import math
 import os
@@ -17,10 +30,11 @@ import numpy as np
 from hpcdist import errors
 from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.comm.launch.exit_file import STOP_CODES, ImmediateExit
+from hpcdist.constants import FINISHED, STOPPED
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting import regular
 from hpcdist.strategies.core.daly_interval import daly
-from hpcdist.training.run.start_record import FINISHED, STOPPED, StartRecord
+from hpcdist.training.run.start_record import StartRecord
 
 ASSUMED_SAVE_S: Final = 1.0
 ASSUMED_BYTES_PER_S: Final = 100e6
@@ -137,7 +151,6 @@ def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, 
     return ends
 
 
-STOP_FILE = "stop"
 GROW_FILE = "grow"
 
 

@@ -16,16 +16,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.batch.job import RECIPE_FILE, BatchJob, walltime_s
+from hpcdist.batch.job import BatchJob, walltime_s
 from hpcdist.batch.sites import search
 from hpcdist.batch.sites.profile import SiteLimits, SiteProfile
 from hpcdist.comm.launch import mpirun
 from hpcdist.comm.launch.environment import launcher_options, source_folder
+from hpcdist.constants import RECIPE_FILE, SETTINGS_PREFIX
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.training.recipe import recipe as recipes
-from hpcdist.training.recipe import requirements, settings
+from hpcdist.training.recipe import requirements
 from hpcdist.training.recipe.requirements import degrees_equation
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def plan_script(
         **more,
         recipe="",
         program=program,
-        program_keys=tuple(sorted(item for item in os.environ.items() if item[0].startswith(settings.PREFIX))),
+        program_keys=tuple(sorted(item for item in os.environ.items() if item[0].startswith(SETTINGS_PREFIX))),
         run_dir=run_dir,
         gpus_per_node=options["gpus_per_node"] or 0,
         environment=options["environment"] and options["environment"].absolute(),

@@ -15,6 +15,7 @@ import numpy as np
 from hpcdist.batch import carbon, ledger
 from hpcdist.batch.schedulers import dispatch
 from hpcdist.batch.schedulers.slurm import energy as slurm_energy
+from hpcdist.constants import METRICS_FILE, RECIPE_FILE, USAGE_FILE
 from hpcdist.energy import energy_metrics, phase_shares
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.energy_metrics import CarbonIntensity, StartHistory
@@ -22,11 +23,10 @@ from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import json_number
 from hpcdist.telemetry.metrics import step_metrics
-from hpcdist.training.observe.energy import USAGE_FILE, carbon_intensity
+from hpcdist.training.observe.energy import carbon_intensity
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run import start_record
-from hpcdist.training.run_directory import RECIPE_FILE
 
 NO_RECORD: Final = f"the run keeps no {USAGE_FILE}: it has not come so far, or an earlier version made it"
 INTENSITY_PIECES: Final = 500  # intervals per start, over which a varying intensity is averaged
@@ -47,11 +47,9 @@ class EnergyReportOptions:
 
 def figures(run_dir: Path, options: EnergyReportOptions) -> dict[str, Any]:
     """Return the energy figures of the run in ``run_dir`` as JSON values, None if unknown. Raises HpcdistError."""
-    path = run_dir / step_metrics.METRICS_FILE
+    path = run_dir / METRICS_FILE
     if not path.is_file():
-        raise StorageError(
-            f"{run_dir} holds no {step_metrics.METRICS_FILE}; give the directory that a training wrote (its --out)"
-        )
+        raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")
     metrics, begun = step_metrics.read(path), energy_metrics.read(path)
     recipe = _recipe(run_dir)
     usage = _usage(run_dir)

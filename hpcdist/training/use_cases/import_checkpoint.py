@@ -7,6 +7,7 @@ from typing import Any
 from hpcdist import models
 from hpcdist.checkpoint.listing import PARAMETERS, StoredTensor
 from hpcdist.comm.threads.communicator import solo
+from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model
@@ -15,7 +16,6 @@ from hpcdist.training import data
 from hpcdist.training.data.source import usable_inputs
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
-from hpcdist.training.run_directory import RECIPE_FILE
 
 
 def prepare_imported_run(

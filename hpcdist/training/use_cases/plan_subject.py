@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hpcdist.constants import HALVES
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.planner.cluster.hardware import Cluster
-from hpcdist.planner.layout import HALVES, LAYOUT_FIELDS, PARAMETER_SERVER, ParallelLayout
+from hpcdist.planner.layout import LAYOUT_FIELDS, PARAMETER_SERVER, ParallelLayout
 from hpcdist.planner.limits import checks
 from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.model.description import ModelDescription, TransformerShape

@@ -12,7 +12,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.half_precision import round_into, widen
+from hpcdist.collectives.reduction import round_into, widen
 from hpcdist.collectives.segments import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compression.compressor import RandomKey

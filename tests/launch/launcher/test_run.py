@@ -633,11 +633,11 @@ def test_stale_session_of_a_killed_mpirun_is_tolerated(mpi, tmp_path):
 
 PORTS = """
 import os, socket, sys, hpcdist
-from hpcdist.comm.launch import listeners
+from hpcdist.comm.launch import environment
 world = hpcdist.init()
 hpcdist.allreduce(1.0)
-for descriptor, address in listeners.listening().items():
-    if address in listeners.listening(os.getppid()).values():
+for descriptor, address in environment.listening().items():
+    if address in environment.listening(os.getppid()).values():
         continue  # a socket of the launcher, which the rank inherited
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         device = listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).strip(b"\\0").decode()

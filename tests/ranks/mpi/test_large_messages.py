@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.comm import transport
 from hpcdist.comm.communicator import ANY
-from hpcdist.comm.mpi import large_messages
 from hpcdist.comm.mpi.shared_memory import available_bytes
 from hpcdist.errors import CommunicationError
 
@@ -14,7 +14,7 @@ COUNTS = (7, 8, 15, 29, 42)  # below and above multiples of the limit of 7 eleme
 
 @pytest.fixture
 def small_limit(monkeypatch):
-    monkeypatch.setattr(large_messages, "LARGEST_COUNT", 7)
+    monkeypatch.setattr(transport, "LARGEST_COUNT", 7)
 
 
 def _values(count, rank, dtype=np.float32):

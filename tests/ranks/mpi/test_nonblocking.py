@@ -5,14 +5,14 @@ import pytest
 
 from harness.trainings import dotted_keys, losses, recipe_keys, small_trainer
 from hpcdist import collectives
-from hpcdist.collectives.nonblocking import engines
+from hpcdist.collectives import nonblocking
 from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.core.operations import Kind
 
-KINDS = sorted(engines.KINDS)
+KINDS = sorted(nonblocking.KINDS)
 HALVES = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.SHARDED))]
 PAIRS = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.ALLREDUCE))]
 COUNTS = (0, 1, 7, 5000, 200_000)  # the last one travels in several lanes, by the protocol for large messages
@@ -22,9 +22,9 @@ def start_progress(comm, kind):
     """Return the progress of ``kind``. If the library has no thread support, check that it is rejected, and skip."""
     if kind == "thread" and not comm.supports("thread_multiple"):
         with pytest.raises(MissingCapabilityError, match="MPI_THREAD_MULTIPLE"):
-            engines.begin(comm, kind)
+            nonblocking.begin(comm, kind)
         pytest.skip("the MPI library was started below MPI_THREAD_MULTIPLE")
-    return engines.begin(comm, kind)
+    return nonblocking.begin(comm, kind)
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
@@ -46,7 +46,7 @@ def test_rank_nonblocking_results_have_the_bits_of_blocking_ones(comm, kind, alg
 
 def test_rank_native_nonblocking_allreduce_is_polled(comm, rng):
     inputs = rng.standard_normal((comm.size, 50_000))
-    with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
+    with nonblocking.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
         results = [inputs[comm.rank].copy() for _ in range(3)]
         handles = [progress.iallreduce(data) for data in results]
         while not all(handle.test() for handle in handles):
@@ -71,7 +71,7 @@ def test_rank_other_messages_proceed_during_nonblocking_operations(comm, kind, r
 
 
 def test_rank_two_concurrent_polled_operations_share_no_memory(comm):
-    with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
+    with nonblocking.begin(comm, "poll") as one, nonblocking.begin(comm, "poll") as other:
         for _ in range(5):
             first, second = np.full(300_000, 1, np.float32), np.full(300_000, 100, np.float32)
             handles = one.iallreduce(first, "ring"), other.iallreduce(second, "ring")
@@ -84,7 +84,7 @@ def test_rank_differing_polled_calls_raise(comm):
     """Differences are detected before any data moves, and a rank that waits first does not delay the others."""
     comm.checked = True
     try:
-        progress = engines.begin(comm, "poll")
+        progress = nonblocking.begin(comm, "poll")
         first, second = np.ones(100_000), np.ones(100_000)
         handle = progress.iallreduce(first, "ring")
         if comm.rank == 0:
@@ -103,7 +103,7 @@ def test_rank_differing_polled_calls_raise(comm):
 
 def test_rank_polled_ring_sends_the_bytes_of_the_blocking_ring(comm):
     data = np.ones(960 * 1024, np.float32)
-    with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
+    with nonblocking.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
         progress.iallreduce(data, "ring").wait()
     assert (data == comm.size).all()
     assert traffic.sent_bytes == 2 * (comm.size - 1) * data.nbytes // comm.size

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
+from hpcdist.collectives import autotune
 from hpcdist.collectives.node import shared_memory
-from hpcdist.collectives.tuning import autotune
 
 MAX_BYTES = 16384
 FLOAT = np.dtype(np.float32)

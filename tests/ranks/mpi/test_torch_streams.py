@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 from hpcdist.arrays.gpu import device
-from hpcdist.collectives.gpu import nccl
-from hpcdist.comm.events import EventSink
+from hpcdist.collectives import nccl
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.transport import EventSink
 from hpcdist.errors import MissingCapabilityError, UsageError
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.torch import Group, Options, calls, hooks, launch, streams

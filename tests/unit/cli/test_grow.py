@@ -4,8 +4,9 @@ import pytest
 
 from hpcdist.cli import main
 from hpcdist.comm.launch.exit_file import SURVIVE
+from hpcdist.constants import STARTS_FILE, STOPPED
 from hpcdist.errors import CONFIGURATION, OK, STORAGE, USAGE
-from hpcdist.training.run.start_record import STARTS_FILE, STOPPED, StartRecord
+from hpcdist.training.run.start_record import StartRecord
 from hpcdist.training.run.stop_requests import GROW_FILE, StopRequests
 
 

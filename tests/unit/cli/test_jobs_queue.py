@@ -59,7 +59,7 @@ def run(tmp_path, slurm):
 def write_entries(run, *entries):
     """Append ledger entries with given times (seconds since 1970)."""
     run.mkdir(exist_ok=True)
-    with (run / ledger.FILE_NAME).open("a") as file:
+    with (run / "jobs.jsonl").open("a") as file:
         for event, job, seconds, values in entries:
             stamp = datetime.fromtimestamp(seconds, UTC).isoformat()
             file.write(json.dumps({"time": stamp, "event": event, "job": job, **values}) + "\n")

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from harness import jobs
-from hpcdist.collectives.tuning import cache
-from hpcdist.collectives.tuning.cache import Tuning, TuningRow
+from hpcdist.collectives import tuning_cache
+from hpcdist.collectives.tuning_cache import Tuning, TuningRow
 
 KEY = {"kind": "allreduce", "ranks": 2, "mpi_library": "an MPI", "settings": {}, "software": {}}
 TUNED = Tuning("native<=64,ring", (TuningRow(64, {"ring": 1e-6}, {"native": 1e-6, "ring": 2e-6}, "native"),), None, 0.5)
@@ -34,8 +34,8 @@ def test_one_rank_has_nothing_to_measure(home):
 
 
 def test_show_lists_stored_and_damaged_entries(home):
-    cache.save(TUNED, KEY)
-    (cache.directory() / "damaged.json").write_text("{")
+    tuning_cache.save(TUNED, KEY)
+    (tuning_cache.directory() / "damaged.json").write_text("{")
     done = tune(home, "--show")
     assert done.returncode == 0, done.stderr
     assert TUNED.text in done.stdout and "an MPI" in done.stdout
@@ -45,19 +45,19 @@ def test_show_lists_stored_and_damaged_entries(home):
 
 
 def test_clear_removes_entries(home):
-    cache.save(TUNED, KEY)
+    tuning_cache.save(TUNED, KEY)
     assert json.loads(tune(home, "--clear", "--json").stdout) == {"removed": 1}
     assert tune(home, "--show").stdout.startswith("0 in ")
 
 
 @pytest.mark.parametrize("word", ["--show", "--clear"])
 def test_only_rank_0_prints_and_clears(home, word):
-    cache.save(TUNED, KEY)
+    tuning_cache.save(TUNED, KEY)
     for rank in (1, 0):  # rank 1 first: it must remove nothing
         done = tune(home, word, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=str(rank))
         assert done.returncode == 0, done.stderr
         assert bool(done.stdout) == (rank == 0)
-        assert len(list(cache.directory().glob("*.json"))) == (word == "--show" or rank == 1)
+        assert len(list(tuning_cache.directory().glob("*.json"))) == (word == "--show" or rank == 1)
 
 
 @pytest.mark.parametrize("arguments", [("--show", "--clear"), ("--max-bytes", "much"), ("--dtype", "float16")])

@@ -7,9 +7,9 @@ from harness.marks import on_threads
 from hpcdist.arrays.dtypes import FLOATS
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range
 from hpcdist.collectives import SHARDED
-from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.transport import NULL_SINK
 from hpcdist.errors import BufferHandoverError, UsageError
 
 SIZES = range(1, 9)

@@ -12,10 +12,10 @@ import pytest
 
 from hpcdist.batch import ledger
 from hpcdist.cli.main import group
-from hpcdist.collectives.tuning.cache import Tuning
-from hpcdist.collectives.tuning.cache import path_of as tuning_path
-from hpcdist.collectives.tuning.cache import read as read_tuning
-from hpcdist.collectives.tuning.cache import save as keep_tuning
+from hpcdist.collectives.tuning_cache import Tuning
+from hpcdist.collectives.tuning_cache import path_of as tuning_path
+from hpcdist.collectives.tuning_cache import read as read_tuning
+from hpcdist.collectives.tuning_cache import save as keep_tuning
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import solo

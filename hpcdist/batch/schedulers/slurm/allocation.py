@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-LIMIT_S: Final = 60.0  # a busy controller responds slowly
+from hpcdist.batch.schedulers.slurm.queue import LIMIT_S
+
 PROBE_S: Final = 30.0  # longer than srun's wait for silent nodes with the default MessageTimeout
 MARGIN_S: Final = 30.0  # added to SlurmdTimeout, because Slurm checks nodes at intervals
 LOOK_INTERVAL_S: Final = 5.0

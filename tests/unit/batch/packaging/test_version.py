@@ -79,14 +79,14 @@ def run_hpcdist(*arguments):
 
 @pytest.mark.full
 def test_run_of_an_earlier_version_can_be_resumed(old_run):
-    before = step_metrics.read(old_run / step_metrics.METRICS_FILE)
+    before = step_metrics.read(old_run / "metrics.h5")
     assert before.attributes["hpcdist_version"] == old_run.name.removeprefix("run-")
     whole = shutil.copytree(old_run, old_run.parent / "whole")
     for run in (old_run, whole):
         keys = ("--set=run.steps=7", f"--set=data.staged={old_run.parent}/data.h5")
         output = run_hpcdist("train", run / "recipe.toml", "--out", run, "--resume", "auto", *keys)
         assert "resumed from" in output and "after 4 steps" in output
-    after = [step_metrics.read(run / step_metrics.METRICS_FILE) for run in (old_run, whole)]
+    after = [step_metrics.read(run / "metrics.h5") for run in (old_run, whole)]
     assert np.array_equal(after[0].steps["loss"], after[1].steps["loss"]), "a resume must be deterministic"
     assert np.array_equal(after[0].steps["step"], range(1, 8))
     assert np.array_equal(after[0].steps["loss"][:4], before.steps["loss"])

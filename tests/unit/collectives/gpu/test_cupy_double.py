@@ -10,7 +10,7 @@ import pytest
 from hpcdist.arrays import backend
 from hpcdist.arrays.gpu import device, graphs, staging
 from hpcdist.arrays.jit import jit
-from hpcdist.collectives.gpu import peer_memory
+from hpcdist.collectives import peer_memory
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.models.layers import cuda_kernels

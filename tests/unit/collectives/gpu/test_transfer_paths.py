@@ -12,9 +12,8 @@ from harness.trainings import LAYOUTS, Trained, assemble_trainer, check_same
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.collectives.gpu import nccl, peer_memory, staging
+from hpcdist.collectives import autotune, dispatch, nccl, peer_memory
 from hpcdist.collectives.reduction import native_allreduce
-from hpcdist.collectives.tuning import autotune
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError
@@ -44,17 +43,17 @@ def integer_inputs(rng, size, dtype="float32"):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("segments", [1, 2, 3, 4, 9])
 def test_segments_use_three_pinned_blocks(gpu, size, segments, rng, monkeypatch):
-    monkeypatch.setattr(staging, "SEGMENT_BYTES", 4 * -(-COUNT // segments))
+    monkeypatch.setattr(dispatch, "SEGMENT_BYTES", 4 * -(-COUNT // segments))
     inputs = integer_inputs(rng, size)
     leased = []
-    lease = staging.staging.lease
-    monkeypatch.setattr(staging.staging, "lease", lambda *expected: leased.append(expected) or lease(*expected))
+    lease = dispatch.staging.lease
+    monkeypatch.setattr(dispatch.staging, "lease", lambda *expected: leased.append(expected) or lease(*expected))
     result = run_between_kernels(
-        size, inputs, lambda comm, buffer: staging.staged_allreduce(native_allreduce, comm, buffer)
+        size, inputs, lambda comm, buffer: dispatch.staged_allreduce(native_allreduce, comm, buffer)
     )
     for values in result:
         assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
-    assert len(leased) == size * min(segments, staging.BLOCKS)
+    assert len(leased) == size * min(segments, dispatch.BLOCKS)
     for rank in range(size):
         # the test itself adds one transfer each way
         assert gpu.LOG.count(gpu.D2H, f"rank {rank}") == gpu.LOG.count(gpu.H2D, f"rank {rank}") == segments + 1
@@ -62,15 +61,15 @@ def test_segments_use_three_pinned_blocks(gpu, size, segments, rng, monkeypatch)
 
 def test_host_waits_for_one_segment_at_a_time(gpu, monkeypatch):
     """While segment 0 is reduced, the copies of segments 1 and 2 are in flight."""
-    monkeypatch.setattr(staging, "SEGMENT_BYTES", 40)
+    monkeypatch.setattr(dispatch, "SEGMENT_BYTES", 40)
     seen = []
 
     def record_pending(comm, block, op="sum"):
-        stream = staging.staging._per_thread.stream
+        stream = dispatch.staging._per_thread.stream
         seen.append(stream._given - stream._done)
 
     run_threads(
-        1, lambda comm: staging.staged_allreduce(record_pending, comm, backend.zeros(40, np.dtype("float32"), "gpu"))
+        1, lambda comm: dispatch.staged_allreduce(record_pending, comm, backend.zeros(40, np.dtype("float32"), "gpu"))
     )
     assert seen == [4, 4, 2, 0]  # an event wait and a copy for each segment ahead
 
@@ -252,9 +251,9 @@ def test_nccl_on_host_buffers_uses_mpi(gpu):
 def test_pointer_support_is_decided_per_operation(gpu):
     def body(comm):
         comm.handover = Handover(("send",))
-        results = [staging.takes_pointers(comm, operation) for operation in ("send", "allreduce")]
+        results = [dispatch.takes_pointers(comm, operation) for operation in ("send", "allreduce")]
         children = comm.split(0)
-        assert children is not None and staging.takes_pointers(children, "send")
+        assert children is not None and dispatch.takes_pointers(children, "send")
         return results
 
     assert run_threads(2, body) == [[True, False]] * 2

@@ -44,7 +44,7 @@ def test_segments_are_summed_by_owners_and_spread(flow_class, size, owners, rng)
         for turn, segment in enumerate(order):
             time.sleep(1e-3 * ((turn + comm.rank) % 3 == 0))
             flow.sum_next()
-            local_data = flow.own(segment)
+            local_data = flow.local_view(segment)
             assert comm.rank < owners or local_data.size == 0
             local_data *= 2  # the contribution of the other nodes
             flow.spread(segment)

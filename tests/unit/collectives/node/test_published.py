@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcdist.collectives.node.published import PublishedMemory
+from hpcdist.collectives.node.flow import PublishedMemory
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import CommunicationError
 

@@ -22,13 +22,13 @@ from hpcdist.comm.doctor.job_checks import (
     NODE_LOCAL,
     RUN_DIRECTORY,
     SHARED_MEMORY,
-    ClockOffset,
     Greeting,
     RankRow,
     RankTable,
 )
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN
 from hpcdist.comm.launch.environment import LaunchEnvironment
+from hpcdist.comm.record.clock_offsets import ClockReading
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import CommunicationError, ConfigurationError, DeadlineError, MissingCapabilityError, UsageError
 from hpcdist.reporting.hostlist import fold_names, format_ranges, group_texts, parse_ranges
@@ -200,7 +200,7 @@ def test_gpus_of_ranks_are_checked(facts, expected, held, status, words):
 @pytest.mark.parametrize(("expected", "status"), [("gpu", FAIL), ("", WARN), ("cpu", OK)])
 def test_nodes_without_gpu_are_reported(expected, status):
     rows = table(nodes=3, gpu=lambda node, local: GpuFacts(None, 2 * (node != 1), f"{local}", "driver too old"))
-    check = binding_checks.check_gpus(rows, expected, held=False)
+    check = binding_checks.check_gpus(rows, expected, allocated=False)
     assert check.status == status
     if status != OK:
         assert check.found == "n2: 2 of 2 ranks without a GPU: driver too old"
@@ -271,24 +271,24 @@ def test_core_check_passes_without_numa_domains():
 
 @cases(
     "offsets, status, words",
-    ([ClockOffset(0, 0)], OK, "one node"),
+    ([ClockReading(0, 0, 0, 0)], OK, "one node"),
     (
-        [ClockOffset(0, 0), ClockOffset(0.25, 0.001), ClockOffset(-0.5, 0.002)],
+        [ClockReading(0, 0, 0, 0), ClockReading(0, 0, 250000000, 2000000), ClockReading(0, 0, -500000000, 4000000)],
         OK,
         "500.000 ms apart, to within 2.000 ms",
     ),
     (
-        [ClockOffset(0, 0), ClockOffset(3.0, 0.001), ClockOffset(3.0, 0.002)],
+        [ClockReading(0, 0, 0, 0), ClockReading(0, 0, 3000000000, 2000000), ClockReading(0, 0, 3000000000, 4000000)],
         WARN,
         "n[2-3]: 3.0 s ahead of the first node",
     ),
     (
-        [ClockOffset(0, 0), ClockOffset(0.0, 0.001), ClockOffset(-1.5, 0.1)],
+        [ClockReading(0, 0, 0, 0), ClockReading(0, 0, 0, 2000000), ClockReading(0, 0, -1500000000, 200000000)],
         WARN,
         "n3: 1.5 s behind the first node, to within 0.1",
     ),
     (
-        [ClockOffset(0, 0), ClockOffset(0.0, 0.001), ClockOffset(-1.5, 0.6)],
+        [ClockReading(0, 0, 0, 0), ClockReading(0, 0, 0, 2000000), ClockReading(0, 0, -1500000000, 1200000000)],
         OK,
         "1500.000 ms",
     ),  # it may be less than a second
@@ -497,7 +497,7 @@ def test_rank_0_gathers_all_rows(tmp_path, size, ranks_per_node, nodes):
     assert job_checks.check_messages(one.table).status == OK
     assert job_checks.check_directory(one.table, "run", one.failure).status == OK
     assert len(one.offsets) == nodes
-    assert all(abs(offset.offset_s) <= offset.bound_s + 1e-3 for offset in one.offsets)
+    assert all(abs(offset.offset_ns) <= offset.bound_ns + 1e6 for offset in one.offsets)
     assert any(row.greeting.inside_s is not None for row in one.table.rows) is (ranks_per_node > 1 and size > 1)
     assert list((tmp_path / "run").iterdir()) == [], "rank 0 removes its file"
 
@@ -519,8 +519,8 @@ def test_rows_of_alternating_nodes_are_in_rank_order(tmp_path):
 def test_clock_ahead_of_first_node_gives_warning(tmp_path):
     result = gather_on_threads(4, 2, tmp_path, clock=lambda rank: lambda: time.time() + 5.0 * (rank >= 2))
     offsets = result[0][0].offsets
-    assert offsets[0] == ClockOffset(0.0, 0.0)
-    assert offsets[1].offset_s == pytest.approx(5.0, abs=offsets[1].bound_s + 1e-6)
+    assert (offsets[0].offset_ns, offsets[0].bound_ns) == (0, 0)
+    assert offsets[1].offset_ns == pytest.approx(5e9, abs=offsets[1].bound_ns + 1e3)
     check = job_checks.check_clocks(result[0][0].table, offsets)
     assert check.status == WARN and check.found.startswith("node1: 5.0 s ahead")
 

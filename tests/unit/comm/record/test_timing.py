@@ -10,11 +10,11 @@ import pytest
 from harness.marks import cases
 from hpcdist import collectives
 from hpcdist.arrays.ranges import split
+from hpcdist.collectives import nonblocking
 from hpcdist.collectives.dispatch import ALLREDUCE
-from hpcdist.collectives.nonblocking import engines
-from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.record.timing import BytesMoved, MessageTraffic, OperationTiming
 from hpcdist.comm.threads.communicator import run_threads, solo
+from hpcdist.comm.transport import UNKNOWN_BYTES
 from hpcdist.errors import UsageError
 
 
@@ -201,7 +201,7 @@ def test_nonblocking_allreduce_is_counted(kind, rng):
     values = rng.standard_normal(100)
 
     def work(comm):
-        with engines.begin(comm, kind) as progress:
+        with nonblocking.begin(comm, kind) as progress:
             handles = [progress.iallreduce(values.copy(), "ring") for _ in range(2)]
             comm.barrier()
             for handle in handles:

@@ -76,7 +76,7 @@ OF_TWELVE = {
 }
 VISIBLE = """
 with driver() as one:
-    print_json({value: nvml.gpus_in_use(one, None, {nvml.VISIBLE: value}) for value in VALUES})
+    print_json({value: nvml.gpus_in_use(one, None, {nvml.VISIBLE_GPUS: value}) for value in VALUES})
 """
 
 
@@ -96,11 +96,11 @@ def test_gpu_of_a_rank_is_found_by_pci_address(program):
 
 def test_index_of_unlike_gpus_needs_bus_order(program):
     source = """
-first = {nvml.VISIBLE: "0"}
+first = {nvml.VISIBLE_GPUS: "0"}
 with driver() as one:
     message = error_text(lambda: nvml.gpus_in_use(one, None, first))
     by_bus = nvml.gpus_in_use(one, None, first | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
-    print_json([message, by_bus, nvml.gpus_in_use(one, None, {nvml.VISIBLE: "GPU-00"})])
+    print_json([message, by_bus, nvml.gpus_in_use(one, None, {nvml.VISIBLE_GPUS: "GPU-00"})])
 """
     output, by_bus, by_uuid = program([gpu(0, name="T400"), gpu(1)], source)
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in output and by_bus == by_uuid == ["GPU-00"]

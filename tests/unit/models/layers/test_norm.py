@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcdist.models.layers.norm import EPSILON, KINDS, LocalNorm
+from hpcdist.models.layers.norm import EPSILON, NORMS, LocalNorm
 from hpcdist.models.runtime.arena import Arena
 
 SHAPES = [(0, 5), (1, 1), (1, 7), (3, 1), (5, 33), (17, 128), (2, 3, 65), (300, 1027)]
@@ -39,7 +39,7 @@ def _plain(kind, x, scale, bias, dy):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mean", [0, 3, 100])
 def test_norms_match_the_formula(mean, shape, kind, dtype, rng):
@@ -65,7 +65,7 @@ def test_norms_match_the_formula(mean, shape, kind, dtype, rng):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_non_finite_value_stays_visible_in_its_row(kind, value, rng):
     x, dy = rng.standard_normal((2, 4, 64)).astype(np.float32)
     x[2, 5] = value

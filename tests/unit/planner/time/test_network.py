@@ -9,8 +9,8 @@ import pytest
 from harness.made_plans import cluster_of
 from hpcdist import collectives
 from hpcdist.arrays.ranges import split
-from hpcdist.collectives.tuning.cost_model import CROWDED, NODE, WIRE, LinkParameters, MachineCosts, Topology
-from hpcdist.collectives.tuning.cost_model import FORMULAS as MEASURED
+from hpcdist.collectives.cost_model import CROWDED, NODE, WIRE, LinkParameters, MachineCosts, Topology
+from hpcdist.collectives.cost_model import FORMULAS as MEASURED
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import UsageError

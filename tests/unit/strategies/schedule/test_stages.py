@@ -104,7 +104,7 @@ def test_tied_tensors_of_any_placement_have_the_same_gradient(split):
 
 
 def test_swapped_microbatches_with_the_same_tag_are_rejected(monkeypatch):
-    monkeypatch.setattr(messages, "LAST_TAG", messages.TIES - 1 + 2 * 2 * (LAYERS + 2))  # 2 micro-batches apart
+    monkeypatch.setattr(messages, "LARGEST_TAG", messages.TIES - 1 + 2 * 2 * (LAYERS + 2))  # 2 micro-batches apart
     model = ModelConfig(layers=LAYERS, hidden=8, heads=2, vocabulary=19)
     placement = looped([range(2), range(2, LAYERS + 2)], 2)
     compare(Plan(placement, generated("zb-h1", 2, 5).passes, 5), model)

@@ -11,7 +11,7 @@ from harness.rank_run import RankRun, text
 from harness.trainings import recipe_of
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.nonblocking import progress
+from hpcdist.collectives import progress
 from hpcdist.comm import config
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, ScheduleError

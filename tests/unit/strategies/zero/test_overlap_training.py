@@ -10,7 +10,7 @@ from harness.marks import cases, on_threads
 from harness.rank_run import RankRun, text
 from harness.trainings import assert_rejected
 from hpcdist import collectives
-from hpcdist.collectives.nonblocking import progress
+from hpcdist.collectives import progress
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, ScheduleError

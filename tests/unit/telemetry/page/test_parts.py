@@ -16,7 +16,7 @@ S, MS = 10**9, 10**6
 
 def counters(rows):
     """Return samples of counters at constant power: rows of (session, node, source, watts, begin_s, end_s)."""
-    results = {name: [] for name in energy_data.COLUMNS}
+    results = {name: [] for name in energy_data.ENERGY_COLUMNS}
     for session, node, source, watts, begin, end in rows:
         seconds = np.linspace(begin, end, 50)
         results["t_mono_ns"] += (seconds * S).astype(np.int64).tolist()

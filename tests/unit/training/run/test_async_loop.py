@@ -13,7 +13,7 @@ from harness.jobs import LIMIT_S
 from harness.marks import cases
 from harness.trainings import assemble_trainer, recipe_keys, session_of
 from hpcdist.checkpoint.lock import RunLock
-from hpcdist.comm.launch import garbage
+from hpcdist.comm.launch import exit_file
 from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.threads.communicator import ThreadCommunicator, run_threads
 from hpcdist.errors import NonFiniteError
@@ -148,7 +148,7 @@ def test_end_of_a_job_frees_the_row_channel(text, tmp_path, monkeypatch):
     """Garbage collection would not: an MPI communicator lives until it is freed."""
     freed = []
     monkeypatch.setattr(ThreadCommunicator, "free", lambda comm: freed.append(comm.name))
-    monkeypatch.setattr(gc, "get_threshold", lambda: garbage.SELDOM)  # as after the start of `hpcdist train`
+    monkeypatch.setattr(gc, "get_threshold", lambda: exit_file.SELDOM)  # as after the start of `hpcdist train`
     thresholds = []
     monkeypatch.setattr(gc, "set_threshold", lambda *those: thresholds.append(those))
 
@@ -158,7 +158,7 @@ def test_end_of_a_job_frees_the_row_channel(text, tmp_path, monkeypatch):
         job = TrainingJob(loop.trainer.recipe, run, loop.stop_requests, RunLock({}), as_json=True)
         made = job.steps(loop)
         comm.barrier()
-        assert not freed and thresholds == [garbage.USUAL] * 2
+        assert not freed and thresholds == [exit_file.USUAL] * 2
         comm.barrier()
         return job.finish(loop, *made)
 

@@ -15,16 +15,17 @@ from hpcdist.checkpoint.lock import LOCK_FILE, RunLock
 from hpcdist.cli.jobs import begin
 from hpcdist.comm.record import flight_recorder, spans
 from hpcdist.comm.threads.communicator import solo
+from hpcdist.constants import JOBS_FILE, STARTS_FILE, USAGE_FILE
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
 from hpcdist.hdf5 import files
 from hpcdist.planner.cluster import toml_file
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.sinks.stream import AppendOnlyFile
-from hpcdist.training.observe.energy import USAGE_FILE, EnergyRecorder
+from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run import start_record
-from hpcdist.training.run.start_record import STARTS_FILE, StartRecord
+from hpcdist.training.run.start_record import StartRecord
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +162,7 @@ def test_temporarily_unreadable_record_is_kept(code, tmp_path, monkeypatch, capf
     EnergyRecorder(solo(), Recipe(), None, tmp_path).note()
     ledger.record(tmp_path, ledger.SUBMITTED, job="1")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(before) == {STARTS_FILE, USAGE_FILE, ledger.FILE_NAME}
+    assert set(before) == {STARTS_FILE, USAGE_FILE, JOBS_FILE}
 
     def fail(path, most_bytes=0):
         raise OSError(code, os.strerror(code), os.fspath(path))

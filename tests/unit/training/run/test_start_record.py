@@ -5,7 +5,8 @@ import json
 import pytest
 
 from hpcdist.comm.launch.exit_file import LAUNCH_DIR
-from hpcdist.training.run.start_record import FINISHED, HEARTBEAT_S, STARTS_FILE, STOPPED, StartRecord
+from hpcdist.constants import FINISHED, STARTS_FILE, STOPPED
+from hpcdist.training.run.start_record import HEARTBEAT_S, StartRecord
 
 
 class Clock:

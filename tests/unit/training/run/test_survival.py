@@ -12,8 +12,9 @@ import pytest
 from harness import jobs
 from harness.jobs import LIMIT_S
 from harness.marks import cases
-from hpcdist.comm.launch import garbage
-from hpcdist.training.run.stop_requests import EXIT_CODES, STOP_FILE, StopReason, StopRequests, agreed_reason
+from hpcdist.comm.launch import exit_file
+from hpcdist.constants import STOP_FILE
+from hpcdist.training.run.stop_requests import EXIT_CODES, StopReason, StopRequests, agreed_reason
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
@@ -142,14 +143,14 @@ def test_garbage_collection_is_rare_during_the_start(command, seldom):
 
 def test_steps_use_default_garbage_collection_unless_configured():
     try:
-        garbage.collect_seldom()
-        garbage.collect_as_usual()
-        assert gc.get_threshold() == garbage.USUAL
+        exit_file.collect_seldom()
+        exit_file.collect_as_usual()
+        assert gc.get_threshold() == exit_file.USUAL
         gc.set_threshold(50_000, 5, 5)
-        garbage.collect_as_usual()
+        exit_file.collect_as_usual()
         assert gc.get_threshold() == (50_000, 5, 5)
     finally:
-        gc.set_threshold(*garbage.USUAL)
+        gc.set_threshold(*exit_file.USUAL)
 
 
 def test_signal_at_the_end_keeps_the_exit_code():

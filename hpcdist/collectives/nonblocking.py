@@ -22,7 +22,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
 from hpcdist.arrays.memory import Ledger
 from hpcdist.collectives import segments
-from hpcdist.collectives.nonblocking.progress import (
+from hpcdist.collectives.progress import (
     ALL_GATHER,
     ALLREDUCE,
     REDUCE_SCATTER,
@@ -38,10 +38,8 @@ from hpcdist.collectives.segments import Buffers, scratch_in
 from hpcdist.collectives.sharded import SHARDED
 from hpcdist.comm import checks
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.transport import Request
+from hpcdist.comm.transport import LARGEST_TAG, Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, MissingCapabilityError, UsageError
-
-TAGS: Final = 1 << 15  # MPI guarantees tags up to 32767
 
 
 class _Operation:
@@ -102,9 +100,9 @@ class PollEngine(ProgressEngine):
                 f"a reduce-scatter of {name_of(task.buffer.dtype)} cannot be polled: it is a single blocking "
                 "all-to-all, without steps to advance between polls; set communication.overlap = 'thread' or 'none'"
             )
-        if self.own.checked:
+        if self.duplicate.checked:
             with self._in_step():
-                checks.compare_calls(self.own, call_of(task), self.wait_a_little)
+                checks.compare_calls(self.duplicate, call_of(task), self.wait_a_little)
         # The lowest slot that no operation in flight uses: its scratch buffers are free.
         slots = {operation.slot for operation in self._active}
         slot = next(number for number in range(len(slots) + 1) if number not in slots)
@@ -124,7 +122,7 @@ class PollEngine(ProgressEngine):
             ended()
 
         lanes = RESUMABLE[task.operation][task.algorithm](
-            self.own, replace(task, buffer=wide), arrivals, self._next_tag
+            self.duplicate, replace(task, buffer=wide), arrivals, self._next_tag
         )
         operation = _Operation(self, slot, lanes, finish)
         self._active.append(operation)
@@ -132,11 +130,11 @@ class PollEngine(ProgressEngine):
         return operation
 
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        checks.announce_refusal(self.own, call, error, self.wait_a_little)
+        checks.announce_refusal(self.duplicate, call, error, self.wait_a_little)
 
     def _next_tag(self) -> int:
         # All ranks start the same operations in the same order, so they use the same tags.
-        self._tag = (self._tag + 1) % TAGS
+        self._tag = (self._tag + 1) % (LARGEST_TAG + 1)
         return self._tag
 
     def progress(self) -> None:
@@ -145,18 +143,18 @@ class PollEngine(ProgressEngine):
             self._active = [operation for operation in self._active if not operation.advance()]
 
     def wait_a_little(self, *others: Request) -> None:
-        """Make progress, then wait until one MPI request of this engine or of ``*others`` is complete. Local."""
+        """Make progress, then wait for one MPI request, of this engine or of the arguments ``*others``. Local."""
         self.progress()
         self.wait_for_more(*others)
 
     def wait_for_more(self, *others: Request) -> None:
-        """Wait until one MPI request is complete: of this engine or of ``*others`` (further arguments). Local."""
+        """Wait until one MPI request is complete, of this engine or of the arguments ``*others``. Local."""
         with self._in_step():
             lanes = [lane for operation in self._active for lane in operation.waits_for()]
             lanes += [[] if request.test() else [request] for request in others]
             # Do not wait if a lane can be resumed (nothing pending): other ranks may wait for its next message.
             if lanes and all(lanes):
-                self.own.wait_any([request for lane in lanes for request in lane])
+                self.duplicate.wait_any([request for lane in lanes for request in lane])
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -270,7 +268,7 @@ class ThreadEngine(ProgressEngine):
         self._thread = threading.Thread(
             target=_serve,
             args=(self._jobs, self._clock, segments.ledger()),
-            name=f"collectives of {self.own.name}",
+            name=f"collectives of {self.duplicate.name}",
             daemon=True,
         )
         self._thread.start()
@@ -287,11 +285,11 @@ class ThreadEngine(ProgressEngine):
                 "the buffer is on a GPU, but a progress thread accepts only host buffers: the streams of a GPU belong "
                 "to the computing thread; use the progress 'poll', or a blocking collective"
             )
-        comm = self.own
+        comm = self.duplicate
         return self._put(lambda: _run_blocking(comm, task), ended)
 
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        comm = self.own
+        comm = self.duplicate
         self._put(lambda: checks.announce_refusal(comm, call, error), lambda: None)
 
     def _put(self, call: Callable[[], None], ended: Callable[[], None]) -> _Job:
@@ -304,7 +302,7 @@ class ThreadEngine(ProgressEngine):
 
     def _finish(self) -> None:
         # Run in the thread, which owns the scratch buffers, after all operations.
-        last = self._put(lambda: collectives.release(self.own), lambda: None)
+        last = self._put(lambda: collectives.release(self.duplicate), lambda: None)
         try:
             last.wait()
         except CommunicationError as error:
@@ -323,9 +321,9 @@ KINDS: Final[dict[str, Callable[[Communicator], ProgressEngine]]] = {"thread": T
 
 
 def begin(comm: Communicator, kind: str) -> ProgressEngine:
-    """Return the progress engine of ``kind`` ("thread" or "poll") for ``comm``. Collective over ``comm``.
+    """Return the progress engine of ``kind`` "thread" or "poll" for ``comm``. Collective over ``comm``.
 
-    Raises UsageError for an unknown kind, and MissingCapabilityError if a thread cannot be used.
+    Raises UsageError for an unknown kind, and MissingCapabilityError if no thread can be used.
     """
     if kind not in KINDS:
         raise UsageError(f"progress {kind!r} is unknown; choose one of {', '.join(KINDS)}")

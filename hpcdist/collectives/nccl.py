@@ -38,7 +38,7 @@ _communicators: weakref.WeakKeyDictionary[Communicator, Any] = weakref.WeakKeyDi
 
 
 def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place to the same bits on every rank. Collective over ``comm``.
+    """Reduce a GPU ``buffer`` in place, with equal bits on every rank. Collective over ``comm``.
 
     Raises MissingCapabilityError on every rank if NCCL is missing or does not support the GPUs.
     """
@@ -57,7 +57,7 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
 
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-    """Reduce ``buffer`` in place so that ``buffer[ranges[rank]]`` is the result. Collective over ``comm``."""
+    """Reduce ``buffer`` in place. Rank r gets ``buffer[ranges[r]]``; the rest becomes undefined. Collective."""
     if is_16bit_float(buffer.dtype) or may_lose_nan(buffer, op):
         _exchange_and_reduce(comm, buffer, ranges, op)
         return
@@ -123,7 +123,7 @@ def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
 
 @contextmanager
 def enqueuing(allowed: bool = True) -> Iterator[None]:
-    """Context manager in which NCCL calls of this thread return once enqueued. ``allowed`` False: they wait. Local."""
+    """Context manager: NCCL calls of this thread return once enqueued. If ``allowed`` is False, they wait. Local."""
     before = _here.enqueued
     _here.enqueued = 0 if allowed else None
     try:
@@ -133,7 +133,7 @@ def enqueuing(allowed: bool = True) -> Iterator[None]:
 
 
 def enqueued() -> int:
-    """Return the number of NCCL calls that this thread has enqueued in its current `enqueuing` context. Local."""
+    """Return the number of NCCL calls that this thread has enqueued inside the current `enqueuing`. Local."""
     return _here.enqueued or 0
 
 
@@ -162,10 +162,7 @@ def communicator(comm: Communicator) -> Any:
 
 
 def refusal(comm: Communicator) -> str:
-    """Return the reason why NCCL does not support ``comm``, or "". The result is equal on all ranks. Collective.
-
-    NCCL before 2.30 rejects several ranks on one GPU. Later versions accept them with NCCL_MULTI_RANK_GPU_ENABLE=1.
-    """
+    """Return the reason why NCCL does not support ``comm``, or "", equal on all ranks. Collective."""
     reason, bus_id, version = "", "", 0
     try:
         module = device.nccl()
@@ -186,14 +183,11 @@ def refusal(comm: Communicator) -> str:
         if oldest >= SEVERAL_RANKS_A_GPU
         else "give each rank a GPU of its own, or install nvidia-nccl-cu12 (or -cu13) >= 2.30"
     )
+    version_text = f"{oldest // 10000}.{oldest // 100 % 100}.{oldest % 100}"
     return (
-        f"{ranks} ranks share GPU {bus_id} of node {node}, and NCCL {_readable(oldest)}, as it is set up, takes one "
+        f"{ranks} ranks share GPU {bus_id} of node {node}, and NCCL {version_text}, as it is set up, takes one "
         f"rank a GPU; {cure}, or choose another communication.algorithm than nccl"
     )
-
-
-def _readable(version: int) -> str:
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def release(comm: Communicator) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hpcdist import collectives
-from hpcdist.collectives.tuning.cost_model import CROWDED, FORMULAS, NODE, WIRE, LinkParameters, MachineCosts, Topology
-from hpcdist.comm.events import NULL_SINK
+from hpcdist.collectives.cost_model import CROWDED, FORMULAS, NODE, WIRE, LinkParameters, MachineCosts, Topology
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.comm.transport import NULL_SINK
 
 ITEMS = 840  # divides into chunks for 1..8 ranks, and fits into one segment of every algorithm
 ROUGHLY = 64 * 8  # bytes by which 64-byte aligned chunks may differ from n/p, over all steps

@@ -5,24 +5,24 @@ import socket
 
 import pytest
 
-from hpcdist.comm.launch import listeners
+from hpcdist.comm.launch import environment
 
 
 def test_listening_sockets_of_a_process_are_listed_with_address_and_port():
     with socket.create_server(("127.0.0.1", 0)) as local, socket.create_server(("0.0.0.0", 0)) as other:
-        result = listeners.listening(os.getpid())
+        result = environment.listening(os.getpid())
         assert result[local.fileno()] == f"127.0.0.1:{local.getsockname()[1]}"
         assert result[other.fileno()] == f"0.0.0.0:{other.getsockname()[1]}"
-        assert listeners.is_loopback(result[local.fileno()]) and not listeners.is_loopback(result[other.fileno()])
-    assert listeners.listening(2**30) == {}, "that process no longer exists"
-    assert not listeners.is_loopback("[::]:1024") and listeners.is_loopback("[::1]:1024")
+        assert environment.is_loopback(result[local.fileno()]) and not environment.is_loopback(result[other.fileno()])
+    assert environment.listening(2**30) == {}, "that process no longer exists"
+    assert not environment.is_loopback("[::]:1024") and environment.is_loopback("[::1]:1024")
 
 
 @pytest.mark.parametrize(("interface", "device"), [("lo", b"lo\0"), ("eth0", b"")])
 def test_open_sockets_are_bound_to_the_loopback_device_if_tcp_uses_it_alone(monkeypatch, interface, device):
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", interface)
     with socket.create_server(("0.0.0.0", 0)) as server:
-        listeners.restrict_to_loopback()
+        environment.restrict_to_loopback()
         assert server.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16) == device
 
 
@@ -38,6 +38,6 @@ def test_open_sockets_are_bound_to_the_loopback_device_if_tcp_uses_it_alone(monk
     ],
 )
 def test_plain_mpirun_on_one_host_starts_no_tcp_transport(announced, added):
-    environment = dict(announced)
-    listeners.exclude_tcp(environment)
-    assert environment == announced | added
+    variables = dict(announced)
+    environment.exclude_tcp(variables)
+    assert variables == announced | added

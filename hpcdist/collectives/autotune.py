@@ -19,12 +19,11 @@ from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
+from hpcdist.collectives import nccl, tuning_cache
+from hpcdist.collectives.cost_model import FORMULAS, Clock, MachineCosts, Topology, measure_machine, slowest_rank
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
-from hpcdist.collectives.gpu import nccl
 from hpcdist.collectives.reduction import REFUSALS
-from hpcdist.collectives.tuning import cache
-from hpcdist.collectives.tuning.cache import Tuning, TuningRow
-from hpcdist.collectives.tuning.cost_model import FORMULAS, Clock, MachineCosts, Topology, measure_machine, slowest_rank
+from hpcdist.collectives.tuning_cache import Tuning, TuningRow
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
 
@@ -39,10 +38,9 @@ MOST_REPEATS: Final = 8
 
 
 class Tournament:
-    """Timed comparison of candidate algorithms on ``comm``.
+    """Timed comparison of algorithms on ``comm``. Times are maxima over the ranks of ``everyone``.
 
-    ``candidates``: {name: function that calls the algorithm once}. ``everyone``: communicator of all comparing ranks;
-    times are maxima over these ranks.
+    ``candidates``: {name: function that executes the algorithm once}.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class Tournament:
     def run(self, share_s: float, protected: str) -> dict[str, float]:
         """Return {candidate: median seconds}, measured for about ``share_s`` seconds in total. Collective.
 
-        Candidates that cannot run or are too slow are left out. ``protected``: a candidate to keep, even if slow.
+        Candidates that cannot run are left out, and slow ones except ``protected``.
         """
         start_s = self.clock()
         self._drop_refusals()
@@ -162,15 +160,15 @@ def select(
 ) -> Tuning:
     """Return the fastest algorithms for reductions over ``comm``, equal on all ranks. Collective over ``everyone``.
 
-    ``everyone``: all ranks that tune now, in groups ``comm`` of equal size. ``request``: the buffers. ``library``: MPI
-    library version. Keyword-only ``cached``: allow a stored result.
+    ``everyone``: all ranks that tune now, in groups ``comm`` of equal size. ``library``: version of the MPI
+    library. Keyword-only ``cached``: True to use a stored result.
     """
     # ``renewed``: force a new measurement. ``announce``: function to call before a measurement.
     start_s = clock()
     if slowest_rank(everyone, comm.size) == 1:
         return Tuning(NATIVE, source="default")
     topology = _agreed(everyone, Topology.of(comm))
-    key = cache.key(
+    key = tuning_cache.key(
         everyone,
         topology.ranks_per_node,
         library,
@@ -179,9 +177,9 @@ def select(
         request.buffer,
         request.max_bytes,
     )
-    note, load = "", slowest_rank(everyone, cache.load_per_processor())
+    note, load = "", slowest_rank(everyone, tuning_cache.load_per_processor())
     if cached and not renewed:
-        stored, note = everyone.broadcast_object(cache.read(key, load) if everyone.rank == 0 else None)
+        stored, note = everyone.broadcast_object(tuning_cache.read(key, load) if everyone.rank == 0 else None)
         if stored is not None and usable(stored.text, request.kind, topology.nodes):
             earlier: Tuning = stored
             return earlier
@@ -193,7 +191,7 @@ def select(
         str(AlgorithmTable.of(_limits(rows, request.kind))), tuple(rows), machine, seconds, "measured", note, load
     )
     if cached and everyone.rank == 0:
-        tuning = cache.save(tuning, key)
+        tuning = tuning_cache.save(tuning, key)
     agreed: Tuning = everyone.broadcast_object(tuning)
     return agreed
 
@@ -214,12 +212,12 @@ def usable(text: str, kind: str, nodes: int) -> bool:
 
 
 def runs_on(nodes: int, name: str) -> bool:
-    """Return True unless algorithm ``name`` is limited to one node and ``nodes`` is more than 1. Local."""
+    """Return True if algorithm ``name`` runs on ``nodes`` nodes. Local."""
     return nodes == 1 or name not in ONE_NODE
 
 
 def differs_on(nodes: int, name: str) -> bool:
-    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and differs there from all other algorithms. Local."""
+    """Return True if algorithm ``name`` runs on ``nodes`` nodes, and differs there from other algorithms. Local."""
     return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
 
 
@@ -269,7 +267,7 @@ def _allreduce(
 
 
 def sizes(max_bytes: int) -> list[int]:
-    """Return the buffer sizes (in bytes) at which to time the algorithms, ascending up to ``max_bytes``. Local."""
+    """Return the buffer sizes in bytes at which to time the algorithms, ascending to ``max_bytes``. Local."""
     ascending, size = [], SMALLEST_BYTES
     while size * 2 <= max_bytes:  # skip a size close to the last one
         ascending.append(size)
@@ -278,10 +276,10 @@ def sizes(max_bytes: int) -> list[int]:
 
 
 def choose(measured: Mapping[str, float], before: str | None) -> str:
-    """Return the fastest algorithm in ``measured`` (seconds by name). Local.
+    """Return the fastest algorithm in ``measured``, {name: seconds}. Local.
 
-    Among algorithms of about equal speed, prefer the MPI library's algorithm, or else ``before``, the choice for the
-    next smaller size (or None).
+    Among about equal algorithms, prefer "native", or else ``before``, the choice for the next smaller size (or
+    None).
     """
     best = min(measured, key=measured.__getitem__)
     for steady in (before, NATIVE):
@@ -304,7 +302,7 @@ class CostModel:
     dtype: np.dtype
 
     def predicted(self, nbytes: int) -> dict[str, float]:
-        """Return the predicted seconds of each algorithm with a cost formula, for ``nbytes`` bytes to reduce. Local."""
+        """Return {algorithm: predicted seconds} for a buffer of ``nbytes`` bytes. Local."""
         wide = nbytes * accumulation_dtype(self.dtype).itemsize // self.dtype.itemsize
         sent = {name: nbytes if name == "all_to_all" and is_16bit_float(self.dtype) else wide for name in FORMULAS}
         return {
@@ -317,7 +315,7 @@ class CostModel:
 class SizeSweep:
     """Timings of allreduce algorithms over ``comm`` at several sizes of ``buffer``, within ``budget_s`` seconds.
 
-    Methods are collective over ``everyone``, all measuring ranks. ``model`` predicts the times.
+    Methods are collective over ``everyone``, all measuring ranks. ``model`` predicts times.
     """
 
     def __init__(
@@ -330,13 +328,13 @@ class SizeSweep:
         self._latest: dict[str, tuple[int, float]] = {}  # algorithm -> (size, time) of its last tournament
 
     def measure(self, nbytes: list[int]) -> None:
-        """Time the algorithms at each of the sizes ``nbytes``, in this order, with equal time budgets per size."""
+        """Time the algorithms at each of the sizes ``nbytes``, in this order, with equal time per size."""
         for index, size in enumerate(nbytes):
             share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
             self._compare(size, self._candidates(size), share_s)
 
     def measure_between(self) -> None:
-        """If the fastest algorithms at two adjacent sizes differ, time both algorithms at a size between the two."""
+        """If the fastest algorithms at two adjacent sizes differ, time both at a size between."""
         rows = self.rows()
         pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):

@@ -40,10 +40,7 @@ ALL_GATHER: Final = "all_gather"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Description of a nonblocking collective that changes ``buffer`` in place.
-
-    ``shares``: range of elements of each rank for a reduce-scatter or all-gather, empty for an allreduce.
-    """
+    """A nonblocking collective, which changes ``buffer`` in place. ``shares``: element range of each rank, or ()."""
 
     operation: str
     buffer: Array
@@ -53,7 +50,7 @@ class Task:
 
 
 def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
-    """Return a list of one generator, which runs MPI_Iallreduce. For the arguments see `ring_lanes`."""
+    """Return one generator, which runs MPI_Iallreduce. For the arguments see `ring_lanes`."""
 
     def lane() -> Lane:
         yield [comm.iallreduce(task.buffer, task.op)]
@@ -64,8 +61,8 @@ def native_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -
 def ring_lanes(comm: Communicator, task: Task, scratch: Scratch, tags: Tags) -> list[Lane]:
     """Return generators that run a ring allreduce, one generator per segment of the buffer. Collective.
 
-    A generator yields MPI requests; resume it after their completion. Each rank must finish all generators.
-    ``scratch(n)`` returns a buffer of n elements. ``tags()`` returns an unused message tag, equal on all ranks.
+    A generator yields MPI requests; resume it when they are complete. ``scratch(n)`` returns a buffer of n
+    elements. ``tags()`` returns an unused message tag, equal on all ranks.
     """
     # The caller may interleave the generators.
     buffer, combine = task.buffer, combiner(task.buffer, task.op)
@@ -155,15 +152,15 @@ class Handle(Protocol):
 class ProgressEngine(ABC):
     """Base class of engines that run nonblocking collectives. Construction is collective over ``comm``.
 
-    ``own``: duplicate of ``comm``; allocate shared buffers over it. ``algorithms``: dict from an operation to the names
-    of its algorithms. A ``with`` block closes the engine.
+    ``duplicate``: duplicate of ``comm``. ``algorithms``: {operation: names of its algorithms}. A ``with`` block closes
+    the engine.
     """
 
     # If the ``with`` block raises an exception, closing does not wait for other ranks.
     algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def __init__(self, comm: Communicator, label: str) -> None:
-        self.comm, self.own, self._closed = comm, comm.dup(label), False
+        self.comm, self.duplicate, self._closed = comm, comm.dup(label), False
 
     @property
     def busy_s(self) -> float:
@@ -171,7 +168,7 @@ class ProgressEngine(ABC):
         return math.nan
 
     def iallreduce(self, buffer: Array, algorithm: str | AlgorithmTable = "native", op: str = "sum") -> Handle:
-        """Start to reduce ``buffer`` in place over all ranks. Collective: all ranks start operations in the same order.
+        """Start to reduce ``buffer`` in place. Collective: all ranks start operations in the same order.
 
         For arguments and errors see `hpcdist.collectives.allreduce`. Also raises UsageError after `close`.
         """
@@ -180,18 +177,15 @@ class ProgressEngine(ABC):
     def ireduce_scatter(
         self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
     ) -> Handle:
-        """Start to reduce ``buffer`` in place; this rank's result is ``buffer[shares[rank]]``. Collective.
+        """Start to reduce ``buffer`` in place. Rank r gets ``buffer[shares[r]]``. Collective.
 
-        ``shares``: element range of each rank, computed by ``hpcdist.collectives.SHARDED[algorithm]``. Raises the
-        errors of its ``reduce_scatter``.
+        ``shares``: element ranges, from ``hpcdist.collectives.SHARDED[algorithm].shares``. Raises the errors of
+        its ``reduce_scatter``.
         """
         return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)))
 
     def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
-        """Start an all-gather in ``buffer``: each rank contributes ``buffer[shares[rank]]``. Collective.
-
-        ``shares``: see `ireduce_scatter`. Raises the errors of ``hpcdist.collectives.SHARDED[algorithm].all_gather``.
-        """
+        """Start an all-gather: rank r contributes ``buffer[shares[r]]``. See `ireduce_scatter`. Collective."""
         return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)))
 
     def _begin(self, task: Task) -> Handle:
@@ -199,9 +193,9 @@ class ProgressEngine(ABC):
             raise UsageError(f"i{task.operation} was called after close() of the engine; call close() last")
         try:
             task = replace(task, algorithm=self._name(task))
-            _check(self.own, task)
+            _check(self.duplicate, task)
         except HpcdistError as error:
-            if self.own.checked:
+            if self.duplicate.checked:
                 self._refuse(call_of(task), error)
             raise
         if self.comm.size == 1:
@@ -233,7 +227,7 @@ class ProgressEngine(ABC):
 
     @abstractmethod
     def _refuse(self, call: checks.CollectiveCall, error: HpcdistError) -> None:
-        """Report to the ranks that compare ``call`` that this rank raises ``error`` instead of making the call."""
+        """Report to the ranks that compare ``call`` that this rank raises ``error`` instead of making it."""
 
     @abstractmethod
     def progress(self) -> None:
@@ -244,14 +238,14 @@ class ProgressEngine(ABC):
         """Wait for all operations in flight. Raise the error of a failed operation."""
 
     def close(self) -> None:
-        """Wait for all operations and free all resources. Collective; further calls do nothing.
+        """Wait for all operations, and free all resources. Collective; further calls do nothing.
 
-        Raises the error of an operation that failed. Handles can still be used afterwards.
+        Raises the error of a failed operation. Handles stay usable.
         """
         if not self._closed:
             self._closed = True
             self._finish()
-            self.own.free()
+            self.duplicate.free()
 
     def __enter__(self) -> Self:
         return self
@@ -270,7 +264,7 @@ class ProgressEngine(ABC):
 
 
 def call_of(task: Task) -> checks.CollectiveCall:
-    """Return the description of ``task`` by which ranks check that they start equal operations. Local."""
+    """Return the description of ``task`` that ranks compare. Local."""
     shares = checks.ranges_fingerprint(task.shares) if task.shares else ""
     return checks.describe_call(f"i{task.operation}", task.algorithm, task.buffer, task.op, shares)
 

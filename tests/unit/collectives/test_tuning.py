@@ -11,9 +11,9 @@ import pytest
 
 from harness.marks import cases
 from hpcdist import collectives
-from hpcdist.collectives.tuning import autotune, cache
-from hpcdist.collectives.tuning.autotune import CostModel, Tournament, TuningRequest, choose, select, sizes
-from hpcdist.collectives.tuning.cost_model import NODE, LinkParameters, MachineCosts, Topology
+from hpcdist.collectives import autotune, tuning_cache
+from hpcdist.collectives.autotune import CostModel, Tournament, TuningRequest, choose, select, sizes
+from hpcdist.collectives.cost_model import NODE, LinkParameters, MachineCosts, Topology
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import MissingCapabilityError
 
@@ -77,7 +77,7 @@ def test_second_start_uses_the_cached_measurement():
 
 def test_load_of_the_busiest_node_is_recorded(monkeypatch):
     loads = iter([0.1, 0.7, *[0.1] * 4])
-    monkeypatch.setattr(cache, "load_per_processor", lambda: next(loads))
+    monkeypatch.setattr(tuning_cache, "load_per_processor", lambda: next(loads))
     busy, idle, after = tune(2), tune(2), tune(2)
     assert [result[0].source for result in (busy, idle, after)] == ["measured", "measured", "cache"]
     assert busy[0].load == 0.7 and "beside other work" in idle[0].note

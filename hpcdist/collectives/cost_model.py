@@ -27,7 +27,7 @@ NODE, WIRE, CROWDED = "node", "wire", "crowded"
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Number of ranks on each node. Nodes are sorted by their first rank; each node has consecutive ranks."""
+    """Number of ranks on each node. Nodes are sorted by their first rank, and have consecutive ranks."""
 
     ranks_per_node: tuple[int, ...]
 
@@ -50,7 +50,7 @@ class Topology:
         return NODE if self.nodes == 1 else WIRE
 
     def across(self, distance: int) -> str:
-        """Return the link class for messages between ranks r and r XOR ``distance``: inside or between nodes."""
+        """Return the link class of messages between ranks r and r XOR ``distance``: NODE or CROWDED."""
         # NODE if all these messages stay within nodes, else CROWDED: all ranks of a node send at once.
         inside = all(ranks % (2 * distance) == 0 for ranks in self.ranks_per_node)
         return NODE if self.nodes == 1 or inside else CROWDED
@@ -90,12 +90,12 @@ class AllreduceCost:
 
     @property
     def messages(self) -> int:
-        """Number of messages of the rank with the most traffic: the sum over all link classes."""
+        """Number of messages of the busiest rank, over all link classes."""
         return sum(part.messages for part in self.parts)
 
     @property
     def nbytes(self) -> float:
-        """Number of bytes in the messages of the rank with the most traffic: the sum over all link classes."""
+        """Number of bytes in the messages of the busiest rank, over all link classes."""
         return sum(part.nbytes for part in self.parts)
 
     def seconds(self, machine: MachineCosts) -> float:
@@ -191,9 +191,9 @@ SHORT_TIMES, LONG_TIMES, SUM_TIMES = 30, 4, 5
 def measure_machine(
     comm: Communicator, everyone: Communicator, topology: Topology, like: Array, clock: Clock = time.perf_counter
 ) -> MachineCosts:
-    """Measure the costs of messages and additions: the maxima over all ranks. Collective over ``everyone``.
+    """Measure the costs of messages and sums, as maxima over all ranks. Collective over ``everyone``.
 
-    ``comm``: subset of ``everyone`` to measure. ``topology``: ranks of each node. ``like``: array on the tested device.
+    ``comm``: ranks that exchange messages. ``like``: array on the device to measure.
     """
     nodes = comm.nodes()
     on = "gpu" if backend.is_device(like) else "cpu"
@@ -208,7 +208,7 @@ def measure_machine(
 
 
 def slowest_rank(everyone: Communicator, *seconds: float) -> float:
-    """Return the maximum of ``*seconds`` (further arguments) over all ranks. Collective over ``everyone``."""
+    """Return the maximum of the further arguments ``*seconds`` over all ranks. Collective over ``everyone``."""
     longest = np.array([max(seconds)])
     everyone.allreduce(longest, "max")
     return float(longest[0])

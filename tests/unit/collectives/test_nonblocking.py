@@ -15,17 +15,17 @@ from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range
+from hpcdist.collectives import nonblocking
+from hpcdist.collectives import progress as nonblocking_progress
 from hpcdist.collectives.dispatch import AlgorithmTable
-from hpcdist.collectives.nonblocking import engines
-from hpcdist.collectives.nonblocking import progress as nonblocking_progress
-from hpcdist.collectives.nonblocking.engines import PollEngine, _Operation
+from hpcdist.collectives.nonblocking import PollEngine, _Operation
 from hpcdist.comm.record.flight_recorder import Recorder
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import BufferHandoverError, CommunicationError, MissingCapabilityError, UsageError
 from hpcdist.telemetry import hang
 
-KINDS = sorted(engines.KINDS)
+KINDS = sorted(nonblocking.KINDS)
 SIZES = (1, 2, 3, 4)
 PAIRS = [("poll", name) for name in sorted(nonblocking_progress.RESUMABLE[nonblocking_progress.ALLREDUCE])]
 PAIRS += [("thread", name) for name in sorted(collectives.ALLREDUCE)]
@@ -52,7 +52,7 @@ def test_nonblocking_allreduce_has_the_bits_of_the_blocking_one(kind, algorithm,
         for data in expected:
             collectives.allreduce(comm, data, algorithm)
         results = [data[comm.rank].copy() for data in buffers]
-        with engines.begin(comm, kind) as progress:
+        with nonblocking.begin(comm, kind) as progress:
             handles = [progress.iallreduce(data, algorithm) for data in results]
             for handle in reversed(handles):  # all in flight together, waited for in another order
                 handle.wait()
@@ -72,7 +72,7 @@ def test_nonblocking_halves_have_the_bits_of_the_blocking_ones(kind, algorithm, 
     buffers = [draw.standard_normal((size, count)).astype(np.float32) for count in counts]
 
     def body(comm):
-        with engines.begin(comm, kind) as progress:
+        with nonblocking.begin(comm, kind) as progress:
             shares = [sharding.shares(comm, count, 4) for count in counts]
             expected, result = ([data[comm.rank].copy() for data in buffers] for _ in range(2))
             for data, parts in zip(expected, shares, strict=True):
@@ -101,7 +101,7 @@ def test_nonblocking_halves_have_the_bits_of_the_blocking_ones(kind, algorithm, 
 def test_nonblocking_halves_send_half_and_reject_bad_calls(comm, kind):
     data = np.ones(96 * comm.size, np.float32)
     shares = collectives.SHARDED["ring"].shares(comm, data.size, 4)
-    with engines.begin(comm, kind) as progress:
+    with nonblocking.begin(comm, kind) as progress:
         for start in (progress.ireduce_scatter, progress.iall_gather):
             with count_traffic(comm) as traffic:
                 start(data, shares, "ring").wait()
@@ -134,7 +134,7 @@ def test_checked_halves_with_different_shares_fail_on_all_ranks(comm, kind):
     comm.checked = True
     data = np.ones(64, np.float32)
     shares = [Range(0, 32), Range(32, 64)] if comm.rank else [Range(0, 16), Range(16, 64)]
-    progress = engines.begin(comm, kind)
+    progress = nonblocking.begin(comm, kind)
     with pytest.raises(CommunicationError, match="came to one collective with different calls"):
         progress.iall_gather(data, shares, "ring").wait()
     with contextlib.suppress(CommunicationError):
@@ -149,7 +149,7 @@ def test_nonblocking_allreduce_supports_dtypes_and_reductions(comm, kind, dtype,
     data = (3 * draw_inputs(rng, 77)).astype(dtype)
     expected, result = data[comm.rank].copy(), data[comm.rank].copy()
     collectives.allreduce(comm, expected, "ring", op)
-    with engines.begin(comm, kind) as progress:
+    with nonblocking.begin(comm, kind) as progress:
         progress.iallreduce(result, "ring", op).wait()
     assert result.tobytes() == expected.tobytes()
 
@@ -164,7 +164,7 @@ def test_ring_segments_change_neither_bits_nor_bytes(size, segment_bytes, rng, m
     def body(comm):
         expected, result = data[comm.rank].copy(), data[comm.rank].copy()
         collectives.allreduce(comm, expected, "ring")
-        with engines.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
+        with nonblocking.begin(comm, "poll") as progress, count_traffic(comm) as traffic:
             progress.iallreduce(result, "ring").wait()
         assert result.tobytes() == expected.tobytes()
         assert traffic.sent_bytes == 2 * (size - 1) * result.nbytes // size and not traffic.unknown
@@ -180,7 +180,7 @@ def test_polling_progresses_only_in_tests_and_never_waits(rng):
 
     def body(comm):
         result = data[comm.rank].copy()
-        with engines.begin(comm, "poll") as progress:
+        with nonblocking.begin(comm, "poll") as progress:
             if comm.rank == 1:
                 looked.wait(LIMIT_S)
             handle = progress.iallreduce(result, "ring")
@@ -202,7 +202,7 @@ def test_polling_progresses_only_in_tests_and_never_waits(rng):
 def test_thread_progresses_while_its_rank_is_busy(comm, rng):
     data = draw_inputs(rng, 1000)
     result = data[comm.rank].copy()
-    with engines.begin(comm, "thread") as progress:
+    with nonblocking.begin(comm, "thread") as progress:
         handle = progress.iallreduce(result, "ring")
         while not handle.test():  # the loop itself moves nothing
             pass
@@ -215,7 +215,7 @@ def test_thread_progresses_while_its_rank_is_busy(comm, rng):
 def test_blocking_collectives_run_next_to_nonblocking_ones(comm, kind, rng):
     data = draw_inputs(rng, 500)
     first, between = data[comm.rank].copy(), data[comm.rank].copy()
-    with engines.begin(comm, kind) as progress, engines.begin(comm, kind) as other:
+    with nonblocking.begin(comm, kind) as progress, nonblocking.begin(comm, kind) as other:
         handles = [progress.iallreduce(first, "ring"), other.iallreduce(first.copy(), "ring")]
         collectives.allreduce(comm, between, "ring")
         for handle in handles:
@@ -226,7 +226,7 @@ def test_blocking_collectives_run_next_to_nonblocking_ones(comm, kind, rng):
 @on_threads(3)
 @pytest.mark.full
 def test_concurrent_polled_operations_share_no_memory(comm):
-    with engines.begin(comm, "poll") as one, engines.begin(comm, "poll") as other:
+    with nonblocking.begin(comm, "poll") as one, nonblocking.begin(comm, "poll") as other:
         for _ in range(20):
             first, second = np.full(3000, 1, np.float16), np.full(3000, 100, np.float16)
             handles = [one.iallreduce(first, "ring"), other.iallreduce(second, "ring")]
@@ -238,7 +238,7 @@ def test_concurrent_polled_operations_share_no_memory(comm):
 @pytest.mark.parametrize("kind", KINDS)
 @on_threads(2)
 def test_nonblocking_allreduce_accepts_algorithm_tables(comm, kind):
-    with count_traffic(comm) as traffic, engines.begin(comm, kind) as progress:
+    with count_traffic(comm) as traffic, nonblocking.begin(comm, kind) as progress:
         for table in ("ring<=64,native", AlgorithmTable(("ring", "native"), (64,)), AlgorithmTable(("native",))):
             for count in (8, 9):
                 data = np.ones(count)
@@ -253,7 +253,7 @@ def test_nonblocking_allreduce_accepts_algorithm_tables(comm, kind):
 def test_checked_ranks_with_different_buffers_fail_before_sending(kind):
     def body(comm):
         comm.checked = True
-        progress = engines.begin(comm, kind)
+        progress = nonblocking.begin(comm, kind)
         data = np.ones(1000 + 64 * comm.rank, np.float32)
         with pytest.raises(CommunicationError, match="came to one collective with different calls") as caught:
             progress.iallreduce(data, "ring").wait()
@@ -270,7 +270,7 @@ def test_checked_ranks_with_different_buffers_fail_before_sending(kind):
 @on_threads(3, deadline_s=20)
 def test_rejected_call_of_a_checked_rank_fails_on_all_ranks(comm, kind):
     comm.checked = True
-    progress = engines.begin(comm, kind)
+    progress = nonblocking.begin(comm, kind)
     with pytest.raises(UsageError if comm.rank else CommunicationError, match="reduction 'mean' is unknown"):
         progress.iallreduce(np.ones(10), "ring", "mean" if comm.rank else "sum").wait()
     with contextlib.suppress(CommunicationError):
@@ -284,7 +284,7 @@ def test_checked_ranks_may_wait_before_the_next_call(comm, kind, algorithm):
     """Other ranks compare the next call, and move the operation that this rank waits for."""
     comm.checked = True
     first, second = np.ones(500), np.ones(70_000)
-    with engines.begin(comm, kind) as progress:
+    with nonblocking.begin(comm, kind) as progress:
         handles = [progress.iallreduce(first, algorithm)]
         if comm.rank == 1:
             handles.pop().wait()
@@ -297,7 +297,7 @@ def test_checked_ranks_may_wait_before_the_next_call(comm, kind, algorithm):
 @on_threads(2, ranks_per_node=1)
 def test_event_of_a_call_rejected_by_the_thread_ends(comm, tmp_path):
     comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
-    progress = engines.begin(comm, "thread")
+    progress = nonblocking.begin(comm, "thread")
     with pytest.raises(UsageError, match="choose hierarchical"):
         progress.iallreduce(np.ones(10), "node_shared").wait()
     assert not recorder.running()
@@ -310,7 +310,7 @@ def test_event_of_a_rejected_start_ends(comm, gpu, tmp_path):
     comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
     buffer = backend.place(np.ones(10), "gpu")
     with (
-        engines.begin(comm, "thread") as progress,
+        nonblocking.begin(comm, "thread") as progress,
         pytest.raises(BufferHandoverError, match="accepts only host buffers"),
     ):
         progress.iallreduce(buffer, "ring")
@@ -341,7 +341,7 @@ def test_poll_engine_waits_only_if_no_lane_can_progress(monkeypatch):
 
     progress = PollEngine(solo())
     waited = []
-    monkeypatch.setattr(progress.own, "wait_any", waited.append)
+    monkeypatch.setattr(progress.duplicate, "wait_any", waited.append)
     result, missing = Late(3), Late(float("inf"))  # complete at the look after the lanes were moved
     operation = _Operation(progress, 0, [lane_waiting_for(result), lane_waiting_for(missing)], lambda: None)
     progress._active.append(operation)
@@ -355,7 +355,7 @@ def test_poll_engine_waits_only_if_no_lane_can_progress(monkeypatch):
 @on_threads(2, deadline_s=20)
 def test_wait_does_not_wait_for_later_operations(comm):
     """The other rank must move the later operation, and may do something else first."""
-    with engines.begin(comm, "poll") as progress:
+    with nonblocking.begin(comm, "poll") as progress:
         for _ in range(20):
             first, second, beside = np.ones(300), np.ones(300), np.ones(1)
             handles = [progress.iallreduce(data, "ring") for data in (first, second)]
@@ -368,7 +368,7 @@ def test_wait_does_not_wait_for_later_operations(comm):
 @pytest.mark.parametrize("kind", KINDS)
 def test_failed_rank_releases_the_others(kind):
     def body(comm):
-        with engines.begin(comm, kind) as progress:
+        with nonblocking.begin(comm, kind) as progress:
             if comm.rank == 1:
                 raise ValueError("no gradient")
             handle = progress.iallreduce(np.zeros(10), "ring")
@@ -389,7 +389,7 @@ def start_in_different_order(comm, progress):
 
 def fail_in_step(comm, kind):
     """Return a progress engine with a failed operation, after its error was raised."""
-    progress = engines.begin(comm, kind)
+    progress = nonblocking.begin(comm, kind)
     with pytest.raises(CommunicationError, match="arrived for a buffer of") as caught:
         [handle.wait() for handle in start_in_different_order(comm, progress)]
     assert "deliver" in [entry.name for entry in caught.traceback], "expected the traceback of the failing thread"
@@ -412,7 +412,7 @@ def test_engine_rejects_operations_after_a_failure(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_in_the_context_does_not_wait_for_other_ranks(kind):
     def body(comm):
-        with engines.begin(comm, kind) as progress:
+        with nonblocking.begin(comm, kind) as progress:
             progress.iallreduce(np.zeros(3), "ring").wait()
             raise ValueError(f"rank {comm.rank} has an error of its own")
 
@@ -423,7 +423,7 @@ def test_error_in_the_context_does_not_wait_for_other_ranks(kind):
 
 @on_threads(2, deadline_s=20)
 def test_close_raises_errors_of_unawaited_operations(comm):
-    progress = engines.begin(comm, "thread")
+    progress = nonblocking.begin(comm, "thread")
     first, second = start_in_different_order(comm, progress)
     with pytest.raises(CommunicationError, match="arrived for a buffer of"):
         progress.close()
@@ -453,7 +453,7 @@ def test_recorder_detects_calls_in_different_order(kind, tmp_path):
 def test_start_after_close_is_rejected(kind):
     def body(comm):
         data = np.ones(100)
-        progress = engines.begin(comm, kind)
+        progress = nonblocking.begin(comm, kind)
         handle = progress.iallreduce(data)
         progress.close()  # waits for operations in flight
         assert (data == comm.size).all() and handle.test()
@@ -468,7 +468,7 @@ def test_start_after_close_is_rejected(kind):
 
 
 def test_thread_ends_with_the_last_reference_to_its_engine():
-    progress = engines.begin(solo(), "thread")
+    progress = nonblocking.begin(solo(), "thread")
     (thread,) = progress_threads()
     assert thread.is_alive()
     del progress
@@ -479,9 +479,9 @@ def test_thread_ends_with_the_last_reference_to_its_engine():
 def test_process_exits_with_an_open_engine():
     code = (
         "import numpy as np\n"
-        "from hpcdist.collectives.nonblocking import engines\n"
+        "from hpcdist.collectives import nonblocking\n"
         "from hpcdist.comm.threads.communicator import run_threads\n"
-        "kept = run_threads(2, lambda comm: engines.begin(comm, 'thread'))\n"
+        "kept = run_threads(2, lambda comm: nonblocking.begin(comm, 'thread'))\n"
         "print('left')"
     )
     done = jobs.python(code)
@@ -494,7 +494,7 @@ def test_scratch_buffer_is_reused_and_counted(kind):
         ledger = Ledger()
         collectives.account(ledger)
         try:
-            with engines.begin(comm, kind) as progress:
+            with nonblocking.begin(comm, kind) as progress:
                 for _ in range(3):
                     progress.iallreduce(np.ones(1024, np.float32), "ring").wait()
                 during = ledger.current["communication"]
@@ -509,9 +509,9 @@ def test_scratch_buffer_is_reused_and_counted(kind):
 def test_unsupported_requests_are_rejected(gpu, monkeypatch):
     refusals = []
     comm = solo()
-    poll, thread = engines.begin(comm, "poll"), engines.begin(comm, "thread")
+    poll, thread = nonblocking.begin(comm, "poll"), nonblocking.begin(comm, "thread")
     refusals += [
-        (UsageError, "choose one of thread, poll", lambda: engines.begin(comm, "magic")),
+        (UsageError, "choose one of thread, poll", lambda: nonblocking.begin(comm, "magic")),
         (UsageError, "'rabenseifner' is not one of native, ring", lambda: poll.iallreduce(np.ones(3), "rabenseifner")),
         (UsageError, "reduction 'mean' is unknown", lambda: thread.iallreduce(np.ones(3), op="mean")),
         (BufferHandoverError, "1-D contiguous", lambda: poll.iallreduce(np.ones((3, 3)))),
@@ -523,17 +523,17 @@ def test_unsupported_requests_are_rejected(gpu, monkeypatch):
     thread.close()
     monkeypatch.setattr(comm, "supports", lambda feature: False)
     with pytest.raises(MissingCapabilityError, match=r"communication.overlap = 'poll'"):
-        engines.begin(comm, "thread")
+        nonblocking.begin(comm, "thread")
 
 
 @on_threads(2)
 def test_thread_engine_rejects_device_memory(comm, gpu):
     buffer = backend.place(np.full(10, comm.rank + 1.0), "gpu")
     with (
-        engines.begin(comm, "thread") as progress,
+        nonblocking.begin(comm, "thread") as progress,
         pytest.raises(BufferHandoverError, match="accepts only host buffers"),
     ):
         progress.iallreduce(buffer, "ring")
-    with engines.begin(comm, "poll") as progress:
+    with nonblocking.begin(comm, "poll") as progress:
         progress.iallreduce(buffer, "ring").wait()
     assert (backend.to_host(buffer) == 3).all()

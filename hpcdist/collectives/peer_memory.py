@@ -44,7 +44,7 @@ class _Opened: ...
 
 
 class IpcMapping:
-    """Mapped GPU memory of another rank. The attribute ``array`` has its bytes, and is valid until `close`."""
+    """Mapped GPU memory of another rank. ``array``: its bytes, valid until `close`."""
 
     def __init__(self, pointer: int, nbytes: int, opened: bool) -> None:
         cuda, owner = device.cupy().cuda, _Opened()
@@ -55,7 +55,7 @@ class IpcMapping:
         self.array: Any = device.cupy().ndarray(nbytes, np.uint8, cuda.MemoryPointer(memory, 0))
 
     def close(self) -> None:
-        """Unmap the memory. No kernel may still read it, and its owner must not have freed it yet. Local."""
+        """Unmap the memory. No kernel may still read it, and its owner must not have freed it. Local."""
         self.array = None
         if self._close is not None:
             self._close()
@@ -67,12 +67,12 @@ def _unmap(cuda: Any, pointer: int) -> None:
 
 
 def process_identity() -> str:
-    """Return an id of this process, unique on its node, so that `open_handle` recognises memory of this process."""
+    """Return an id of this process that is unique on its node."""
     return str(os.getpid())
 
 
 def allocate(nbytes: int) -> Array:
-    """Allocate at least ``nbytes`` bytes of GPU memory that `export` accepts, and return them. Local."""
+    """Return at least ``nbytes`` bytes of new GPU memory that `export` accepts. Local."""
     cuda = device.cupy().cuda
     size = -(-nbytes // UNIT_BYTES) * UNIT_BYTES
     try:
@@ -86,7 +86,7 @@ def allocate(nbytes: int) -> Array:
 
 
 def export(array: Array) -> IpcHandle:
-    """Return an IPC handle of ``array``, which `allocate` returned. Raises MissingCapabilityError. Local."""
+    """Return an IPC handle of ``array``, a result of `allocate`. Raises MissingCapabilityError. Local."""
     cuda = device.cupy().cuda
     memory: Any = getattr(array.data, "mem", None)
     if isinstance(memory, cuda.MemoryAsync):
@@ -108,7 +108,7 @@ def export(array: Array) -> IpcHandle:
 
 
 def open_handle(memory: IpcHandle) -> IpcMapping:
-    """Map the GPU memory of another process of the node, exported as the IPC handle ``memory``. Local.
+    """Map the GPU memory of another process of this node, exported as the handle ``memory``. Local.
 
     Raises MissingCapabilityError if the driver rejects the handle.
     """
@@ -131,7 +131,7 @@ PIECE_BYTES: Final = 32 << 20  # per rank and half; large compared with two barr
 
 @dataclass
 class _Exchange:
-    own: Array | None
+    memory: Array | None
     mappings: list[IpcMapping | None]
     half_bytes: int
     refusal: str = ""
@@ -141,8 +141,8 @@ class _Exchange:
         # Ranks may still copy results of the last piece from the other half.
         self.turn ^= 1
         start = self.turn * self.half_bytes
-        assert self.own is not None
-        arrays = [self.own if mapping is None else mapping.array for mapping in self.mappings]
+        assert self.memory is not None
+        arrays = [self.memory if mapping is None else mapping.array for mapping in self.mappings]
         assert self.mappings[rank] is None
         return [array[start : start + self.half_bytes] for array in arrays]
 
@@ -157,9 +157,9 @@ _exchanges: weakref.WeakKeyDictionary[Communicator, _Exchange] = weakref.WeakKey
 
 
 def device_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce a GPU ``buffer`` in place. Each rank reads the GPU memory of its node's other ranks. Collective.
+    """Reduce a GPU ``buffer`` in place. Each rank reads the GPU memory of the other ranks of its node. Collective.
 
-    Raises MissingCapabilityError on every rank if any rank cannot read another rank's GPU memory.
+    Raises MissingCapabilityError on every rank if a rank cannot read another rank's GPU memory.
     """
     check_buffer(buffer)
     combine = ufunc(buffer, op)
@@ -240,15 +240,15 @@ def _open(comm: Communicator, nbytes: int) -> _Exchange:
     if exchange.refusal:
         exchange.close()
         comm.barrier()  # no rank frees memory that another rank has mapped
-        exchange.own = None
+        exchange.memory = None
     return exchange
 
 
 def release(comm: Communicator) -> None:
     """Free the GPU memory that is shared for ``comm``, if there is any. Collective over ``comm``."""
     exchange = _exchanges.pop(comm, None)
-    if exchange is not None and exchange.own is not None:
+    if exchange is not None and exchange.memory is not None:
         device.produced()  # wait for the last copies from other ranks' memory
         exchange.close()
         comm.barrier()
-        exchange.own = None
+        exchange.memory = None

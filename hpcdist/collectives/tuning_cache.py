@@ -13,18 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from hpcdist.collectives.cost_model import LinkParameters, MachineCosts
 from hpcdist.collectives.dispatch import AlgorithmTable, parse_algorithm
-from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
-from hpcdist.reporting.machine import load_average, package_version, processor
+from hpcdist.reporting.machine import load_average, processor
 
 FORMAT: Final = 2
 BUSY, IDLE = 0.5, 0.25  # load average per processor
 TABLES: Final = "allreduce"  # the kind with a table of sizes; other kinds serve one size
 LARGEST_SIZE: Final = "max_bytes"
-PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,10 @@ class TuningRow:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Result of a tuning: ``text`` names the selected algorithms.
+    """Result of a tuning. ``text`` names the selected algorithms.
 
-    ``source``: "measured", "cache", or "default" for a single rank. ``seconds``: duration of the measurement. ``load``:
-    `load_per_processor` of the busiest node before the measurement.
+    ``source``: "measured", "cache", or "default" for a single rank. ``seconds``: duration of the measurement.
+    ``load``: highest `load_per_processor` of a node before the measurement.
     """
 
     text: str
@@ -58,7 +57,7 @@ class Tuning:
 
     @property
     def choice(self) -> AlgorithmTable:
-        """The selected allreduce algorithms by buffer size, parsed from the attribute ``text``."""
+        """The selected allreduce algorithms by buffer size."""
         return parse_algorithm(self.text)
 
 
@@ -68,10 +67,7 @@ def load_per_processor() -> float:
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the tuning cache directory: ``$XDG_CACHE_HOME/hpcdist/tuning``, or ``~/.cache/hpcdist/tuning``. Local.
-
-    Raises StorageError for a user without a home directory.
-    """
+    """Return the tuning cache directory. Raises StorageError for a user without a home directory. Local."""
     return user_cache.directory("tuning", environment)
 
 
@@ -84,10 +80,10 @@ def key(
     buffer: str,
     max_bytes: int,
 ) -> dict[str, Any]:
-    """Return the cache key of a tuning result for the operation ``kind``. Collective over ``everyone``.
+    """Return the cache key of a tuning of the operation ``kind``. Collective over ``everyone``.
 
-    ``ranks_per_node``: rank count of each node. ``library``: MPI version string. ``buffer``: memory of the buffers,
-    such as "host". ``max_bytes``: largest buffer size.
+    ``library``: version of the MPI library. ``buffer``: memory of the buffers, such as "host". ``max_bytes``:
+    largest buffer size.
     """
     hosts = sorted(set(everyone.allgather_object(_host())))
     settings = user_cache.mpi_settings(os.environ, "HPCDIST_CUDA_AWARE")
@@ -101,7 +97,7 @@ def key(
         "dtype": dtype,
         "buffer": buffer,
         "max_bytes": max_bytes,
-        "software": {name: package_version(name, "not installed") for name in PACKAGES},
+        "software": user_cache.software(),
     }
 
 
@@ -115,7 +111,7 @@ def _host() -> str:
 
 
 def path_of(query: Mapping[str, Any]) -> Path:
-    """Return the path of the cache file for the cache key ``query``. Local. Raises StorageError as `directory` does."""
+    """Return the path of the cache file for the cache key ``query``. Raises StorageError as `directory`. Local."""
     fixed = {name: value for name, value in query.items() if name != "software" and name not in _largest_size(query)}
     return directory() / f"{query['kind']}-{user_cache.digest(fixed)}.json"
 
@@ -125,9 +121,9 @@ def _largest_size(job_key: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]:
-    """Return (tuning, reason): the cached tuning for ``query`` or None, and why the file is ignored, or "". Local.
+    """Return (cached tuning for the key ``query`` or None, reason why a file is ignored or ""). Local.
 
-    ``load_now``: load average per processor of the busiest node.
+    ``load_now``: highest `load_per_processor` of a node.
     """
     # If the machine is idle now, ignore a result from a busy machine.
     try:
@@ -160,7 +156,7 @@ def read(query: Mapping[str, Any], load_now: float) -> tuple[Tuning | None, str]
 
 
 def load(path: Path) -> tuple[dict[str, Any], Tuning]:
-    """Return the cache key and the tuning result in file ``path``. Raises OSError, or ValueError if invalid. Local."""
+    """Return (cache key, tuning) from the file ``path``. Raises OSError, or ValueError for invalid content. Local."""
     try:
         content = json.loads(user_cache.read(path))
         if content["format"] != FORMAT:
@@ -200,7 +196,7 @@ def _seconds(times: Mapping[str, Any]) -> dict[str, float]:
 
 
 def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a cache file for ``tuning`` and the cache key ``job_key``, as JSON data. Local."""
+    """Return the content of a cache file, as JSON data, for ``tuning`` and its cache key ``job_key``. Local."""
     machine = tuning.machine
     return {
         "format": FORMAT,
@@ -223,7 +219,7 @@ def content_of(tuning: Tuning, job_key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(tuning: Tuning, job_key: Mapping[str, Any]) -> Tuning:
-    """Write ``tuning`` to the cache under ``job_key``. Return ``tuning``, with any failure in its ``note``. Local."""
+    """Write ``tuning`` to the cache under ``job_key``. Return it with any failure in its ``note``. Local."""
     try:
         user_cache.write(path_of(job_key), content_of(tuning, job_key))
     except OSError as error:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.marks import cases
-from hpcdist.collectives.tuning import cache
-from hpcdist.collectives.tuning.cache import Tuning, TuningRow, load, path_of, read, save
-from hpcdist.collectives.tuning.cost_model import LinkParameters, MachineCosts
+from hpcdist.collectives import tuning_cache
+from hpcdist.collectives.cost_model import LinkParameters, MachineCosts
+from hpcdist.collectives.tuning_cache import Tuning, TuningRow, load, path_of, read, save
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.reporting import user_cache
@@ -196,15 +196,15 @@ def test_unwritable_cache_directory_is_only_noted(tmp_path, monkeypatch):
 def test_clear_removes_everything(folder):
     save(TUNED, KEY)
     save(TUNED, KEY | {"ranks": 5})
-    assert cache.clear() == 2
+    assert tuning_cache.clear() == 2
     assert list(folder.iterdir()) == []
     assert read(KEY, 0.0) == (None, "")
 
 
 def test_cache_directory_follows_the_environment():
-    assert cache.directory({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/hpcdist/tuning")
+    assert tuning_cache.directory({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/hpcdist/tuning")
     for ignored in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
-        assert cache.directory(ignored) == Path.home() / ".cache/hpcdist/tuning"
+        assert tuning_cache.directory(ignored) == Path.home() / ".cache/hpcdist/tuning"
 
 
 def test_user_without_a_home_directory_gets_a_note(monkeypatch):
@@ -216,7 +216,7 @@ def test_user_without_a_home_directory_gets_a_note(monkeypatch):
     assert result.text == TUNED.text
     assert "not kept" in result.note and "set HOME" in result.note
     with pytest.raises(StorageError, match="set HOME"):
-        cache.clear()
+        tuning_cache.clear()
 
 
 def test_key_has_message_settings_but_no_job_settings(monkeypatch):
@@ -225,7 +225,7 @@ def test_key_has_message_settings_but_no_job_settings(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_initial_wdir", "/somewhere")
     monkeypatch.setenv("OMPI_MCA_num_procs", "2")
     monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/shm/of-this-job")  # set by `hpcdist run`
-    keys = run_threads(2, lambda comm: cache.key(comm, (2,), "an MPI", "allreduce", "float32", "host", 64), None)
+    keys = run_threads(2, lambda comm: tuning_cache.key(comm, (2,), "an MPI", "allreduce", "float32", "host", 64), None)
     assert keys[0] == keys[1]
     assert set(keys[0]) == set(KEY)
     assert {"OMPI_MCA_coll_tuned_priority", "UCX_TLS"} <= set(keys[0]["settings"])
