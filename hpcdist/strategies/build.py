@@ -27,16 +27,16 @@ from hpcdist.strategies.core.tied import TiedCopies, tied_tensors
 from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
-from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
-from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
-from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
+from hpcdist.strategies.decentralised.replicas import LocalSgdExchange, Replicas
+from hpcdist.strategies.parameter_server.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.parameter_server.compressed import compressed_server
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.generate.operation_list import (
+from hpcdist.strategies.schedule.graphs import StageGraphs
+from hpcdist.strategies.schedule.operation_list import (
     compute_operations,
     insert_exchange,
     insert_gathers,
@@ -44,8 +44,7 @@ from hpcdist.strategies.schedule.generate.operation_list import (
     overlap_reductions,
     prefetch_gathers,
 )
-from hpcdist.strategies.schedule.generate.passes import Passes
-from hpcdist.strategies.schedule.graphs import StageGraphs
+from hpcdist.strategies.schedule.passes import Passes
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.deadlock import PeerRanks
 from hpcdist.strategies.schedule.verify.proof import Proof, verify

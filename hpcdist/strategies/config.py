@@ -6,7 +6,7 @@ from typing import Final
 from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, rule
 from hpcdist.reporting.schema import check_section, key
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
-from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.registry import NAMES, SCHEDULES, check_schedule
 
 PARTITIONS: Final = ("parameters", "flops", "measured")
 DEFAULT_PARTITION: Final = "flops"

@@ -27,8 +27,7 @@ from hpcdist.strategies.compressed.reduction import (
     QuantisedReduction,
     inter_node,
 )
-from hpcdist.strategies.core.buckets import buckets_of_layers, groups_of_layers
-from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.rank_context import RankContext, buckets_of_layers, groups_of_layers
 
 # Integers are rounded to nearest with error feedback, else stochastically (unbiased).
 _MAKE: Final[dict[str, Callable[[CompressionConfig], Compressor]]] = {

@@ -14,10 +14,19 @@ from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
 from hpcdist.comm.transport import Request
 from hpcdist.errors import DataError
 from hpcdist.models.stage import Saved
-from hpcdist.strategies.context.operations import GRADIENTS, MEMORY, MESSAGES, Action, Messages, RingOperation
-from hpcdist.strategies.context.passes import paths, pieces, tokens
+from hpcdist.strategies.context.operations import (
+    GRADIENTS,
+    MEMORY,
+    MESSAGES,
+    Action,
+    Messages,
+    RingOperation,
+    paths,
+    pieces,
+    tokens,
+)
 from hpcdist.strategies.context.proof import prove_messages
-from hpcdist.strategies.schedule.observers import NanFinder
+from hpcdist.strategies.schedule.step import NanFinder
 
 
 class ContextAxis:

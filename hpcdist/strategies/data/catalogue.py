@@ -8,8 +8,8 @@
     run.logical_shards      TreeSum, TreeScatter             as above
     zero.shared_parameters  as above                         NodeShared
     communication.delayed   Sum, one step late (`DelayedExchange`)
-    communication.compression  CodedSum, CodedScatter; Dgc and OneBit replace the momentum
-    compression.parameters  as above                         CodedGatherer
+    communication.compression  CodedSum, or Scatter with CompressedSums; Dgc and OneBit replace the momentum
+    compression.parameters  as above                         CodedGatherer with CompressedGathers
 
 ZeRO (Rajbhandari et al., arXiv:1910.02054) cuts every layer over the p data ranks. Each rank updates one cut with the
 summed gradients of this cut. ZeRO's stages, and similar methods, differ only in the sharding degrees d_p | d_g | d_o of
@@ -54,23 +54,21 @@ from hpcdist.strategies.core.background import BackgroundCollectives
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.core.tensor_shards import counted
+from hpcdist.strategies.core.sharded_update import ShardedUpdate, counted
 from hpcdist.strategies.core.tied import tied_tensors
 from hpcdist.strategies.core.traits import ShardingDegrees, Traits
-from hpcdist.strategies.data.coded import CodedGatherer, CodedScatter, CodedSum, CompressedGathers
+from hpcdist.strategies.data.coded_allreduce import CodedSum
+from hpcdist.strategies.data.coded_zero import CompressedGathers, CompressedSums
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
 from hpcdist.strategies.data.delayed import DelayedExchange
 from hpcdist.strategies.data.dgc import Dgc
-from hpcdist.strategies.data.exchange import DataExchange
-from hpcdist.strategies.data.gatherers import CutGatherer
+from hpcdist.strategies.data.exchange import DataExchange, saved_shares
+from hpcdist.strategies.data.gatherers import CodedGatherer, CutGatherer, Gatherer
 from hpcdist.strategies.data.node import NodeParameters, NodeShared
+from hpcdist.strategies.data.offload import Offload
 from hpcdist.strategies.data.onebit import FROZEN, OneBit
-from hpcdist.strategies.data.parts import Gatherer, Reducer, saved_shares
-from hpcdist.strategies.data.reducers import Sum, TreeSum
-from hpcdist.strategies.data.scatter import Scatter, TreeScatter
-from hpcdist.strategies.zero.config import ZeroConfig
-from hpcdist.strategies.zero.offload import Offload
+from hpcdist.strategies.data.reducers import Reducer, Scatter, Sum, TreeScatter, TreeSum
 
 NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 
@@ -306,18 +304,16 @@ class _Zero:
         decoded = parameters if gathers.keeps_decoded and context.working is None else None
         if decoded is not None:
             parameters = context.store("parameters", owned)  # owners update exact weights elsewhere
-        return (
-            partial(
-                CodedGatherer,
-                context,
-                cuts=cuts,
-                cut_units=self.cut_units,
-                whole=whole,
-                gathers=gathers,
-                decoded=decoded,
-            ),
-            parameters,
+        make_coded = partial(
+            CodedGatherer,
+            context,
+            cuts=cuts,
+            cut_units=self.cut_units,
+            whole=whole,
+            compressed=gathers,
+            decoded=decoded,
         )
+        return make_coded, parameters
 
     def _shards(self) -> FlatStore:
         context, cuts = self.context, self.cuts
@@ -340,7 +336,8 @@ class _Zero:
     def _reducer(self, update: ShardedUpdate, whole: TransientLayers | None) -> Reducer:
         if self.shards is not None:
             return TreeScatter(self.context, update, self.cuts, whole, self.shards)
+        compressed = None
         if self.compression.name != "none":
             name, config, seed = self.compression.name, self.compression.config, self.compression.seed
-            return CodedScatter(self.context, update, self.cuts, whole, name, config, seed)
-        return Scatter(self.context, update, self.cuts, whole, self.background)
+            compressed = CompressedSums(self.context, update, self.cuts, name, config, seed)
+        return Scatter(self.context, update, self.cuts, whole, self.background, compressed)

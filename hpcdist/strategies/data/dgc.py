@@ -27,11 +27,10 @@ from hpcdist.compression.sparsify.dgc import WARMUP_STAGES, DeepGradientCompress
 from hpcdist.compression.sparsify.topk import TopK
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.reduction import CodedUnit, GatheredReduction, GradientCoder
-from hpcdist.strategies.core.buckets import buckets_of_rank
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.rank_context import RankContext, buckets_of_rank
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.data.local import LocalGradients
+from hpcdist.strategies.data.coded_allreduce import LocalGradients
 from hpcdist.strategies.data.residuals import Feedback, Residuals
 
 VELOCITY: Final = "velocity"

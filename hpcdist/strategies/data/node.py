@@ -28,7 +28,7 @@ from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import Cuts
-from hpcdist.strategies.data.parts import Gatherer
+from hpcdist.strategies.data.gatherers import Gatherer
 
 _TAG: Final = 0  # messages between two ranks stay in the order of the layers, which is the same on all ranks
 

@@ -24,7 +24,7 @@ from hpcdist.errors import StorageError
 from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.tensor_shards import counted
+from hpcdist.strategies.core.sharded_update import counted
 
 STATE: Final = "residuals"  # in a checkpoint's scalars: the number of ranks that had residuals
 FLOAT32: Final = np.dtype(np.float32)

@@ -168,11 +168,11 @@ class CodedPush(Push):
 
     def push(self, op: Operation) -> None:
         self.feedback.is_open = True
-        self._payloads.loss_scale = self.loss_scale
+        self._payloads.loss_scale = self.update.loss_scale
         super().push(op)
 
     def collect(self, op: Operation) -> None:
-        self._payloads.loss_scale = self.loss_scale
+        self._payloads.loss_scale = self.update.loss_scale
         super().collect(op)
 
     def begin_update(self, scale: float, correction: float) -> float:

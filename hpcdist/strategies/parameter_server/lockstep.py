@@ -33,7 +33,8 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.data.exchange import DataExchange
-from hpcdist.strategies.data.parts import Gatherer, Reducer
+from hpcdist.strategies.data.gatherers import Gatherer
+from hpcdist.strategies.data.reducers import Reducer
 from hpcdist.strategies.parameter_server.messages import MessageTransport
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.parameter_server.rma import RmaTransport

@@ -20,8 +20,8 @@ import numpy as np
 
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.pipeline.costs import UnitCost
-from hpcdist.strategies.zero.config import ZeroConfig
 
 IN_MESSAGES: Final = 2  # buffers per kind of message
 

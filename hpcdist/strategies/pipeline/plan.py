@@ -17,8 +17,8 @@ from hpcdist.strategies.core.operations import StagePlacement
 from hpcdist.strategies.pipeline.costs import PassSeconds, TensorSplit, UnitCost, unit_costs
 from hpcdist.strategies.pipeline.memory import Moment, StageMemory, StateBytes, moments
 from hpcdist.strategies.pipeline.partition import StageDevices, check_units, least_memory, partition
-from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
-from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.operation_list import ScheduleText
+from hpcdist.strategies.schedule.passes import expand
 
 # Basis -> (unit of work, its size).
 BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("ms", 1e-3)}

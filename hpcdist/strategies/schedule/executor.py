@@ -19,11 +19,10 @@ from hpcdist.strategies.core.operations import COMPUTE, EXCHANGED, Kind, Operati
 from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tied import TiedCopies
-from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations, insert_gathers
 from hpcdist.strategies.schedule.graphs import KernelLaunches
-from hpcdist.strategies.schedule.observers import NanFinder, PhaseTimer
+from hpcdist.strategies.schedule.operation_list import evaluation_operations, insert_gathers
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
-from hpcdist.strategies.schedule.step import NO_COUNTS, Handler, StepObserver, StepResult
+from hpcdist.strategies.schedule.step import NO_COUNTS, Handler, NanFinder, PhaseTimer, StepObserver, StepResult
 
 __all__ = ["Executor", "MicroBatch", "StepResult"]
 

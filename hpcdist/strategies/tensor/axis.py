@@ -18,7 +18,7 @@ from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.attention.tiles import Pieces, blocks, one_piece
 from hpcdist.models.stage import Saved
-from hpcdist.strategies.schedule.observers import NanFinder
+from hpcdist.strategies.schedule.step import NanFinder
 
 ONE_NODE: Final = "node_shared"
 

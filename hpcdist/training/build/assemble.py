@@ -32,19 +32,18 @@ from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.data import catalogue
+from hpcdist.strategies.data.config import STAGES
 from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, expert_replicas
 from hpcdist.strategies.expert.exchange import ExpertExchange
 from hpcdist.strategies.expert.model import share_out
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
-from hpcdist.strategies.schedule.observers import NO_RANGES, NanFinder, OperationRanges, ProfilerRanges
-from hpcdist.strategies.schedule.step import StepObserver
+from hpcdist.strategies.schedule.operation_list import ScheduleText
+from hpcdist.strategies.schedule.step import NO_RANGES, NanFinder, OperationRanges, ProfilerRanges, StepObserver
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
-from hpcdist.strategies.zero.config import STAGES
 from hpcdist.training import data
 from hpcdist.training.build import pipeline, state
 from hpcdist.training.build import selection as build_selection

@@ -13,8 +13,8 @@ from typing import cast
 import numpy as np
 
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
-from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
+from hpcdist.strategies.parameter_server.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK

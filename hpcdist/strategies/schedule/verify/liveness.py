@@ -11,7 +11,7 @@ from typing import Final
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.operations import COMPUTE, USES, Kind, Operation, StagePlacement
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, Peak, spell
+from hpcdist.strategies.schedule.passes import Pass, Passes, Peak, spell
 
 BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 # Passes that may follow a pass of the same micro-batch and chunk.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.strategies.core.operations import COMPUTE, EXCHANGED, MESSAGES, Kind, Operation, StagePlacement
-from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.passes import expand
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.liveness import NOWHERE, RankProgram, is_covered, range_text
 

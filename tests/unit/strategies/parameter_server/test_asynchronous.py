@@ -21,7 +21,7 @@ from hpcdist.strategies import build
 from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
+from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
 

@@ -12,7 +12,7 @@ from hpcdist.arrays import backend
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.build import server_exchange
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.backup_workers import BackupExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
 

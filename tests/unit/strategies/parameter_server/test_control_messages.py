@@ -1,7 +1,7 @@
 """Notes and meetings of ranks without lock-step."""
 
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
+from hpcdist.strategies.parameter_server.control_messages import (
     ControlChannel,
     ControlFields,
     ControlKind,

@@ -2,8 +2,8 @@
 
 import random
 
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import Quorum
-from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields
+from hpcdist.strategies.parameter_server.backup_workers import Quorum
+from hpcdist.strategies.parameter_server.control_messages import ControlFields
 
 BATCH = 12
 

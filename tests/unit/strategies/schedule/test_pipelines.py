@@ -1,8 +1,8 @@
 """Passes of one rank: the textbook orders, and their expansion into operations."""
 
 from hpcdist.strategies.core.operations import Kind, looped
-from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_gathers
-from hpcdist.strategies.schedule.generate.passes import expand, gpipe, one_f_one_b
+from hpcdist.strategies.schedule.operation_list import compute_operations, insert_gathers
+from hpcdist.strategies.schedule.passes import expand, gpipe, one_f_one_b
 
 
 def short(passes):

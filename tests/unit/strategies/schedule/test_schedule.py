@@ -2,7 +2,7 @@
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.strategies.core.operations import USES, Kind, Operation, StagePlacement, looped
-from hpcdist.strategies.schedule.generate.operation_list import (
+from hpcdist.strategies.schedule.operation_list import (
     compute_operations,
     evaluation_operations,
     insert_exchange,

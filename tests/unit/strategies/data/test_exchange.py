@@ -17,7 +17,7 @@ from hpcdist.strategies import build
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.data.config import ZeroConfig
 
 SAMPLES, STEPS = 11, 20
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)

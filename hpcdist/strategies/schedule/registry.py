@@ -19,7 +19,7 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.operations import StagePlacement, folded, looped
-from hpcdist.strategies.schedule.generate.passes import (
+from hpcdist.strategies.schedule.passes import (
     Passes,
     Peak,
     gpipe,

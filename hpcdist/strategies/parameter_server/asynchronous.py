@@ -26,7 +26,7 @@ from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.traits import Traits
-from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
+from hpcdist.strategies.parameter_server.control_messages import (
     SHORTEST_S,
     ControlChannel,
     ControlFields,

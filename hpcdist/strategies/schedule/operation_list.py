@@ -22,8 +22,8 @@ from hpcdist.strategies.core.operations import (
     folded,
     looped,
 )
-from hpcdist.strategies.schedule.generate.passes import LETTERS, Pass, Passes, expand, spell
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.passes import LETTERS, Pass, Passes, expand, spell
+from hpcdist.strategies.schedule.registry import SCHEDULES, check_schedule
 from hpcdist.strategies.schedule.verify import liveness
 
 PLACEMENTS: Final = {"looped": looped, "folded": folded}

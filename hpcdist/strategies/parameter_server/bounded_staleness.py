@@ -25,8 +25,8 @@ from typing import Any
 from hpcdist.optim import rates
 from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange, per_push_context
-from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields, ControlKind
+from hpcdist.strategies.parameter_server.asynchronous import AsynchronousServerExchange, per_push_context
+from hpcdist.strategies.parameter_server.control_messages import ControlFields, ControlKind
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.parameter_server.transport import GRADIENT
 
