@@ -1,10 +1,11 @@
-"""Construction of the executor and of the proven operations of one rank, and of servers, gossip and local SGD.
+"""Construction of one rank's strategy, of its executor, and of its proven operations.
 
-`data.catalogue` constructs allreduce and ZeRO; `hpcdist.training.build.assemble.build_exchange` selects the strategy.
+`build_exchange` selects the strategy. `data.catalogue` composes allreduce and ZeRO.
 """
 
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.arrays.ranges import Range
@@ -25,9 +26,13 @@ from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tied import TiedCopies, tied_tensors
 from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.data import catalogue
+from hpcdist.strategies.data.config import STAGES, ZeroConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
 from hpcdist.strategies.decentralised.replicas import LocalSgdExchange, Replicas
+from hpcdist.strategies.expert.axis import expert_replicas
+from hpcdist.strategies.expert.exchange import ExpertExchange
 from hpcdist.strategies.parameter_server.backup_workers import BackupExchange
 from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.parameter_server.compressed import compressed_server
@@ -48,6 +53,39 @@ from hpcdist.strategies.schedule.passes import Passes
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.deadlock import PeerRanks
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """Settings of a recipe that select a strategy and its options."""
+
+    strategy: str  # parallel.strategy
+    zero: ZeroConfig
+    parameter_server: ParameterServerConfig
+    decentralised: DecentralisedConfig
+    compression: Compression  # the name "none": uncompressed
+    delayed: bool = False  # communication.delayed
+    logical_shards: int = 0  # run.logical_shards
+
+
+def build_exchange(context: RankContext, settings: StrategySettings) -> Exchange:
+    """Return the gradient exchange of this rank. Collective over the world."""
+    shards = LogicalShards(context, settings.logical_shards) if settings.logical_shards else None
+    if context.experts.size > 1 and not context.portion:
+        replicas = expert_replicas(context.data, context.experts.size)
+        return ExpertExchange(context, replicas, lambda portion: build_exchange(portion, settings))
+    strategy, compression = settings.strategy, settings.compression
+    compresses = compression.name != "none"
+    if strategy == "parameter_server":
+        return server_exchange(context, settings.parameter_server, shards, compression if compresses else None)
+    if strategy in DECENTRALISED_EXCHANGES:
+        return DECENTRALISED_EXCHANGES[strategy](context, settings.decentralised)
+    if strategy in STAGES:
+        return catalogue.zero(context, STAGES[strategy], settings.zero, shards, compression)
+    if settings.delayed:
+        return catalogue.delayed(context)
+    return catalogue.compressed(context, compression) if compresses else catalogue.allreduce(context, shards)
+
 
 # By strategy. Construction is collective over the data axis, and raises ConfigurationError on every rank for a graph
 # that does not fit the ranks.

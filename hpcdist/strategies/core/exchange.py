@@ -123,8 +123,11 @@ class Exchange:
         """Return a dict with "spectral_gap" and "consensus_distance" (or NaN); {} if replicas never differ. Local."""
         return {}
 
-    def summed_gradients(self) -> Iterable[Array]:
-        """Return the summed gradients with which this rank updates parameters, as arrays. Local."""
+    def applied_gradients(self) -> Iterable[Array]:
+        """Return the reduced gradients that this rank's optimizer update applies, as arrays. Local.
+
+        Asynchronous servers reduce no gradients, and return nothing.
+        """
         return (self.gradients.contents(part) for part in self.update.parts)
 
     def finish(self) -> bool:

@@ -131,8 +131,8 @@ class ExpertExchange(Exchange):
         for exchange in self.both:
             exchange.count_samples(local_samples, samples)
 
-    def summed_gradients(self) -> Iterable[Array]:
-        return [part for exchange in self.both for part in exchange.summed_gradients()]
+    def applied_gradients(self) -> Iterable[Array]:
+        return [part for exchange in self.both for part in exchange.applied_gradients()]
 
     def load_initial(self, initial: FlatStore) -> None:
         for exchange in self.both:

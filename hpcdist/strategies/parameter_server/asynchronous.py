@@ -7,7 +7,7 @@ Sends cannot deadlock: workers post receives early, and serve requests while the
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
@@ -298,6 +299,9 @@ class AsynchronousServerExchange(Exchange):
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
+
+    def applied_gradients(self) -> Iterable[Array]:
+        return ()
 
     def load_initial(self, initial: FlatStore) -> None:
         self.parameters.copy_from(initial)

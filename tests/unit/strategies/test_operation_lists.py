@@ -12,7 +12,8 @@ import pytest
 from harness.rank_run import RankRun
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
-from hpcdist.training.build.assemble import build_exchange
+from hpcdist.strategies.build import build_exchange
+from hpcdist.training.build.assemble import strategy_settings
 from hpcdist.training.recipe import recipe
 
 BASELINE = Path(__file__).parents[1] / "golden" / "operations.txt"
@@ -78,7 +79,7 @@ def operation_lists(ranks, keys):
         server = settings.parameter_server if settings.parallel.strategy == "parameter_server" else None
         run = RankRun(
             comm,
-            lambda context: build_exchange(context, settings, settings.communication.compression),
+            lambda context: build_exchange(context, strategy_settings(settings, settings.communication.compression)),
             config=ModelConfig(kind="mlp", layers=1, hidden=7),
             dtype="float32",
             optimizer=settings.optimizer,
