@@ -14,6 +14,7 @@ Route of one gradient from `hpcdist train` to the network, and its update (zero1
     models/layers/linear.py                a matrix product writes the gradient of a weight
     strategies/core/parameter_views.py     the gradient's range in the flat store
     strategies/data/catalogue.py           `zero`: the reducer, gatherer and update of the strategy
+    strategies/data/exchange.py            `DataExchange`: the handlers of all operations
     strategies/data/reducers.py            `Scatter.reduce`: sum the layer's gradients into this rank's shard
     strategies/data/cuts.py                `Cuts.sum`: over the ranks of each level
     collectives/sharded.py                 reduce-scatter, by the name of the algorithm

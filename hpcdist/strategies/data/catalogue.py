@@ -38,6 +38,17 @@ Adam. If d_p or d_g is above 1, one or two whole layers are also in memory.
 A layer with tied tensors stays gathered from its first use in a micro-batch to its last. A layer of fewer than
 ``zero.persistent_below`` elements always stays gathered. With S bytes per layer, a rank sends S (1 - 1/d_o) after the
 update, and nothing for each use. A layer with a tensor that is tied to another pipeline rank also stays gathered.
+
+Path of a gradient after the backward pass, with the ring algorithm, and with compressed messages of zero3:
+
+    zero1                                                    zero3, compressed
+    strategies/schedule/executor.py  `Executor._reduce`      strategies/schedule/executor.py  `Executor._reduce`
+    strategies/data/exchange.py      `DataExchange`          strategies/data/exchange.py      `DataExchange`
+    strategies/data/reducers.py      `Scatter.reduce`        strategies/data/reducers.py      `Scatter.reduce`
+    strategies/data/cuts.py          `Cuts.sum`              strategies/data/coded_zero.py    `CompressedSums.sum`
+    collectives/sharded.py           `Sharding`              strategies/compressed/reduction.py  `QuantisedReduction`
+    collectives/algorithms/ring.py   `reduce_scatter`        comm/communicator.py             `Communicator`
+    comm/communicator.py             `Communicator`
 """
 
 from collections.abc import Callable, Collection, Sequence

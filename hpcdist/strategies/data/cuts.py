@@ -11,6 +11,8 @@ blocks of consecutive data ranks. With the sharding degrees d_p | d_g | d_o of p
 
 If d_p ranks share a node, level 0 stays inside it and the other levels go between nodes. Reduce-scatters down the
 levels send as much as a single one over all ranks: 1 - 1/d_p + (1/d_p) (1 - d_p/d_g) = 1 - 1/d_g of the layer.
+
+Next on the path of a gradient: `hpcdist.collectives.sharded`.
 """
 
 from collections.abc import Sequence

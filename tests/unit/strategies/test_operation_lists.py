@@ -3,16 +3,21 @@
 `python tests/unit/strategies/test_operation_lists.py` writes the file anew after an intended change.
 """
 
+import re
 import tempfile
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.rank_run import RankRun
+from harness.trainings import SMALL, run_steps, trainer_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.build import build_exchange
+from hpcdist.strategies.data import catalogue
 from hpcdist.training.build.assemble import strategy_settings
 from hpcdist.training.recipe import recipe
 
@@ -68,6 +73,13 @@ STRATEGIES = {
     "gossip": (2, ["parallel.strategy=gossip"]),
     "local_sgd": (2, ["parallel.strategy=local_sgd"]),
 }
+# The same for a mixture of experts, whose experts are divided over two ranks.
+MIXTURES = {
+    "experts, allreduce": (2, []),
+    "experts, zero1": (2, ["parallel.strategy=zero1"]),
+    "experts, zero2 of 4": (4, ["parallel.strategy=zero2"]),
+    "experts, zero3": (2, [ZERO3]),
+}
 
 
 def operation_lists(ranks, keys):
@@ -97,17 +109,54 @@ def operation_lists(ranks, keys):
     return run_threads(ranks, body)
 
 
+def mixture_lists(ranks, keys):
+    """Return the list of every rank, as `operation_lists` does, for a mixture of experts."""
+    small = {"model.layers": 1, "model.hidden": 4, "model.experts": 2, "model.expert_hidden": 3, "parallel.expert": 2}
+    settings = {
+        **SMALL,
+        **small,
+        "optimizer.name": "lamb",
+        "parallel.microbatches": 2,
+        **dict(key.split("=") for key in keys),
+    }
+    return run_threads(ranks, lambda comm: " ".join(map(str, trainer_of(comm, settings).operations)))
+
+
 def text(name):
     """Return the golden text of the strategy ``name``: a title and a line per rank."""
-    lists = operation_lists(*STRATEGIES[name])
+    lists = operation_lists(*STRATEGIES[name]) if name in STRATEGIES else mixture_lists(*MIXTURES[name])
     return "\n".join([f"# {name}", *(f"{rank}: {line}" for rank, line in enumerate(lists))])
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES | MIXTURES)
 def test_operation_list_equals_its_baseline(name):
     baseline = {block.split("\n")[0][2:]: block for block in BASELINE.read_text().strip().split("\n\n")}
     assert text(name) == baseline[name]
 
 
+@pytest.mark.parametrize("column", [0, 1])
+def test_path_of_a_gradient_is_the_documented_path(column, monkeypatch):
+    rows = [re.findall(r"\S+\.py", line) for line in catalogue.__doc__.split("Path of a gradient")[1].split("\n")]
+    documented = [row[column] for row in rows if len(row) > column]
+    keys = [{"parallel.strategy": "zero1"}, {"parallel.strategy": "zero3", "communication.compression": "int8"}][column]
+    paths = set()
+
+    def recording(call):
+        def record(*args, **keywords):
+            frames = [frame for frame in traceback.extract_stack() if "/hpcdist/" in frame.filename]
+            names = [frame.name for frame in frames]
+            if "_reduce" in names:
+                files = [frame.filename.rpartition("/hpcdist/")[2] for frame in frames[names.index("_reduce") :]]
+                paths.add((*dict.fromkeys(files), "comm/communicator.py"))
+            return call(*args, **keywords)
+
+        return record
+
+    for name in ("isend", "sendrecv"):
+        monkeypatch.setattr(Communicator, name, recording(getattr(Communicator, name)))
+    run_threads(2, lambda comm: run_steps(trainer_of(comm, {**SMALL, "communication.algorithm": "ring", **keys}), 1))
+    assert paths == {(documented[0], *documented[2 - column :])}  # zero1 calls the reducer directly
+
+
 if __name__ == "__main__":
-    BASELINE.write_text("\n\n".join(map(text, STRATEGIES)) + "\n")
+    BASELINE.write_text("\n\n".join(map(text, STRATEGIES | MIXTURES)) + "\n")
