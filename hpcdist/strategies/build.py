@@ -19,13 +19,12 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.context.operations import Messages
 from hpcdist.strategies.context.proof import prove_messages
 from hpcdist.strategies.core.exchange import Exchange
-from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.grid import ProcessGrid, ShardingDegrees
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tied import TiedCopies, tied_tensors
-from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.data.config import STAGES, ZeroConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig

@@ -62,12 +62,13 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.registry import Compression
 from hpcdist.strategies.core.background import BackgroundCollectives
+from hpcdist.strategies.core.exchange import Traits
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate, counted
 from hpcdist.strategies.core.tied import tied_tensors
-from hpcdist.strategies.core.traits import ShardingDegrees, Traits
 from hpcdist.strategies.data.coded_allreduce import CodedSum
 from hpcdist.strategies.data.coded_zero import CompressedGathers, CompressedSums
 from hpcdist.strategies.data.config import ZeroConfig

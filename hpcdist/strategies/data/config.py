@@ -10,7 +10,7 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, rule
 from hpcdist.reporting.schema import check_section, key
-from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.core.grid import ShardingDegrees
 
 STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}  # strategy -> stage
 PLACES: Final = ("none", "host", "file")  # locations of offloaded state

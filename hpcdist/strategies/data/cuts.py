@@ -25,9 +25,9 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.logical_shards import ALGORITHM
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.traits import ShardingDegrees
 
 WHOLE: Final = 0  # indices into the cuts of a layer
 PARAMETERS: Final = 1

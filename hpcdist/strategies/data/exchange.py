@@ -14,19 +14,17 @@ from typing import Any, Final
 import numpy as np
 import xxhash
 
-from hpcdist import collectives
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.background import BackgroundCollectives
-from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
+from hpcdist.strategies.core.exchange import Exchange, Handlers, Traits, have_equal_digests, pieces_of
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate, counted
-from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.data.gatherers import Gatherer
 from hpcdist.strategies.data.reducers import Reducer
 
@@ -183,11 +181,8 @@ class LockStepGuard:
             raise self._refusal(index, op, due)
 
     def _agree(self, order: list[Operation]) -> None:
-        digest = xxhash.xxh3_64_intdigest(" ".join(map(str, order)).encode()) >> 1  # 63 bits fit an int64
-        # ~x falls where x rises, so the maximum of ~x is the complement of the minimum of x: one reduction finds both.
-        votes = np.array([digest, ~digest], np.int64)
-        collectives.allreduce(self._data, votes, self._algorithm, op="max")
-        if votes[0] == ~votes[1]:  # maximum and minimum are equal: all ranks have one digest
+        digest = xxhash.xxh3_64_intdigest(" ".join(map(str, order)).encode())
+        if have_equal_digests(self._data, digest, self._algorithm):
             return
         orders = self._data.allgather_object(order)
         rank = next(rank for rank, other in enumerate(orders) if other != orders[0])

@@ -31,11 +31,10 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
 from hpcdist.optim import norms
 from hpcdist.optim.update import kernels
-from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
+from hpcdist.strategies.core.exchange import Exchange, Handlers, Traits, pieces_of
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext, buckets_of_layers
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 
 

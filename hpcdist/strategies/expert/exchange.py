@@ -15,10 +15,9 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.strategies.core.exchange import Exchange, Handlers
+from hpcdist.strategies.core.exchange import Exchange, Handlers, Traits
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.traits import Traits
 
 Make = Callable[[RankContext], Exchange]
 OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)

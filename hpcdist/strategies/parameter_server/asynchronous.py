@@ -23,10 +23,9 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.transport import Request
 from hpcdist.optim import norms
-from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
+from hpcdist.strategies.core.exchange import Exchange, Handlers, Traits, pieces_of
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.parameter_server.control_messages import (
     SHORTEST_S,
     ControlChannel,

@@ -27,11 +27,11 @@ import numpy as np
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.core.exchange import Traits
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.data.exchange import DataExchange
 from hpcdist.strategies.data.gatherers import Gatherer
 from hpcdist.strategies.data.reducers import Reducer

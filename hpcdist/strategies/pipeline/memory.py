@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.pipeline.costs import UnitCost
 

@@ -20,10 +20,9 @@ from hpcdist.models.model import Model
 from hpcdist.optim.optimizer import OPTIMIZERS
 from hpcdist.reporting import regular
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.grid import ProcessGrid, ShardingDegrees
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tied import tied_tensors
-from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.data.config import STAGES
 from hpcdist.strategies.pipeline import costs as pipeline_measured
 from hpcdist.strategies.pipeline.costs import PassSeconds

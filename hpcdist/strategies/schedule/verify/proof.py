@@ -12,9 +12,8 @@ from itertools import groupby
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
-from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.grid import ProcessGrid, ShardingDegrees
 from hpcdist.strategies.core.operations import COMPUTE, Kind, Operation, StagePlacement
-from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.schedule.verify import liveness, rank_checks
 from hpcdist.strategies.schedule.verify.deadlock import REPLICAS, DryRun, PeerRanks
 from hpcdist.strategies.schedule.verify.liveness import RankProgram

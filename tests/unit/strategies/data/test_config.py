@@ -4,7 +4,7 @@ import pytest
 
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.training.recipe import recipe
 

@@ -12,7 +12,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.pipeline import costs
 from hpcdist.strategies.pipeline.costs import PassSeconds, agree, measure
