@@ -102,7 +102,7 @@ class AsynchronousServerExchange(Exchange):
         self._channel.answers |= {
             ControlKind.PUSH: self._on_push,
             ControlKind.REPLY: self._on_reply,
-            ControlKind.DROP: self._on_drop,
+            ControlKind.DROP: lambda worker, what: self._discard(worker),
         }
         self.meetings = Rendezvous(self.rank, roles, self._channel, self._on_left)
         partition = partition_keys(context.layout, len(roles.servers), whole=True)
@@ -234,9 +234,6 @@ class AsynchronousServerExchange(Exchange):
 
     def _on_left(self, worker: int) -> None:
         raise NotImplementedError
-
-    def _on_drop(self, worker: int, what: ControlFields) -> None:
-        self._discard(worker)
 
     def _on_reply(self, server: int, what: ControlFields) -> None:
         wait_all(self._expected.pop(server))

@@ -68,9 +68,6 @@ class RmaTransport(Transport):
                 return start + part.start - owned.start
         raise AssertionError(f"parameter range {part} must lie within one range that server rank {server} owns")
 
-    def _parameters_at(self, part: Range, server: int) -> int:
-        return part.start if server in self.topology.roles.workers else self._owned_at(part, server)
-
     def push(self, part: Range) -> None:
         """Start to put the gradients of range ``part`` into its server's RMA window; first complete earlier puts."""
         self._announce()
@@ -121,8 +118,8 @@ class RmaTransport(Transport):
         if server == self.topology.rank:
             return
         self.comm.recv(np.zeros(1, np.uint8), server, PARAMETER)
-        at = self._parameters_at(part, server) * self._itemsize
-        self._window.get(self.parameters.range(part), server, at)
+        at = part.start if server in self.topology.roles.workers else self._owned_at(part, server)
+        self._window.get(self.parameters.range(part), server, at * self._itemsize)
         self._got.add(server)
 
     def settle(self) -> None:
