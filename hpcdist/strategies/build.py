@@ -108,9 +108,9 @@ def server_exchange(
     shards: LogicalShards | None = None,
     compression: Compression | None = None,
 ) -> Exchange:
-    """Return this rank's parameter-server strategy, in the role that ``config`` sets. Collective over the world.
+    """Return the parameter-server exchange of this rank: a server, a worker or both. Collective over the world.
 
-    ``shards``: parts of the batch to sum in a fixed order, or None. ``compression``: compressor of gradients, or None.
+    ``shards``: logical shards to sum in a fixed order, or None. ``compression``: compressor of gradients, or None.
     Raises ConfigurationError for unsupported settings.
     """
     algorithms = server_algorithms(config)
@@ -176,8 +176,8 @@ def operations(
 ) -> list[Operation]:
     """Return this rank's operations (passes, messages, updates) for one step. Local.
 
-    ``exchange``: data-parallel strategy. ``copies``: this rank's copies of tied tensors. ``schedule``: passes of every
-    pipeline rank, or None for the schedule that the section ``parallel`` names.
+    ``copies``: this rank's copies of tied tensors. ``schedule``: passes of every pipeline rank; None selects
+    ``parallel.schedule``.
     """
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:
@@ -206,7 +206,7 @@ def _shared_out(context: RankContext) -> dict[int, Range]:
 
 
 def prove(
-    rank: RankContext,
+    context: RankContext,
     grid: ProcessGrid,
     steps: list[Operation],
     microbatches: int,
@@ -216,35 +216,35 @@ def prove(
 ) -> Proof | None:
     """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective.
 
-    ``rank``: context of this rank. ``steps``: operations of this rank. Returns the step's peak memory use and message
-    counts, or None if the world is too large.
+    ``steps``: operations of this rank. Returns the step's peak memory use and message counts, or None if the world is
+    too large.
     """
-    if rank.world.size > PROVEN_RANKS:
+    if context.world.size > PROVEN_RANKS:
         return None
-    inside = None if rank.context is None else rank.context.messages(rank.context.window)
-    written = rank.world.allgather_object(pickle.dumps((steps, inside)))  # pickled: only rank 0 unpickles the lists
+    inside = None if context.context is None else context.context.messages(context.context.window)
+    written = context.world.allgather_object(pickle.dumps((steps, inside)))  # pickled: only rank 0 unpickles the lists
     verdict: Proof | ScheduleError | None = None
-    if rank.world.rank == 0:
-        units = {unit: rank.layout.units[stage.layer] for unit, stage in enumerate(rank.model.stages)}
+    if context.world.rank == 0:
+        units = {unit: context.layout.units[stage.layer] for unit, stage in enumerate(context.model.stages)}
         lists, messages = zip(*map(pickle.loads, written), strict=True)
         try:
             if grid.context > 1:
-                assert rank.context is not None
-                _prove_attention(grid, messages, rank.context.visited(rank.context.window))
+                assert context.context is not None
+                _prove_attention(grid, messages, context.context.visited(context.context.window))
             verdict = verify(
                 lists,
                 grid=grid,
                 units=units,
                 microbatches=microbatches,
-                needs=rank.model.needs,
-                placement=rank.placed,
+                needs=context.model.needs,
+                placement=context.placed,
                 accumulates=accumulates,
                 degrees=degrees,
-                experts=_shared_out(rank) if grid.expert > 1 else None,
+                experts=_shared_out(context) if grid.expert > 1 else None,
             )
         except ScheduleError as error:
             verdict = error
-    verdict = rank.world.broadcast_object(verdict)
+    verdict = context.world.broadcast_object(verdict)
     if isinstance(verdict, ScheduleError):
         raise verdict
     return verdict

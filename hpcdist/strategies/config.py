@@ -133,7 +133,7 @@ class ParallelConfig:
 
     @property
     def recomputes_layers(self) -> bool:
-        """True if activations are recomputed layer by layer; False if never, or for a whole rank at once."""
+        """True if activations are recomputed layer by layer; False if never, or for all layers at once."""
         at_once = self.microbatches == 1 or self.order in ("sequential", "1f1b")
         return self.recompute and self.pipeline == 1 and at_once
 
@@ -146,7 +146,7 @@ class ParallelConfig:
 
     @property
     def has_roles(self) -> bool:
-        """True for a parameter-server strategy: each rank is a server, a worker or both, without other axes."""
+        """True for a parameter server, in which each rank is a server, a worker or both."""
         return self.strategy == "parameter_server" and self.pipeline * self.tensor == 1
 
     @property

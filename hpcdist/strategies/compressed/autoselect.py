@@ -36,7 +36,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Seconds of a gradient allreduce with compressor ``name``; ``codec_s``: part for encoding and decoding."""
+    """Seconds of a gradient allreduce with compressor ``name``; ``codec_s``: seconds of encoding and decoding."""
 
     name: str
     seconds: float

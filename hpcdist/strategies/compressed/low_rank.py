@@ -26,7 +26,7 @@ _LINE: Final = ALIGN_BYTES // _FLOAT32.itemsize
 
 
 class PowerSgdReduction:
-    """PowerSGD: allreduce that sends gradient matrices as factors of low rank (``rank``; not an MPI rank)."""
+    """PowerSGD: allreduce that sends gradient matrices as two factors of low matrix rank."""
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ class Exchange:
         raise NotImplementedError
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare to execute ``operations``, a step or an evaluation. Local, or collective over the data axis."""
+        """Prepare to execute the list ``operations`` of a step or an evaluation. Collective over the data axis."""
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the store that holds the parameters of ``layer`` now. Local."""
@@ -169,7 +169,7 @@ class Exchange:
     def pieces(self) -> Sequence[Piece]:
         """Return the checkpoint pieces that this rank saves: views of ranges of parameters and optimizer state.
 
-        Local, or collective over the data axis if sums of gradients are in flight.
+        Collective over the data axis.
         """
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
@@ -217,7 +217,7 @@ def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
 
 
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
-    """Return the checkpoint pieces of the stores: one per tensor, or part of a tensor, in ``parts``. Local.
+    """Return checkpoint pieces: views of each tensor, in each of ``stores``, in the flat ranges ``parts``. Local.
 
     ``stores``: dict from the kind of piece, such as "parameters", to the store.
     """

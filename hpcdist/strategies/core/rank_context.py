@@ -66,7 +66,7 @@ class RankContext:
 
     @property
     def placed(self) -> StagePlacement:
-        """The placement of model layers on pipeline ranks; by default one rank has all layers."""
+        """Placement of model layers on pipeline ranks. By default, one rank has all layers."""
         return self.placement or StagePlacement((range(len(self.model.stages)),), (0,), self.model.skips)
 
     @property
@@ -189,30 +189,29 @@ class RankContext:
         return MasterWeights(built, self.layout, parts, ledger=self.ledger, on=self.on)
 
 
-def groups_of_layers(units: Iterable[Range], longest: int, part: Range) -> Iterator[Range]:
-    """Divide ``part`` into ranges of whole layers. Yield the ranges from last to first, as backward completes them.
+def groups_of_layers(layers: Iterable[Range], least_size: int, within: Range) -> Iterator[Range]:
+    """Divide ``within`` into ranges of whole layers, of at least ``least_size`` elements. Yield the last range first.
 
-    ``units``: flat range of each layer. ``longest``: number of elements at which a range is complete.
+    ``layers``: flat range of each layer. ``within`` must start and end at layer boundaries.
     """
-    # ``part`` must start and end at layer boundaries.
-    stop = part.stop
-    for unit in sorted(filter(part.intersect, units), reverse=True):
-        if stop - unit.start >= longest or unit.start == part.start:
-            yield Range(unit.start, stop)
-            stop = unit.start
+    stop = within.stop
+    for layer in sorted(filter(within.intersect, layers), reverse=True):
+        if stop - layer.start >= least_size or layer.start == within.start:
+            yield Range(layer.start, stop)
+            stop = layer.start
 
 
 def buckets_of_layers(
-    layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None, units: Iterable[Range] = ()
+    layout: Layout, itemsize: int, bucket_bytes: int, within: Range | None = None, layers: Iterable[Range] = ()
 ) -> list[Range]:
     """Divide a range of the flat parameter vector into communication buckets, from last to first.
 
-    ``itemsize``: bytes per element. ``bucket_bytes``: maximum size of a bucket. ``part``: range to divide, by default
-    all. ``units``: range of each layer, by default from ``layout``.
+    ``itemsize``: bytes per element. ``bucket_bytes``: maximum size of a bucket. ``within``: range to divide, by
+    default all. ``layers``: range of each layer, by default from ``layout``.
     """
     longest = max(1, bucket_bytes // itemsize)
     # Groups of layers with at least ``bucket_bytes`` bytes are cut into buckets of at most ``bucket_bytes`` bytes.
-    groups = groups_of_layers(units or layout.units.values(), longest, part or Range(0, layout.size))
+    groups = groups_of_layers(layers or layout.units.values(), longest, within or Range(0, layout.size))
     return [bucket for group in groups for bucket in reversed(list(cut(group, longest)))]
 
 

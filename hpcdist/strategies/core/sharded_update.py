@@ -23,15 +23,15 @@ from hpcdist.optim.update import exact
 from hpcdist.strategies.core.operations import Kind, Operation
 
 
-def ranges_of(layout: Layout, parts: Iterable[Range]) -> list[Range]:
+def unsharded_ranges(layout: Layout, parts: Iterable[Range]) -> list[Range]:
     """Return the subranges of ``parts`` (flat ranges of ``layout``) whose tensors the tensor axis does not shard."""
     return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
 
 
 def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
-    """Return the subranges of ``parts`` that this rank adds to a sum over ``comm``, so that no tensor is added twice.
+    """Return the subranges of ``parts`` that this rank adds to a sum over ``comm``. No tensor is added twice. Local.
 
-    ``parts``: ranges of the flat parameter vector. Only rank 0 adds unsharded tensors. Local.
+    ``parts``: flat parameter ranges. Rank 0 of ``comm`` adds all its tensors, the other ranks only sharded tensors.
     """
     if comm.rank == 0:
         return list(parts)
@@ -49,7 +49,7 @@ def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: 
 
 def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicator, algorithm: str) -> None:
     """Sum the gradients of unsharded tensors in the flat ranges ``parts`` over ``comm``, in one message. Collective."""
-    ranges = ranges_of(gradients.layout, parts)
+    ranges = unsharded_ranges(gradients.layout, parts)
     on = "gpu" if backend.is_device(gradients.array) else "cpu"
     message = backend.empty(sum(part.size for part in ranges), gradients.dtype, on)
     if not message.size:
@@ -89,7 +89,7 @@ class ShardedUpdate:
         self._tensor, self._experts = tensor or solo(), experts
         self.counted = counted(gradients.layout, self.parts, self._tensor)
         # Tensors that the tensor axis does not cut are counted by its first rank alone.
-        self._elsewhere = ranges_of(gradients.layout, self.parts) if self._tensor.rank else []
+        self._elsewhere = unsharded_ranges(gradients.layout, self.parts) if self._tensor.rank else []
         self.loss_scale = 1.0  # factor in this step's gradients
         self._scale = 1.0
         self._norms: np.ndarray | None = None  # (segments, 2)

@@ -86,7 +86,7 @@ NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 
 
 def allreduce(context: RankContext, shards: LogicalShards | None = None) -> DataExchange:
-    """Return the strategy "allreduce". ``shards``: parts to sum in a fixed order. Collective over the data axis."""
+    """Return the strategy "allreduce". ``shards``: logical shards, or None. Collective over the data axis."""
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
     reducer = Sum(context, update, background) if shards is None else TreeSum(context, update, shards)
@@ -191,7 +191,7 @@ def zero(
 ) -> DataExchange:
     """Return the strategy ZeRO of ``stage`` 1, 2 or 3. Collective over the world.
 
-    ``shards``: parts of the batch to sum in a fixed order, or None. Raises ConfigurationError for unsupported settings.
+    ``shards``: logical shards to sum in a fixed order, or None. Raises ConfigurationError for unsupported settings.
     """
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 

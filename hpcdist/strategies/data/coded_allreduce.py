@@ -120,7 +120,7 @@ class CodedSum(Sum):
 
 
 class LocalGradients(Reducer):
-    """Base class of reducers that include the optimizer's momentum. The optimizer of ``update`` has no momentum.
+    """Base class of reducers that apply the momentum in place of the optimizer of ``update``.
 
     ``buckets``: ranges of the flat gradient vector, each handled by one operation.
     """

@@ -159,7 +159,7 @@ class Cuts:
 
     @property
     def at_once(self) -> bool:
-        """True if all layers are sharded in one step, over the whole data axis."""
+        """True if every layer is divided once, over the whole data axis, and not level by level."""
         return [comm for comm in self.comms if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:

@@ -146,12 +146,12 @@ class LockStepGuard:
         self._due: Iterator[tuple[int, Operation]] | None = None  # None: no list has begun, nothing is compared
 
     def guarded(self, handlers: Handlers) -> Handlers:
-        """Return a copy of ``handlers`` (functions by operation type); types in `GUARDED` first call `meet`. Local."""
+        """Return ``handlers``, wrapped so that operation types in `GUARDED` first call `check_next`. Local."""
         return {kind: self._around(handler) if kind in GUARDED else handler for kind, handler in handlers.items()}
 
     def _around(self, handler: Callable[[Operation], None]) -> Callable[[Operation], None]:
         def compare_and_handle(op: Operation) -> None:
-            self.meet(op)
+            self.check_next(op)
             handler(op)
 
         return compare_and_handle
@@ -172,7 +172,7 @@ class LockStepGuard:
             raise self._refusal(index, _at(order, index), _at(agreed, index))
         self._due = enumerate(agreed, start=1)
 
-    def meet(self, op: Operation) -> None:
+    def check_next(self, op: Operation) -> None:
         """Raise ScheduleError unless ``op`` is the next operation in the order of the first step. Local."""
         if self._due is None:
             return

@@ -151,7 +151,7 @@ class TreeSum(Reducer):
         return [Operation(kind, range=group) for kind in (Kind.ADD, Kind.REDUCE) for group in self._trees]
 
     def reduce(self, op: Operation) -> None:
-        """Sum the gradients in the range ``op.range`` over all parts of the batch, in place and in a fixed order."""
+        """Sum the gradients in the range ``op.range`` over all logical shards, in place and in a fixed order."""
         self._add(op, copy=False)
         for piece, tree in self._trees[op.part]:
             tree.reduce(self.update.gradients.range(piece))

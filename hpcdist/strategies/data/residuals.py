@@ -182,7 +182,7 @@ class StepResiduals(Residuals):
 
 
 class Feedback:
-    """All compression errors of one strategy, in steps and checkpoints. Local."""
+    """All `Residuals` of one strategy: kept or restored after each step, and saved in checkpoints. Local."""
 
     # A step that compresses gradients sets `is_open`, and `keep` clears it. If it is still set when the next step
     # begins, the step was abandoned.

@@ -107,8 +107,8 @@ class Replicas(Exchange):
                 values[...] = mean
         return squares
 
-    def note(self, squares: np.ndarray) -> None:
-        """Compute and record this step's consensus distance from ``squares``, the result of `average`. Collective."""
+    def record_consensus(self, squares: np.ndarray) -> None:
+        """Record the consensus distance of this step. ``squares``: result of `average`. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.context.data.size
         self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 
@@ -117,18 +117,18 @@ class Replicas(Exchange):
         return new
 
     def measure(self) -> None:
-        self.note(self.average(self.parameters, replace=False))
+        self.record_consensus(self.average(self.parameters, replace=False))
 
-    def come_together(self) -> None:
+    def average_replicas(self) -> None:
         """Average the parameters and the optimizer moments over all ranks. Collective."""
-        self.note(self.average(self.parameters))
+        self.record_consensus(self.average(self.parameters))
         for moments in self.update.slots().values():
             self.average(moments)
 
     def flush(self) -> bool:
         apart, self.apart = self.apart, False
         if apart:
-            self.come_together()
+            self.average_replicas()
         return apart
 
     def pieces(self) -> Sequence[Piece]:
@@ -217,14 +217,14 @@ class LocalSgdExchange(Replicas):
                 self._unite_moments()
             self.apart = self.config.moments == "keep" and bool(self.update.slots())
 
-    def come_together(self) -> None:
+    def average_replicas(self) -> None:
         if self._steps:
             self._take_mean()
         self._unite_moments()
 
     def _take_mean(self) -> None:
         weight, total = self._weights
-        self.note(self.average(self.parameters, weight, total))
+        self.record_consensus(self.average(self.parameters, weight, total))
         if self._outer is not None:
             self._outer.step(self.parameters)
         self._steps = 0

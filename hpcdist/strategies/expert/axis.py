@@ -100,9 +100,10 @@ def _ranges(counts: np.ndarray, width: int) -> list[Range]:
 
 
 def algorithm_for(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return the name of the all-to-all algorithm to use over ``comm``. Collective."""
-    # ``settled``: the user chose the allreduce algorithm ``chosen``. Then the all-to-all of the same name is used, or
-    # "pairwise".
+    """Return the name of the all-to-all algorithm to use over ``comm``. Collective.
+
+    ``chosen``: allreduce algorithm. Keyword-only ``settled``: the user chose it; use the same name, or "pairwise".
+    """
     is_one_node = comm.nodes().count == 1
     if settled and not (chosen == NODE_SHARED and is_one_node and on == "cpu"):
         return chosen if chosen in ALL_TO_ALL else "pairwise"

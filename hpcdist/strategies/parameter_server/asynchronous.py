@@ -262,7 +262,7 @@ class AsynchronousServerExchange(Exchange):
         """Plan a pause of training when every worker has completed ``clock`` steps; 0 cancels the plan. Local."""
         self.meet_at = clock
 
-    def part(self) -> None:
+    def resume(self) -> None:
         """Resume training on this rank after the pause that `meet` began. Local."""
         self.together = False
 

@@ -23,7 +23,7 @@ from hpcdist.strategies.parameter_server.transport import GRADIENT
 
 
 class Quorum:
-    """Decides, on the first server, which workers' gradients are applied in a step and which are dropped. Local.
+    """Decisions of the first server: the gradients to apply and the gradients to drop in each step. Local.
 
     A step does not wait for the ``spare`` slowest of ``workers``.
     """

@@ -164,9 +164,9 @@ class AsynchronousExchange(AsynchronousServerExchange):
         )
         self._vector.convene(clock_of)
 
-    def part(self) -> None:
+    def resume(self) -> None:
         """End the pause that `meet` began. A worker beyond the staleness bound then waits for slower workers."""
-        super().part()
+        super().resume()
         has_steps = self.clock < self.context.total_steps
         if self.works and has_steps and self.clock - min(self.clocks) > self._bound:
             self._request(ControlKind.READ, ControlFields(clock=self.clock), self.roles.servers)

@@ -51,7 +51,7 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 class Push(Reducer):
     """Gradient reduction by servers: workers send gradients (PUSH), and servers sum them (COLLECT).
 
-    ``shards``: parts of the batch, for equal results on any number of workers, or None.
+    ``shards``: logical shards, for equal results on any number of workers, or None.
     """
 
     # With ``shards``, a worker sums the gradients of its micro-batches (ADD) before it sends the sums.

@@ -120,7 +120,7 @@ def _seconds(placement: StagePlacement, costs: StepCosts) -> np.ndarray:
 
 
 def peaks(program: Program) -> tuple[Peak, ...]:
-    """Return one `Peak` for each rank: its maximum numbers of micro-batches in progress, by state. Local."""
+    """Return one `Peak` for each rank: its maximum numbers of micro-batches in progress. Local."""
     return tuple(_peak(program, program.row(rank)) for rank in range(program.ranks))
 
 

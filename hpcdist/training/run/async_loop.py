@@ -56,7 +56,7 @@ class AsyncTrainingLoop(TrainingLoop):
         exchange.meetings.ask(self._wants, self._attend)
         self._plan_checkpoint()
         self.metrics.note_clocks()
-        exchange.part()
+        exchange.resume()
         over = exchange.works and self._work()
         while not over:
             over = self._meet()
@@ -180,7 +180,7 @@ class AsyncTrainingLoop(TrainingLoop):
         with self._apart():
             over = self._decide(self._agree())
         if not over:
-            self.exchange.part()
+            self.exchange.resume()
         return over
 
     def _agree(self) -> StopReason | None:

@@ -182,7 +182,7 @@ class Free:
         self.losses = []
 
     def run(self, last):
-        self.exchange.part()
+        self.exchange.resume()
         if self.exchange.works:
             with self.trainer.batches(last) as batches:
                 for step, batch in enumerate(batches, start=self.exchange.clock + 1):

@@ -51,7 +51,7 @@ class Backup(Place):
     def train(self, data, pause):
         place = self.exchange
         self.operations = place.attended(self.operations)
-        place.part()
+        place.resume()
         self.taken = []
         while place.works and place.clock < STEPS and not place.meetings.called:
             before = place.clock
