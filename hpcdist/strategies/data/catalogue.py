@@ -69,12 +69,11 @@ from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate, counted
 from hpcdist.strategies.core.tied import tied_tensors
-from hpcdist.strategies.data.coded_allreduce import CodedSum
+from hpcdist.strategies.data.coded_allreduce import CodedSum, Dgc
 from hpcdist.strategies.data.coded_zero import CompressedGathers, CompressedSums
 from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
 from hpcdist.strategies.data.delayed import DelayedExchange
-from hpcdist.strategies.data.dgc import Dgc
 from hpcdist.strategies.data.exchange import DataExchange, saved_shares
 from hpcdist.strategies.data.gatherers import CodedGatherer, CutGatherer, Gatherer
 from hpcdist.strategies.data.node import NodeParameters, NodeShared

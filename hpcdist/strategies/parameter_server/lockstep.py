@@ -35,9 +35,8 @@ from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.exchange import DataExchange
 from hpcdist.strategies.data.gatherers import Gatherer
 from hpcdist.strategies.data.reducers import Reducer
-from hpcdist.strategies.parameter_server.messages import MessageTransport
+from hpcdist.strategies.parameter_server.messages import MessageTransport, RmaTransport
 from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.parameter_server.rma import RmaTransport
 from hpcdist.strategies.parameter_server.shared_memory import SharedMemoryTransport
 from hpcdist.strategies.parameter_server.transport import ServerTopology, Transport
 
