@@ -1,9 +1,9 @@
 """Transports of parameter servers over MPI, on any number of nodes: messages, or one-sided communication (RMA).
 
-`MessageTransport`: with Psi bytes of parameters on p ranks that all work and serve, a rank sends 2 Psi (p-1)/p per step, and buffers
-`AHEAD` of the largest messages. With ``communication.algorithm = "hierarchical"`` the workers of a node sum their
-gradients, and one of them (the speaker) exchanges one message per node with each server. A server sums 16-bit floats in
-float32, and rounds once.
+`MessageTransport`: with Psi bytes of parameters on p ranks that all work and serve, a rank sends 2 Psi (p-1)/p per
+step, and buffers `AHEAD` of the largest messages. With ``communication.algorithm = "hierarchical"`` the workers of a
+node sum their gradients, and one of them (the speaker) exchanges one message per node with each server. A server sums
+16-bit floats in float32, and rounds once.
 
 `RmaTransport` puts gradients into, and gets parameters from, the servers' MPI windows. A window holds the server's
 parameters and, for each worker, a slot for the gradients of its ranges. With Psi bytes of parameters on s servers and w
