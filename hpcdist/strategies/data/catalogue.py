@@ -9,7 +9,7 @@
     zero.shared_parameters  as above                         NodeShared
     communication.delayed   Sum, one step late (`DelayedExchange`)
     communication.compression  CodedSum, or Scatter with CompressedSums; Dgc and OneBit replace the momentum
-    compression.parameters  as above                         CodedGatherer with CompressedGathers
+    compression.parameters  as above                         CutGatherer with CompressedGathers
 
 ZeRO (Rajbhandari et al., arXiv:1910.02054) cuts every layer over the p data ranks. Each rank updates one cut with the
 summed gradients of this cut. ZeRO's stages, and similar methods, differ only in the sharding degrees d_p | d_g | d_o of
@@ -75,8 +75,7 @@ from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
 from hpcdist.strategies.data.delayed import DelayedExchange
 from hpcdist.strategies.data.exchange import DataExchange, saved_shares
-from hpcdist.strategies.data.gatherers import CodedGatherer, CutGatherer, Gatherer
-from hpcdist.strategies.data.node import NodeParameters, NodeShared
+from hpcdist.strategies.data.gatherers import CutGatherer, Gatherer, NodeParameters, NodeShared
 from hpcdist.strategies.data.offload import Offload
 from hpcdist.strategies.data.onebit import FROZEN, OneBit
 from hpcdist.strategies.data.reducers import Reducer, Scatter, Sum, TreeScatter, TreeSum
@@ -299,32 +298,28 @@ class _Zero:
             return (lambda update: NodeShared(update, cuts, node)), node.front
         parameters = self._shards()
         name, across_nodes = self.compression.config.parameters, self.compression.config.across_nodes
-        if name == "none":
-            background = self.background if self.config.prefetch else None
-            make = partial(
-                CutGatherer, context, cuts=cuts, cut_units=self.cut_units, whole=whole, background=background
-            )
-            return make, parameters
-        if self.degrees.parameters == 1 < context.data.size:
+        compressed = decoded = None
+        if name != "none" and self.degrees.parameters == 1 < context.data.size:
             raise ConfigurationError(
                 f"compression.parameters = {name!r} with zero.parameters = 1: each of the {context.data.size} data "
                 "ranks keeps all parameters, and compression would round them; set zero.parameters to 0 or to the "
                 "number of ranks of a node, or compression.parameters = 'none'"
             )
-        gathers = CompressedGathers(context, cuts, name, across_nodes=across_nodes)
-        decoded = parameters if gathers.keeps_decoded and context.working is None else None
-        if decoded is not None:
-            parameters = context.store("parameters", owned)  # owners update exact weights elsewhere
-        make_coded = partial(
-            CodedGatherer,
+        if name != "none":
+            compressed = CompressedGathers(context, cuts, name, across_nodes=across_nodes)
+            if compressed.keeps_decoded and context.working is None:
+                decoded, parameters = parameters, context.store("parameters", owned)  # owners update exact weights
+        make = partial(
+            CutGatherer,
             context,
             cuts=cuts,
             cut_units=self.cut_units,
             whole=whole,
-            compressed=gathers,
+            background=self.background if self.config.prefetch else None,
+            compressed=compressed,
             decoded=decoded,
         )
-        return make_coded, parameters
+        return make, parameters
 
     def _shards(self) -> FlatStore:
         context, cuts = self.context, self.cuts
