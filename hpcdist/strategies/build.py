@@ -34,7 +34,6 @@ from hpcdist.strategies.expert.axis import expert_replicas
 from hpcdist.strategies.expert.exchange import ExpertExchange
 from hpcdist.strategies.parameter_server.backup_workers import BackupExchange
 from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
-from hpcdist.strategies.parameter_server.compressed import compressed_server
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.partition import Roles
@@ -140,7 +139,7 @@ def server_exchange(
     serves = context.members.rank in roles.servers
     servers = context.members.split(0 if serves else None, context.members.rank, "servers")
     if compression is not None:
-        return compressed_server(context, roles, servers, compression)
+        return LockStepExchange(context, roles, servers, compression=compression)
     return LockStepExchange(context, roles, servers, transport=config.transport, shards=shards)
 
 
