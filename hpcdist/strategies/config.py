@@ -94,7 +94,7 @@ class ParallelConfig:
     """Section ``[parallel]``: the layout of the work over the ranks.
 
     The product of the axis degrees is the number of ranks. With ``data = 0``, the data degree follows from the others.
-    ``expert`` ranks are consecutive replicas.
+    ``expert`` consecutive replicas divide the experts of each layer.
     """
 
     data: int = key(0, "Number of data ranks (replicas of the model). 0: all ranks that the other degrees leave.", ge=0)

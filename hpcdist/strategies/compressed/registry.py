@@ -96,9 +96,8 @@ def reduction_of(
 ) -> BucketReduction:
     """Return an object that sums gradients with the compressor ``name``, bucket by bucket. Collective over ``data``.
 
-    ``layout``: tensors in the flat gradient vector. ``buckets``: ranges of this vector. ``algorithm``: allreduce
-    algorithm. ``on``: "cpu" or "gpu". Raises ConfigurationError if ``config.across_nodes`` is True and nodes have
-    different numbers of ranks.
+    ``layout``: tensors in the flat gradient vector. ``buckets``: ranges of this vector. ``on``: "cpu" or "gpu". Raises
+    ConfigurationError for ``config.across_nodes`` if nodes have different numbers of ranks.
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction

@@ -17,7 +17,7 @@ from hpcdist.comm.communicator import Communicator
 class PrefetchCounts:
     """Counts of prefetched gathers: ``hits`` were complete when the rank needed them, ``misses`` were not.
 
-    The attribute ``exposed_s``: seconds that the rank spent to start the gathers and to wait for them.
+    ``exposed_s``: seconds that the rank spent to start the gathers and to wait for them.
     """
 
     hits: int = 0

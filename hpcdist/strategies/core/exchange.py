@@ -100,7 +100,7 @@ class Exchange:
         """Prepare to execute the list ``operations`` of a step or an evaluation. Collective over the data axis."""
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return the store that holds the parameters of ``layer`` now. Local."""
+        """Return the store with the current parameters of ``layer``. Local."""
         return self.parameters
 
     def gradients_at(self, layer: int) -> FlatStore:
@@ -146,7 +146,7 @@ class Exchange:
         return {}
 
     def consensus(self) -> Mapping[str, float]:
-        """Return a dict with "spectral_gap" and "consensus_distance" (or NaN); {} if replicas never differ. Local."""
+        """Return the figures "spectral_gap" and "consensus_distance" by name, or {} if replicas never differ. Local."""
         return {}
 
     def applied_gradients(self) -> Iterable[Array]:

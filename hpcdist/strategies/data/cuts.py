@@ -38,8 +38,8 @@ OPTIMIZER: Final = 3
 class Cuts:
     """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world.
 
-    ``cuts[layer][k]``: flat range at level k; 0: the whole layer, 1: parameter shard, 2: gradient shard, 3: range that
-    this rank updates. ``comms[k]``: ranks that divide a range of level k into ranges of level k + 1.
+    ``cuts[layer]``: four nested flat ranges: the layer, the parameter shard, the gradient shard, and the range that this
+    rank updates. ``comms[k]``: ranks that divide range k into range k + 1.
     """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
@@ -163,7 +163,7 @@ class Cuts:
         return [comm for comm in self.comms if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
-        """Return the result of `of_all`, with ranges relative to the start of ``layer``. Local."""
+        """Return the ranges of `of_all`, relative to the start of ``layer``. Local."""
         return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
 
     def of_all(self, layer: int) -> list[Range]:

@@ -78,7 +78,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the moments of a step that may need the most memory, each as one `LiveMicroBatches` per chunk.
+    """Return the points of a step that may need the most memory. Each has one `LiveMicroBatches` per chunk.
 
     ``steps``: the rank's operations. ``chunks``: layer ranges of the rank's pipeline chunks.
     """

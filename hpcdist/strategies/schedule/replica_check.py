@@ -62,8 +62,8 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
     """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over ``comm``.
 
-    ``replica``: number of this rank's replica. ``what``: start of the error message. Keyword-only ``looks``: False if
-    the batch of this rank is not compared.
+    ``replica``: number of this rank's replica. ``what``: start of the error message. Keyword-only ``looks`` False: this
+    rank's batch is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)
