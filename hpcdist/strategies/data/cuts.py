@@ -38,8 +38,8 @@ OPTIMIZER: Final = 3
 class Cuts:
     """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world.
 
-    ``cuts[layer]``: four nested flat ranges: the layer, the parameter shard, the gradient shard, and the range that this
-    rank updates. ``comms[k]``: ranks that divide range k into range k + 1.
+    ``cuts[layer]``: four nested flat ranges, namely the layer, its parameter shard, its gradient shard, and the range
+    that this rank updates. ``comms[k]``: ranks that divide range k into range k + 1.
     """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:

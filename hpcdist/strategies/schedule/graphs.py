@@ -35,7 +35,7 @@ class KernelLaunches:
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
         """Prepare for the operations of a step. Return ``draws``, or their copies on the GPU.
 
-        ``draws``: dropout random state per micro-batch. ``sizes``: samples per micro-batch. ``scale``: factor of the loss.
+        ``draws``: dropout random state per micro-batch. ``sizes``: samples per micro-batch. ``scale``: loss factor.
         """
         # ``steady`` is False in an evaluation or a NaN search.
         return draws
