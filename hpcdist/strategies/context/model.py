@@ -106,8 +106,8 @@ class PieceSamples(WholeSamples):
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return two token counts per expert: before each local token range, and in each whole sample. Collective.
 
-        ``counts[s, i, e]``: tokens of sample s in local token range i for expert e. Shapes of the results: that of
-        ``counts``, and (samples, experts).
+        ``counts[s, i, e]``: tokens of sample s in local token range i for expert e. The results have the shape of
+        ``counts`` and the shape (samples, experts).
         """
         if not len(counts):
             return super().join(counts)

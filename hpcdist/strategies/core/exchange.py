@@ -100,7 +100,7 @@ class Exchange:
         """Prepare to execute the list ``operations`` of a step or an evaluation. Collective over the data axis."""
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return the store with the current parameters of ``layer``. Local."""
+        """Return the store that now holds the parameters of ``layer``. Local."""
         return self.parameters
 
     def gradients_at(self, layer: int) -> FlatStore:
