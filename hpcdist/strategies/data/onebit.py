@@ -15,7 +15,7 @@ scales in another, because their gradients differ most. Tensors that the tensor 
 sharded ones, because they must have equal bits on all tensor ranks.
 
 Weight decay is decoupled, as in AdamW: only the momentum travels. In the warm-up, gradients are clipped by their global
-norm; afterwards each replica clips its gradients, see `hpcdist.strategies.data.local`.
+norm; afterwards each replica clips its gradients, see `hpcdist.strategies.data.coded_allreduce`.
 
 One data rank compresses and freezes nothing: the step is AdamW. A checkpoint has the moments once, the worker errors of
 each rank, and the server errors once. For another number of ranks p', the mean of the worker errors is kept: each rank
