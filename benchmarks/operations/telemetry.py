@@ -30,7 +30,7 @@ from hpcdist.comm.record.timing import OperationTiming
 from hpcdist.comm.start import Session
 from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.reporting.table import aligned
-from hpcdist.strategies.schedule.observers import PhaseTimer
+from hpcdist.strategies.schedule.step import PhaseTimer
 from hpcdist.training.observe.event_publisher import EventPublisher
 from hpcdist.training.observe.instrumentation import Instrumentation
 from hpcdist.training.observe.metrics import RunMetrics

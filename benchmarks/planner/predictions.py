@@ -17,9 +17,9 @@ from hpcdist.planner.model.transformer import describe
 from hpcdist.planner.plan import plan
 from hpcdist.planner.time.compute import UnitSeconds, unit_seconds
 from hpcdist.planner.time.network import collective, message, span
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.simulate import passes, timeline
-from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
+from hpcdist.strategies.schedule import timeline
+from hpcdist.strategies.schedule.registry import SCHEDULES
+from hpcdist.strategies.schedule.simulated_program import LinkCost, StepCosts
 
 # Terms proportional to the number of blocks.
 OF_BLOCKS: Final = ("forward", "backward", "recompute", "tensor")
@@ -251,7 +251,7 @@ def bubble(schedule: str, row: Mapping[str, Any]) -> float:
     forward, into, weight, message = (milliseconds / chunks for milliseconds in row["profiled_ms"])
     generator = SCHEDULES[schedule]
     place = generator.place([range(unit, unit + 1) for unit in range(ranks * chunks)], ranks)
-    rows = [passes.compact(generator.passes(rank, ranks, microbatches, chunks)) for rank in range(ranks)]
+    rows = [timeline.compact(generator.passes(rank, ranks, microbatches, chunks)) for rank in range(ranks)]
     costs = StepCosts.equal(ranks * chunks, forward, into, weight, link=LinkCost(latency_s=message * chunks))
     result = timeline.simulate_passes(rows, place, costs).bubble
     assert math.isfinite(result)

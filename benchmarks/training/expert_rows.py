@@ -32,7 +32,7 @@ from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.expert.axis import ExpertAxis
 from hpcdist.strategies.expert.model import TravellingRows
 from hpcdist.strategies.expert.shared import TENSORS, SharedRows
-from hpcdist.strategies.schedule.observers import NanFinder
+from hpcdist.strategies.schedule.step import NanFinder
 from hpcdist.strategies.tensor.axis import NODE_SHARED
 
 SCHEMA, RANKS = "hpcdist-benchmark-expert-rows", 2

@@ -26,7 +26,7 @@ from benchmarks.training import turns
 from benchmarks.training.turns import ratios  # noqa: F401 - of the study
 from hpcdist import collectives
 from hpcdist.comm.start import Session
-from hpcdist.strategies.zero.config import STAGES
+from hpcdist.strategies.data.config import STAGES
 
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-overlap", 2, "training/2026-11-21-overlap.h5"
 SMALL = {"steps": 8}

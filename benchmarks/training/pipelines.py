@@ -47,11 +47,11 @@ from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.costs import PassSeconds, agree
 from hpcdist.strategies.pipeline.costs import measure as pass_seconds
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
-from hpcdist.strategies.schedule.generate import registry
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_schedule
-from hpcdist.strategies.schedule.simulate import program as programs
-from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
-from hpcdist.strategies.schedule.simulate.timeline import StepTimeline, simulate_lists
+from hpcdist.strategies.schedule import registry
+from hpcdist.strategies.schedule import simulated_program as programs
+from hpcdist.strategies.schedule.registry import SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.simulated_program import LinkCost, StepCosts
+from hpcdist.strategies.schedule.timeline import StepTimeline, simulate_lists
 
 SCHEMA, RANKS, COMMITTED = "hpcdist-benchmark-pipelines", 2, "training/2026-11-30-pipelines.h5"
 SMALL = {"microbatches": [8], "steps": 6, "only": ["1f1b", "zb-h1"]}

@@ -18,13 +18,12 @@ from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
-from hpcdist.strategies.schedule.generate import registry
-from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
-from hpcdist.strategies.schedule.generate.passes import Peak, expand
-from hpcdist.strategies.schedule.simulate import passes
-from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT, LinkCost, StepCosts
-from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
+from hpcdist.strategies.schedule import registry
+from hpcdist.strategies.schedule import timeline as simulate_timeline
+from hpcdist.strategies.schedule.operation_list import ScheduleText
+from hpcdist.strategies.schedule.passes import Peak, expand
+from hpcdist.strategies.schedule.simulated_program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT, LinkCost, StepCosts
+from hpcdist.strategies.schedule.timeline import StepTimeline
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.proof import verify
 
@@ -116,14 +115,14 @@ def simulate_schedule(name: str, written: ScheduleText, request: ScheduleRequest
         _verify(written, placement, request)
     else:
         liveness.prove(written.passes, placement, request.microbatches)
-    rows = [passes.compact(row) for row in written.passes]
+    rows = [simulate_timeline.compact(row) for row in written.passes]
     costs = request.step_costs(placement)
     timeline = simulate_timeline.simulate_passes(rows, placement, costs, recompute=request.recompute)
     closed = None
     if len(set(request.costs)) == 1 and not request.message_s and not request.recompute:  # else no formula
         seconds = dict(zip(("forward_s", "input_s", "weight_s"), request.costs[0], strict=True))
         closed = registry.bubble(name, request.stages, request.microbatches, chunks=written.chunks, **seconds)
-    return SimulatedSchedule(name, written, timeline, passes.peaks(timeline.program), closed, operations)
+    return SimulatedSchedule(name, written, timeline, simulate_timeline.peaks(timeline.program), closed, operations)
 
 
 def _verify(written: ScheduleText, placement: StagePlacement, request: ScheduleRequest) -> None:

@@ -9,7 +9,7 @@ from hpcdist.reporting.rules import UNBUILT, Rule, rule
 from hpcdist.reporting.units import counted
 from hpcdist.strategies.compressed.rules import COMPRESSED, IN_16_BITS
 from hpcdist.strategies.config import PIECE_TOKENS
-from hpcdist.strategies.zero.config import OFFLOADED, STAGES
+from hpcdist.strategies.data.config import OFFLOADED, STAGES
 
 LOCK_STEP: Final = (
     "choose allreduce, zero1, zero2, zero3, or a parameter server with consistency = 'bsp' and no backup workers, or "

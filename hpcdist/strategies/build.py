@@ -1,10 +1,11 @@
-"""Construction of the executor and of the proven operations of one rank, and of servers, gossip and local SGD.
+"""Construction of one rank's strategy, of its executor, and of its proven operations.
 
-`data.catalogue` constructs allreduce and ZeRO; `hpcdist.training.build.assemble.build_exchange` selects the strategy.
+`build_exchange` selects the strategy. `data.catalogue` composes allreduce and ZeRO.
 """
 
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.arrays.ranges import Range
@@ -18,25 +19,27 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.context.operations import Messages
 from hpcdist.strategies.context.proof import prove_messages
 from hpcdist.strategies.core.exchange import Exchange
-from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.grid import ProcessGrid, ShardingDegrees
 from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tied import TiedCopies, tied_tensors
-from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.data import catalogue
+from hpcdist.strategies.data.config import STAGES, ZeroConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
-from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
-from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
-from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
-from hpcdist.strategies.parameter_server.compressed import compressed_server
+from hpcdist.strategies.decentralised.replicas import LocalSgdExchange, Replicas
+from hpcdist.strategies.expert.axis import expert_replicas
+from hpcdist.strategies.expert.exchange import ExpertExchange
+from hpcdist.strategies.parameter_server.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.generate.operation_list import (
+from hpcdist.strategies.schedule.graphs import StageGraphs
+from hpcdist.strategies.schedule.operation_list import (
     compute_operations,
     insert_exchange,
     insert_gathers,
@@ -44,11 +47,43 @@ from hpcdist.strategies.schedule.generate.operation_list import (
     overlap_reductions,
     prefetch_gathers,
 )
-from hpcdist.strategies.schedule.generate.passes import Passes
-from hpcdist.strategies.schedule.graphs import StageGraphs
+from hpcdist.strategies.schedule.passes import Passes
 from hpcdist.strategies.schedule.step import StepObserver
 from hpcdist.strategies.schedule.verify.deadlock import PeerRanks
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """Settings of a recipe that select a strategy and its options."""
+
+    strategy: str  # parallel.strategy
+    zero: ZeroConfig
+    parameter_server: ParameterServerConfig
+    decentralised: DecentralisedConfig
+    compression: Compression  # the name "none": uncompressed
+    delayed: bool = False  # communication.delayed
+    logical_shards: int = 0  # run.logical_shards
+
+
+def build_exchange(context: RankContext, settings: StrategySettings) -> Exchange:
+    """Return the gradient exchange of this rank. Collective over the world."""
+    shards = LogicalShards(context, settings.logical_shards) if settings.logical_shards else None
+    if context.experts.size > 1 and not context.portion:
+        replicas = expert_replicas(context.data, context.experts.size)
+        return ExpertExchange(context, replicas, lambda portion: build_exchange(portion, settings))
+    strategy, compression = settings.strategy, settings.compression
+    compresses = compression.name != "none"
+    if strategy == "parameter_server":
+        return server_exchange(context, settings.parameter_server, shards, compression if compresses else None)
+    if strategy in DECENTRALISED_EXCHANGES:
+        return DECENTRALISED_EXCHANGES[strategy](context, settings.decentralised)
+    if strategy in STAGES:
+        return catalogue.zero(context, STAGES[strategy], settings.zero, shards, compression)
+    if settings.delayed:
+        return catalogue.delayed(context)
+    return catalogue.compressed(context, compression) if compresses else catalogue.allreduce(context, shards)
+
 
 # By strategy. Construction is collective over the data axis, and raises ConfigurationError on every rank for a graph
 # that does not fit the ranks.
@@ -72,9 +107,9 @@ def server_exchange(
     shards: LogicalShards | None = None,
     compression: Compression | None = None,
 ) -> Exchange:
-    """Return this rank's parameter-server strategy, in the role that ``config`` sets. Collective over the world.
+    """Return the parameter-server exchange of this rank: a server, a worker or both. Collective over the world.
 
-    ``shards``: parts of the batch to sum in a fixed order, or None. ``compression``: compressor of gradients, or None.
+    ``shards``: logical shards to sum in a fixed order, or None. ``compression``: compressor of gradients, or None.
     Raises ConfigurationError for unsupported settings.
     """
     algorithms = server_algorithms(config)
@@ -104,7 +139,7 @@ def server_exchange(
     serves = context.members.rank in roles.servers
     servers = context.members.split(0 if serves else None, context.members.rank, "servers")
     if compression is not None:
-        return compressed_server(context, roles, servers, compression)
+        return LockStepExchange(context, roles, servers, compression=compression)
     return LockStepExchange(context, roles, servers, transport=config.transport, shards=shards)
 
 
@@ -140,8 +175,8 @@ def operations(
 ) -> list[Operation]:
     """Return this rank's operations (passes, messages, updates) for one step. Local.
 
-    ``exchange``: data-parallel strategy. ``copies``: this rank's copies of tied tensors. ``schedule``: passes of every
-    pipeline rank, or None for the schedule that the section ``parallel`` names.
+    ``copies``: this rank's copies of tied tensors. ``schedule``: passes of every pipeline rank; None selects
+    ``parallel.schedule``.
     """
     traits, steps = exchange.traits, list[Operation]()
     if context.computes:
@@ -170,7 +205,7 @@ def _shared_out(context: RankContext) -> dict[int, Range]:
 
 
 def prove(
-    rank: RankContext,
+    context: RankContext,
     grid: ProcessGrid,
     steps: list[Operation],
     microbatches: int,
@@ -180,35 +215,35 @@ def prove(
 ) -> Proof | None:
     """Check that the operations of all ranks form one correct step, else raise ScheduleError. Collective.
 
-    ``rank``: context of this rank. ``steps``: operations of this rank. Returns the step's peak memory use and message
-    counts, or None if the world is too large.
+    ``steps``: operations of this rank. Returns the step's peak memory use and message counts, or None if the world is
+    too large.
     """
-    if rank.world.size > PROVEN_RANKS:
+    if context.world.size > PROVEN_RANKS:
         return None
-    inside = None if rank.context is None else rank.context.messages(rank.context.window)
-    written = rank.world.allgather_object(pickle.dumps((steps, inside)))  # pickled: only rank 0 unpickles the lists
+    inside = None if context.context is None else context.context.messages(context.context.window)
+    written = context.world.allgather_object(pickle.dumps((steps, inside)))  # pickled: only rank 0 unpickles the lists
     verdict: Proof | ScheduleError | None = None
-    if rank.world.rank == 0:
-        units = {unit: rank.layout.units[stage.layer] for unit, stage in enumerate(rank.model.stages)}
+    if context.world.rank == 0:
+        units = {unit: context.layout.units[stage.layer] for unit, stage in enumerate(context.model.stages)}
         lists, messages = zip(*map(pickle.loads, written), strict=True)
         try:
             if grid.context > 1:
-                assert rank.context is not None
-                _prove_attention(grid, messages, rank.context.visited(rank.context.window))
+                assert context.context is not None
+                _prove_attention(grid, messages, context.context.visited(context.context.window))
             verdict = verify(
                 lists,
                 grid=grid,
                 units=units,
                 microbatches=microbatches,
-                needs=rank.model.needs,
-                placement=rank.placed,
+                needs=context.model.needs,
+                placement=context.placed,
                 accumulates=accumulates,
                 degrees=degrees,
-                experts=_shared_out(rank) if grid.expert > 1 else None,
+                experts=_shared_out(context) if grid.expert > 1 else None,
             )
         except ScheduleError as error:
             verdict = error
-    verdict = rank.world.broadcast_object(verdict)
+    verdict = context.world.broadcast_object(verdict)
     if isinstance(verdict, ScheduleError):
         raise verdict
     return verdict

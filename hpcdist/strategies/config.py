@@ -6,7 +6,7 @@ from typing import Final
 from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, rule
 from hpcdist.reporting.schema import check_section, key
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
-from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.registry import NAMES, SCHEDULES, check_schedule
 
 PARTITIONS: Final = ("parameters", "flops", "measured")
 DEFAULT_PARTITION: Final = "flops"
@@ -94,7 +94,7 @@ class ParallelConfig:
     """Section ``[parallel]``: the layout of the work over the ranks.
 
     The product of the axis degrees is the number of ranks. With ``data = 0``, the data degree follows from the others.
-    ``expert`` ranks are consecutive replicas.
+    ``expert`` consecutive replicas divide the experts of each layer.
     """
 
     data: int = key(0, "Number of data ranks (replicas of the model). 0: all ranks that the other degrees leave.", ge=0)
@@ -133,7 +133,7 @@ class ParallelConfig:
 
     @property
     def recomputes_layers(self) -> bool:
-        """True if activations are recomputed layer by layer; False if never, or for a whole rank at once."""
+        """True if activations are recomputed layer by layer; False if never, or for all layers at once."""
         at_once = self.microbatches == 1 or self.order in ("sequential", "1f1b")
         return self.recompute and self.pipeline == 1 and at_once
 
@@ -146,7 +146,7 @@ class ParallelConfig:
 
     @property
     def has_roles(self) -> bool:
-        """True for a parameter-server strategy: each rank is a server, a worker or both, without other axes."""
+        """True for a parameter server, in which each rank is a server, a worker or both."""
         return self.strategy == "parameter_server" and self.pipeline * self.tensor == 1
 
     @property

@@ -22,9 +22,9 @@ from hpcdist.strategies.compressed import rules as compressed
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.rules import BSP, COMPRESSED, IN_16_BITS, MIXING, SERVED, SHARDED
 from hpcdist.strategies.config import SUMMING
+from hpcdist.strategies.data.config import OFFLOADED, STAGES, ZeroConfig
 from hpcdist.strategies.decentralised import config as decentralised
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig, own_steps
-from hpcdist.strategies.zero.config import OFFLOADED, STAGES, ZeroConfig
 
 ORDER: Final = "the order of its sums would depend on the ranks"
 RECOMPUTING: Final = ("run.suspicious_factor", "run.recompute_every_steps")

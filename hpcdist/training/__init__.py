@@ -14,7 +14,8 @@ Route of one gradient from `hpcdist train` to the network, and its update (zero1
     models/layers/linear.py                a matrix product writes the gradient of a weight
     strategies/core/parameter_views.py     the gradient's range in the flat store
     strategies/data/catalogue.py           `zero`: the reducer, gatherer and update of the strategy
-    strategies/data/scatter.py             `Scatter.reduce`: sum the layer's gradients into this rank's shard
+    strategies/data/exchange.py            `DataExchange`: the handlers of all operations
+    strategies/data/reducers.py            `Scatter.reduce`: sum the layer's gradients into this rank's shard
     strategies/data/cuts.py                `Cuts.sum`: over the ranks of each level
     collectives/sharded.py                 reduce-scatter, by the name of the algorithm
     collectives/algorithms/ring.py         for each segment: send one, receive one, add

@@ -27,7 +27,7 @@ from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.core.operations import Kind
-from hpcdist.strategies.schedule.observers import phase_of
+from hpcdist.strategies.schedule.step import phase_of
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 

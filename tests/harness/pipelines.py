@@ -20,8 +20,8 @@ from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, StagePlacement
 from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.schedule.generate.operation_list import generated, insert_exchange
-from hpcdist.strategies.schedule.generate.passes import Passes, expand
+from hpcdist.strategies.schedule.operation_list import generated, insert_exchange
+from hpcdist.strategies.schedule.passes import Passes, expand
 from hpcdist.strategies.schedule.verify.proof import verify
 
 WIDTH, SAMPLES, UNITS = 6, 7, 8

@@ -27,12 +27,12 @@ from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.operations import Operation, StagePlacement, looped
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.data import catalogue
+from hpcdist.strategies.data.config import STAGES
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.replica_check import explain_nonfinite
-from hpcdist.strategies.zero.config import STAGES
 
 GPT = ModelConfig(layers=1, hidden=16, heads=2)
 ADAMW = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)

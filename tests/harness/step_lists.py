@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hpcdist.arrays.ranges import Range, cut, split
-from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.grid import ProcessGrid, ShardingDegrees
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
-from hpcdist.strategies.core.traits import ShardingDegrees
-from hpcdist.strategies.schedule.generate.operation_list import compute_operations, insert_exchange, insert_gathers
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.operation_list import compute_operations, insert_exchange, insert_gathers
+from hpcdist.strategies.schedule.registry import SCHEDULES
 from hpcdist.strategies.schedule.verify.proof import Proof, verify
 
 UNIT = 24  # elements of a unit: not a multiple of the cuts

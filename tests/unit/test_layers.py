@@ -41,7 +41,7 @@ EVERYWHERE = {"constants", "errors"}  # on floor 0 with arrays and reporting, wh
 # Packages of strategies/, lowest first: each imports only packages before it, and the declarations of recipe keys.
 STRATEGIES = (
     *("core", "schedule", "context", "tensor", "expert", "pipeline"),
-    *("zero", "compressed", "data", "parameter_server", "decentralised"),
+    *("compressed", "data", "parameter_server", "decentralised"),
 )
 STRATEGY_TYPES = {("core.rank_context", "context.axis")}  # the context of a rank holds an axis of a higher package
 

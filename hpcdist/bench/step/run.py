@@ -49,7 +49,7 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.schedule import observers
+from hpcdist.strategies.schedule.step import PHASES as PHASE_OF_KIND
 
 # Field of `Operations` -> kind of operation in the report, if the names differ
 KINDS: Final = {"linear_column": "matmul", "linear_row": "matmul", "embed": "embedding", "positions": "embedding"}
@@ -137,7 +137,7 @@ def _phase(operation: Operation) -> str:
         return "backward" if operation.recompute else "forward"
     if operation.kind is Kind.AGREE:
         return "clipping"
-    phase = observers.PHASES.get(operation.kind, "communication")
+    phase = PHASE_OF_KIND.get(operation.kind, "communication")
     return "backward" if phase == "compute" else phase
 
 

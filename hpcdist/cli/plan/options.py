@@ -23,7 +23,7 @@ from hpcdist.planner.layout import (
     STRATEGIES,
 )
 from hpcdist.reporting.units import parse_size
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 MODEL_SECTION: Final = "Model in numbers"
 LAYOUT_SECTION: Final = "Layout"

@@ -12,7 +12,7 @@ from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.bench.schedules import ScheduleRequest, SimulatedSchedule
-    from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
+    from hpcdist.strategies.schedule.operation_list import ScheduleText
 
 
 def _costs(text: str) -> tuple[float, float, float]:
@@ -108,8 +108,8 @@ def _show_stages(recipe: Path | None, overrides: tuple[str, ...], *, to_stderr: 
 def _from_file(
     names: tuple[str, ...], request: "ScheduleRequest", chunks: int, source: Path | None
 ) -> "list[tuple[str, ScheduleText]]":
-    from hpcdist.strategies.schedule.generate import operation_list
-    from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+    from hpcdist.strategies.schedule import operation_list
+    from hpcdist.strategies.schedule.registry import SCHEDULES
 
     pipelined = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
     if not names and source is None:
@@ -132,7 +132,7 @@ def _from_file(
 
 
 def _dump(schedules: "list[tuple[str, ScheduleText]]", file: Path) -> None:
-    from hpcdist.strategies.schedule.generate import operation_list
+    from hpcdist.strategies.schedule import operation_list
 
     if len(schedules) != 1:
         raise UsageError(f"--dump writes only one schedule, but {len(schedules)} are given; name one")

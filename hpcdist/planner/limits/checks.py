@@ -19,7 +19,7 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.transformer import inner
 from hpcdist.reporting.nearest import nearest
 from hpcdist.strategies.config import PIECE_TOKENS, exchanges_heads
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 
 class LayoutProblem(NamedTuple):

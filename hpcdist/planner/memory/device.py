@@ -27,8 +27,8 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import SplitKey, UnitGroup, chunks_of_split, stages_of_split
 from hpcdist.planner.time.expert_rows import SHARED, RowRoute, row_buffers, row_route
 from hpcdist.strategies.pipeline.memory import IN_MESSAGES, LiveMicroBatches, Moment, moments
-from hpcdist.strategies.schedule.generate.passes import expand, interleaved_group
-from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.passes import expand, interleaved_group
+from hpcdist.strategies.schedule.registry import FILE, SCHEDULES, check_schedule
 
 EXACT_RANKS: Final = 16  # largest number of pipeline chunks that is counted exactly
 STEADY_ROUNDS: Final = 4  # micro-batches / ranks after which every schedule but gpipe repeats itself

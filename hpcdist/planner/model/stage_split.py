@@ -27,7 +27,7 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.model.description import ModelDescription, ModelUnit
 from hpcdist.strategies.pipeline.costs import attention_scores
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 
 def step_flops(description: ModelDescription, layout: ParallelLayout, global_batch: int) -> FlopEstimate:

@@ -26,7 +26,7 @@ from hpcdist.reporting import plotting
 from hpcdist.reporting.plotting import GanttBar, GanttStyle
 
 if TYPE_CHECKING:
-    from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
+    from hpcdist.strategies.schedule.timeline import StepTimeline
 
 MEMORY: Final = {
     "parameters": "#1f3b5c",
@@ -141,7 +141,7 @@ def _passes(
     steps: "StepTimeline", chunks: Sequence[StageLoad], wait_s: float, offset_s: float
 ) -> Iterator[TimelineBar]:
     # bars of all passes, each followed by a message of `wait_s`
-    from hpcdist.strategies.schedule.simulate.program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
+    from hpcdist.strategies.schedule.simulated_program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
 
     kinds = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight", AGAIN: "recompute"}
     program, times = steps.program, steps.times

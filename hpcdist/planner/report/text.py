@@ -24,7 +24,7 @@ from hpcdist.planner.report.quantities import (
     share,
     wrapped,
 )
-from hpcdist.strategies.zero.config import STAGES
+from hpcdist.strategies.data.config import STAGES
 
 _LESS: Final = {  # memory term -> advice to reduce it
     "parameters": "a larger --tensor or --pipeline, or --zero 3",

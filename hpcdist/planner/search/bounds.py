@@ -26,7 +26,7 @@ from hpcdist.planner.time.network import span
 from hpcdist.planner.time.pipeline import SPLIT, PlannedSeconds, closed_form
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, collective_wait, load_key, loads
 from hpcdist.planner.time.step import AXES, MicrobatchFlow
-from hpcdist.strategies.schedule.generate.registry import chunks_of
+from hpcdist.strategies.schedule.registry import chunks_of
 
 RECOMPUTED_SHARE: Final = 0.5  # maximum share of a micro-batch's time that is recomputation
 ROUNDED: Final = 1 - 1e-12  # tolerance for sums in another order

@@ -16,7 +16,7 @@ from typing import Final
 from hpcdist.errors import UsageError
 from hpcdist.planner.layout import COMPRESSIONS, OBJECTIVES, RECOMPUTE, STRATEGIES, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 Strategy = tuple[str, str]  # (strategy, compression)
 PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipelines)

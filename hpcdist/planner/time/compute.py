@@ -21,7 +21,7 @@ from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, EfficiencyCurv
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.activations import context_share
 from hpcdist.planner.model.description import AttentionShape, ModelUnit, ProductShape
-from hpcdist.strategies.context.passes import pairs, pieces
+from hpcdist.strategies.context.operations import pairs, pieces
 
 TILED_BACK: Final = 2.5  # five products instead of two, because scores are recomputed
 MOVED_BACK: Final = 1.5  # two reads and a write, instead of a read and a write

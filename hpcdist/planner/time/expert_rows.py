@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from hpcdist.planner.cluster.hardware import Cluster
 from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.time.network import MessageCost, collective, group, members_inside, span
-from hpcdist.strategies.expert.costs import COPIES, node_traffic, published_bytes
+from hpcdist.strategies.expert.axis import COPIES, node_traffic, published_bytes
 
 SHARED: Final = "node memory"
 HIERARCHICAL: Final = "hierarchical"

@@ -32,12 +32,12 @@ from hpcdist.planner.model.description import ModelDescription
 from hpcdist.planner.model.stage_split import recomputes_ahead
 from hpcdist.planner.time.network import NO_COST, MessageCost, collective, message, span
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad, chunk_loads, collective_wait, loads
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
+from hpcdist.strategies.schedule.registry import SCHEDULES, chunks_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
+    from hpcdist.strategies.schedule.timeline import StepTimeline
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v")
 
@@ -153,8 +153,8 @@ def simulated_timeline(
 
     ``chunks``: times of a micro-batch in each model chunk, in model order. ``ranks``: number of pipeline ranks.
     """
-    from hpcdist.strategies.schedule.simulate import timeline
-    from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
+    from hpcdist.strategies.schedule import timeline
+    from hpcdist.strategies.schedule.simulated_program import LinkCost, StepCosts
 
     row = SCHEDULES[schedule]
     chunks_per_rank = len(chunks) // ranks
@@ -173,7 +173,7 @@ def simulated_timeline(
 
 @lru_cache(maxsize=4)
 def _rows(schedule: str, ranks: int, microbatches: int, chunks_per_rank: int) -> "list[np.ndarray]":
-    from hpcdist.strategies.schedule.simulate.passes import compact
+    from hpcdist.strategies.schedule.timeline import compact
 
     # Cached, because each schedule is simulated twice.
     return [compact(SCHEDULES[schedule].passes(rank, ranks, microbatches, chunks_per_rank)) for rank in range(ranks)]

@@ -23,7 +23,7 @@ from hpcdist.planner.time.compute import cached, local_experts, local_parameters
 from hpcdist.planner.time.expert_rows import row_turn
 from hpcdist.planner.time.network import MessageCost, collective, span
 from hpcdist.strategies.context.costs import counts_bytes, exchanged_bytes, ring_exposed_s, ring_passes
-from hpcdist.strategies.expert import costs as expert_costs
+from hpcdist.strategies.expert.axis import counts_bytes as expert_counts_bytes
 
 FORWARD: Final = 0
 BACKWARD: Final = 1
@@ -242,7 +242,7 @@ def _calls(
         by_rows = layout.sequence_parallel and layout.implementation == "megatron"
         tokens = first.rows * first.experts * first.share / (layout.tensor if by_rows else 1)
         if layout.implementation == "hpcdist":
-            yield AxisCollective(FORWARD, "expert", "counts", expert_costs.counts_bytes(first.experts))
+            yield AxisCollective(FORWARD, "expert", "counts", expert_counts_bytes(first.experts))
         turns = (FORWARD, "rows"), (FORWARD, "results"), (BACKWARD, "gradients"), (BACKWARD, "results")
         for when, turn in turns:
             yield AxisCollective(when, "expert", turn, tokens * first.inner * each)

@@ -36,7 +36,7 @@ from hpcdist.planner.time.pipeline import (
     simulated_pipe,
 )
 from hpcdist.planner.time.stage_load import CollectiveWait, StageLoad
-from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.registry import FILE, SCHEDULES, check_schedule
 
 WIDE_BYTES = 4  # float32: of a master, a moment
 

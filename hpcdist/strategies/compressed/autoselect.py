@@ -36,7 +36,7 @@ FEWEST, MOST = 3, 25  # rounds, after one that compiles and connects
 
 @dataclass(frozen=True)
 class CandidateTiming:
-    """Seconds of a gradient allreduce with compressor ``name``; ``codec_s``: part for encoding and decoding."""
+    """Seconds of a gradient allreduce with compressor ``name``; ``codec_s``: seconds of encoding and decoding."""
 
     name: str
     seconds: float

@@ -26,7 +26,7 @@ _LINE: Final = ALIGN_BYTES // FLOAT32.itemsize
 
 
 class PowerSgdReduction:
-    """PowerSGD: allreduce that sends gradient matrices as factors of low rank (``rank``; not an MPI rank)."""
+    """PowerSGD: allreduce that sends gradient matrices as two factors of low matrix rank."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class PowerSgdReduction:
             out = values[segment.range.shift(-part.start).slice]
             if segment.key in self.matrices:
                 self.matrices[segment.key].reconstruct(ps[first.slice], qs[second.slice], out)
-                self._take_away(segment, out)
+                if segment.key in self._owing:
+                    self._owing[segment.key] -= out * np.float32(1.0 / self.comm.size)
             else:
                 out[...] = ps[first.slice]
         self._owing.clear()
@@ -117,10 +118,6 @@ class PowerSgdReduction:
             return gradient
         self._owing[segment.key] = self.feedback.compensate(segment.range, gradient)
         return self._owing[segment.key]
-
-    def _take_away(self, segment: Segment, total: Array) -> None:
-        if segment.key in self._owing:
-            self._owing[segment.key] -= total * np.float32(1.0 / self.comm.size)
 
     def rollback(self) -> None:
         """Restore the low-rank factors to their values before a failed step. Local."""

@@ -112,7 +112,7 @@ class CompressedReduction(Protocol):
 
     @property
     def passes(self) -> tuple[float, float]:
-        """Mean number of encodings and mean number of decodings of each gradient value on a rank, as a pair."""
+        """Pair of means per gradient value on a rank: number of encodings, number of decodings."""
 
     def kept(self, part: Range) -> list[Range]:
         """Return the disjoint ranges within ``part`` that this rank compresses, in ascending order. Local."""
@@ -138,10 +138,9 @@ class _Messages:
         return [self._comm.irecv(segment, peer) for segment in self._segments(row)]
 
     def gather_and_take(self, rows: Sequence[Array], encode: Callable[[], None], take: Callable[[int], None]) -> None:
-        """All-gather one byte buffer per rank into ``rows``. Collective.
+        """All-gather one byte buffer per rank into ``rows``, and call ``take(r)`` for each rank r. Collective.
 
-        ``encode()`` must fill this rank's buffer. ``take(r)`` is called for each rank r in order, when ``rows[r]`` is
-        complete.
+        ``encode()`` must fill this rank's buffer. ``rows[r]`` is complete when ``take(r)`` is called.
         """
         rank, size = self._comm.rank, self._comm.size
         receives = {peer: self.receive(row, peer) for peer, row in enumerate(rows) if peer != rank}
@@ -285,9 +284,9 @@ def _compare(comm: Communicator, call: str, coder: GradientCoder, part: Range, s
 
 
 def inter_node(data: Communicator) -> Communicator:
-    """Return the communicator of the ranks of ``data`` with this rank's local rank, one on each node. Collective.
+    """Return the communicator of the ranks in ``data`` with the same local rank, one per node. Collective.
 
-    ``data``: communicator of the data axis. Raises ConfigurationError if nodes have different numbers of ranks.
+    Raises ConfigurationError if nodes have different numbers of ranks.
     """
     nodes = data.nodes()
     if not nodes.uniform:

@@ -27,8 +27,7 @@ from hpcdist.strategies.compressed.reduction import (
     QuantisedReduction,
     inter_node,
 )
-from hpcdist.strategies.core.buckets import buckets_of_layers, groups_of_layers
-from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.rank_context import RankContext, buckets_of_layers, groups_of_layers
 
 # Integers are rounded to nearest with error feedback, else stochastically (unbiased).
 _MAKE: Final[dict[str, Callable[[CompressionConfig], Compressor]]] = {
@@ -97,9 +96,8 @@ def reduction_of(
 ) -> BucketReduction:
     """Return an object that sums gradients with the compressor ``name``, bucket by bucket. Collective over ``data``.
 
-    ``layout``: tensors in the flat gradient vector. ``buckets``: ranges of this vector. ``algorithm``: allreduce
-    algorithm. ``on``: "cpu" or "gpu". Raises ConfigurationError if ``config.across_nodes`` is True and nodes have
-    different numbers of ranks.
+    ``layout``: tensors in the flat gradient vector. ``buckets``: ranges of this vector. ``on``: "cpu" or "gpu". Raises
+    ConfigurationError for ``config.across_nodes`` if nodes have different numbers of ranks.
     """
     comm = inter_node(data) if config.across_nodes else data
     codes: GradientCoder | PowerSgdReduction

@@ -11,7 +11,7 @@ from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, Rule, each_of, other_tha
 from hpcdist.strategies.compressed import config
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import SUMMING
-from hpcdist.strategies.zero.config import STAGES
+from hpcdist.strategies.data.config import STAGES
 
 PUSHED: Final = (*config.QUANTISED, *config.SPARSE)  # compressors whose payloads a server can decode
 NOT_PUSHED: Final = {

@@ -6,5 +6,5 @@ that all ranks have equally many query-key pairs. For gradients, the ranks are r
 With b bytes of keys of a sample, and as many of values, a rank sends in each layer of ring attention (Liu, Zaharia,
 Abbeel, arXiv:2310.01889) 2 b (c - 1) / c bytes forward and, with gradients, 4 b (c - 1) / c backward.
 
-Begin with `passes.pieces`, `operations.ring_operations`, `ring.RingAttention` and `model.cut_context`.
+Begin with `operations.pieces`, `operations.ring_operations`, `ring.RingAttention` and `model.cut_context`.
 """

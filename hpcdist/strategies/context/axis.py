@@ -14,14 +14,23 @@ from hpcdist.comm.record.spans import NULL_SPANS, SpanSink, now_ns
 from hpcdist.comm.transport import Request
 from hpcdist.errors import DataError
 from hpcdist.models.stage import Saved
-from hpcdist.strategies.context.operations import GRADIENTS, MEMORY, MESSAGES, Action, Messages, RingOperation
-from hpcdist.strategies.context.passes import paths, pieces, tokens
+from hpcdist.strategies.context.operations import (
+    GRADIENTS,
+    MEMORY,
+    MESSAGES,
+    Action,
+    Messages,
+    RingOperation,
+    paths,
+    pieces,
+    tokens,
+)
 from hpcdist.strategies.context.proof import prove_messages
-from hpcdist.strategies.schedule.observers import NanFinder
+from hpcdist.strategies.schedule.step import NanFinder
 
 
 class ContextAxis:
-    """Group of ranks ``comm`` that divide the ``context`` tokens of each sample between them.
+    """Context axis: the ranks of ``comm``, which divide the ``context`` tokens of each sample.
 
     ``method``: attention method, "ring" or "all_to_all". Methods of this class are local unless marked.
     """
@@ -127,7 +136,7 @@ class ContextAxis:
 
 
 class Ring:
-    """Ring attention messages: each rank's keys and values go to all ranks whose queries see them."""
+    """Ring attention messages: each rank's keys and values go to all ranks whose queries use them."""
 
     # Keys and values of a rank have shape (batch, tokens of the rank, ``columns``). ``like``: array with the batch size
     # and dtype of the keys. ``saved``: scratch memory, enough for ``most`` columns. ``window``: sliding window in
@@ -150,7 +159,7 @@ class Ring:
     def rounds(
         self, local_block: Array, *, back: bool = False
     ) -> Iterator[tuple[int, Array, Array | None, Callable[[], None]]]:
-        """Yield (rank, keys and values, gradients, poll) for each rank whose keys local queries see. Collective.
+        """Yield (rank, keys and values, gradients, poll) for each rank whose keys the local queries use. Collective.
 
         ``local_block``: keys and values of this rank. ``gradients``: array that the caller must fill in a backward
         pass, or None. ``poll()`` makes progress on the messages in flight.

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.strategies.config import PIECE_TOKENS
-from hpcdist.strategies.context.operations import MEMORY
-from hpcdist.strategies.context.passes import paths, pieces, tokens
+from hpcdist.strategies.context.operations import MEMORY, paths, pieces, tokens
 
 SUM_BYTES: Final = 4  # bytes of a sum of 16-bit floats
 PART_BYTES: Final = 1 << 20  # larger blocks travel in parts of their heads, to use less memory in flight

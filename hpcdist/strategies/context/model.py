@@ -104,10 +104,10 @@ class PieceSamples(WholeSamples):
         return self._axis.context, self._axis.own
 
     def join(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of tokens before each local token range, and in each whole sample. Collective.
+        """Return two token counts per expert: before each local token range, and in each whole sample. Collective.
 
-        ``counts[s, i, e]``: tokens of sample s in local token range i that are routed to expert e. The results are
-        arrays with the shape of ``counts`` and the shape (samples, experts).
+        ``counts[s, i, e]``: tokens of sample s in local token range i for expert e. The results have the shape of
+        ``counts`` and the shape (samples, experts).
         """
         if not len(counts):
             return super().join(counts)

@@ -27,8 +27,7 @@ from hpcdist.models.documents import Documents
 from hpcdist.models.stage import AttentionOptions, Saved
 from hpcdist.strategies.context.axis import ContextAxis, Ring
 from hpcdist.strategies.context.costs import AttentionShare, head_parts
-from hpcdist.strategies.context.operations import HOME
-from hpcdist.strategies.context.passes import Visit, visits
+from hpcdist.strategies.context.operations import HOME, Visit, visits
 
 
 class RingAttention:

@@ -17,7 +17,7 @@ from hpcdist.comm.communicator import Communicator
 class PrefetchCounts:
     """Counts of prefetched gathers: ``hits`` were complete when the rank needed them, ``misses`` were not.
 
-    The attribute ``exposed_s``: seconds that the rank spent to start the gathers and to wait for them.
+    ``exposed_s``: seconds that the rank spent to start the gathers and to wait for them.
     """
 
     hits: int = 0
@@ -48,22 +48,22 @@ class BackgroundCollectives:
             self._in_flight[key] = self._progress.iallreduce(gradients, algorithm)
 
     def start_sum(self, key: Hashable, gradients: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to reduce-scatter ``gradients`` under ``key``, in place: rank r gets the sum of ``shares[r]``."""
+        """Start to reduce-scatter ``gradients`` in place: rank r gets the sum of ``shares[r]``. ``key``: for `wait`."""
         with self._exposed():
             self._in_flight[key] = self._progress.ireduce_scatter(gradients, shares, algorithm)
 
     def wait(self, key: Hashable) -> None:
-        """Wait for the collective that was started under ``key``."""
+        """Wait for the collective that `start` or `start_sum` started with ``key``."""
         with self._exposed():
             self._in_flight.pop(key).wait()
 
     def start_gather(self, key: Hashable, parameters: Array, shares: Sequence[Range], algorithm: str) -> None:
-        """Start to all-gather ``parameters`` under ``key``, in place: rank r sends the range ``shares[r]``."""
+        """Start to all-gather ``parameters`` in place: rank r sends ``shares[r]``. ``key``: for `wait_gather`."""
         with self._fetching():
             self._in_flight[key] = self._progress.iall_gather(parameters, shares, algorithm)
 
     def wait_gather(self, key: Hashable) -> None:
-        """Wait for the gather that was started under ``key``, and count a hit or a miss."""
+        """Wait for the gather with ``key``. Count a hit if the gather was already complete, else a miss."""
         with self._fetching():
             handle = self._in_flight.pop(key)
             if handle.test():
@@ -97,7 +97,7 @@ class BackgroundCollectives:
         self._fetched = replace(self._fetched, exposed_s=self._fetched.exposed_s + self._exposed_s - before)
 
     def taken(self) -> tuple[float, float]:
-        """Return (exposed, busy): seconds of background collectives since the last call. Local."""
+        """Return seconds since the last call: (spent by the caller, spent by the background thread). Local."""
         # Exposed: the caller started, polled or waited. Busy: the thread worked or waited for ranks; NaN without a
         # thread.
         exposed_s, self._exposed_s = self._exposed_s, 0.0

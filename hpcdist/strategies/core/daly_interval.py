@@ -28,8 +28,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 def slowdown(work_s: float, cost_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """Return wall time / work time of a run that saves a checkpoint after every ``work_s`` seconds of work.
 
-    ``cost_s``: seconds to save a checkpoint. ``mtbf_s``: mean seconds between failures. ``restart_s``: seconds to
-    restart.
+    ``cost_s``: time to save a checkpoint. ``mtbf_s``: mean time between failures. ``restart_s``: time to restart.
     """
     _check(cost_s, mtbf_s)
     assert work_s > 0 and restart_s >= 0

@@ -5,6 +5,7 @@ sums losses and norms over the ranks. The trainer saves and restores the exchang
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,12 +18,37 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.optim.master_weights import rounded
 from hpcdist.strategies.core.background import BackgroundCollectives
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.core.traits import Traits
 
 Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Properties of a strategy (`Exchange`) that do not change after construction."""
+
+    algorithm: str  # reduction algorithm, as stored in checkpoints
+    lock_step: bool = True  # all ranks make each step together
+    identical: bool = False  # parameters that ranks of the data axis keep have the same bits
+    accumulates: bool = True  # gradients of all micro-batches are added up first, and exchanged once per step
+    degrees: ShardingDegrees | None = None  # sharding degrees; None: every replica keeps everything
+    # Per model stage: the stages whose parameters are gathered before it is computed, and freed afterwards.
+    gathers: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    keeps_parameters: bool = False  # gathered parameters stay from their first use in a step to their last
+    # gradients of consecutive steps go to two alternating stores, and are applied one step late
+    alternates: bool = False
+    ahead: int = 0  # number of gathers that are started before they are needed
+    whole_state: bool = False  # every data rank holds and updates the whole state
+    serves: bool = False  # this rank is a parameter server, which answers workers between its computations
+    drops_late: bool = False  # gradients that arrive too late are dropped
+    fullest: float | None = None  # parameters of the largest server / mean per server; None without servers
+    corrects: bool = True  # the exchange can multiply gradients by an `Exchange.correction` other than 1
+    restores: Collection[str] = ()  # scalars of a checkpoint that only some exchanges can restore, such as "pending"
+    sums: str = ""  # summation order that does not depend on the ranks, as text
+    mixing: str = ""  # method that mixes or averages differing replicas, as text
 
 
 class Exchange:
@@ -71,10 +97,10 @@ class Exchange:
         raise NotImplementedError
 
     def begin(self, operations: Sequence[Operation]) -> None:
-        """Prepare to execute ``operations``, a step or an evaluation. Local, or collective over the data axis."""
+        """Prepare to execute the list ``operations`` of a step or an evaluation. Collective over the data axis."""
 
     def parameters_at(self, layer: int) -> FlatStore:
-        """Return the store that holds the parameters of ``layer`` now. Local."""
+        """Return the store that now holds the parameters of ``layer``. Local."""
         return self.parameters
 
     def gradients_at(self, layer: int) -> FlatStore:
@@ -120,11 +146,14 @@ class Exchange:
         return {}
 
     def consensus(self) -> Mapping[str, float]:
-        """Return a dict with "spectral_gap" and "consensus_distance" (or NaN); {} if replicas never differ. Local."""
+        """Return the figures "spectral_gap" and "consensus_distance" by name, or {} if replicas never differ. Local."""
         return {}
 
-    def summed_gradients(self) -> Iterable[Array]:
-        """Return the summed gradients with which this rank updates parameters, as arrays. Local."""
+    def applied_gradients(self) -> Iterable[Array]:
+        """Return the reduced gradients that this rank's optimizer update applies, as arrays. Local.
+
+        Asynchronous servers reduce no gradients, and return nothing.
+        """
         return (self.gradients.contents(part) for part in self.update.parts)
 
     def finish(self) -> bool:
@@ -140,7 +169,7 @@ class Exchange:
     def pieces(self) -> Sequence[Piece]:
         """Return the checkpoint pieces that this rank saves: views of ranges of parameters and optimizer state.
 
-        Local, or collective over the data axis if sums of gradients are in flight.
+        Collective over the data axis.
         """
         return pieces_of({"parameters": self.weights, **self.update.slots()}, self.update.counted)
 
@@ -178,8 +207,17 @@ class Exchange:
         """Free communicators, windows and threads. No step can follow. Collective over the world."""
 
 
+def have_equal_digests(comm: Communicator, digest: int, algorithm: str) -> bool:
+    """Return True if all ranks of ``comm`` pass the same 64-bit number ``digest``. Collective over ``comm``."""
+    number = digest >> 1  # 63 bits fit an int64
+    # The maximum of ~x is the complement of the minimum of x, so one reduction finds the maximum and the minimum.
+    bounds = np.array([number, ~number], np.int64)
+    collectives.allreduce(comm, bounds, algorithm, op="max")
+    return bool(bounds[0] == ~bounds[1])
+
+
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
-    """Return the checkpoint pieces of the stores: one per tensor, or part of a tensor, in ``parts``. Local.
+    """Return checkpoint pieces: views of each tensor, in each of ``stores``, in the flat ranges ``parts``. Local.
 
     ``stores``: dict from the kind of piece, such as "parameters", to the store.
     """

@@ -16,6 +16,15 @@ ORDER = ("pipeline", "data", "context", "tensor")  # slowest to fastest
 SHOWN: Final = 4  # number of first and of last groups that a long row shows
 
 
+@dataclass(frozen=True)
+class ShardingDegrees:
+    """Numbers of ranks that shard parameters, gradients and optimizer state. Each number divides the next."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessGrid:
     """Degrees of parallelism of a job. The product of all degrees but ``expert`` is the number of computing ranks."""

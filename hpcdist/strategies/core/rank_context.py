@@ -1,6 +1,6 @@
 """Context of one rank in a run: its communicators, its stages of the model, and the memory of its stores."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,7 +10,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.memory import Ledger
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import Allocate, FlatStore
 from hpcdist.collectives.dispatch import parse_algorithm
 from hpcdist.collectives.node import shared_memory
@@ -66,7 +66,7 @@ class RankContext:
 
     @property
     def placed(self) -> StagePlacement:
-        """The placement of model layers on pipeline ranks; by default one rank has all layers."""
+        """Placement of model layers on pipeline ranks. By default, one rank has all layers."""
         return self.placement or StagePlacement((range(len(self.model.stages)),), (0,), self.model.skips)
 
     @property
@@ -187,3 +187,39 @@ class RankContext:
         if self.working is None:
             return built
         return MasterWeights(built, self.layout, parts, ledger=self.ledger, on=self.on)
+
+
+def groups_of_layers(layers: Iterable[Range], least_size: int, within: Range) -> Iterator[Range]:
+    """Divide ``within`` into ranges of whole layers, of at least ``least_size`` elements. Yield the last range first.
+
+    ``layers``: flat range of each layer. ``within`` must start and end at layer boundaries.
+    """
+    stop = within.stop
+    for layer in sorted(filter(within.intersect, layers), reverse=True):
+        if stop - layer.start >= least_size or layer.start == within.start:
+            yield Range(layer.start, stop)
+            stop = layer.start
+
+
+def buckets_of_layers(
+    layout: Layout, itemsize: int, bucket_bytes: int, within: Range | None = None, layers: Iterable[Range] = ()
+) -> list[Range]:
+    """Divide a range of the flat parameter vector into communication buckets, from last to first.
+
+    ``itemsize``: bytes per element. ``bucket_bytes``: maximum size of a bucket. ``within``: range to divide, by
+    default all. ``layers``: range of each layer, by default from ``layout``.
+    """
+    longest = max(1, bucket_bytes // itemsize)
+    # Groups of layers with at least ``bucket_bytes`` bytes are cut into buckets of at most ``bucket_bytes`` bytes.
+    groups = groups_of_layers(layers or layout.units.values(), longest, within or Range(0, layout.size))
+    return [bucket for group in groups for bucket in reversed(list(cut(group, longest)))]
+
+
+def buckets_of_rank(context: RankContext, itemsize: int) -> list[Range]:
+    """Return the buckets of this rank's layers in backward order. ``itemsize``: bytes per element. Local."""
+    units = [*context.ranges.values()]
+    return [
+        bucket
+        for part in reversed(context.parts)
+        for bucket in buckets_of_layers(context.layout, itemsize, context.bucket_bytes, part, units)
+    ]

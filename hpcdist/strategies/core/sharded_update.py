@@ -1,13 +1,17 @@
 """The optimizer update of the ranges that a rank owns.
 
-The update computes directions, then the norms for layer-wise learning rates, then the new parameters.
+The update computes directions, then the norms for layer-wise learning rates, then the new parameters. Sums over the
+tensor axis count each tensor once, whether the axis shards or replicates it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
@@ -17,7 +21,46 @@ from hpcdist.optim.master_weights import MasterWeights
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.optim.update import exact
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.core.tensor_shards import counted, ranges_of, sum_gradients, sum_norms
+
+
+def unsharded_ranges(layout: Layout, parts: Iterable[Range]) -> list[Range]:
+    """Return the subranges of ``parts`` (flat ranges of ``layout``) whose tensors the tensor axis does not shard."""
+    return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is None]
+
+
+def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[Range]:
+    """Return the subranges of ``parts`` that this rank adds to a sum over ``comm``. No tensor is added twice. Local.
+
+    ``parts``: flat parameter ranges. Rank 0 of ``comm`` adds all its tensors, the other ranks only sharded tensors.
+    """
+    if comm.rank == 0:
+        return list(parts)
+    return [touched for part in parts for segment, touched in layout.within(part) if segment.spec.cut is not None]
+
+
+def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:
+    """Sum ``norms``, the squared norms of tensors, over ``comm`` in place; unsharded tensors count once. Collective."""
+    if comm.size == 1:
+        return
+    if comm.rank:
+        norms[[segment.spec.cut is None for segment in layout.segments]] = 0
+    collectives.allreduce(comm, norms.reshape(-1), algorithm)
+
+
+def sum_gradients(gradients: FlatStore, parts: Iterable[Range], comm: Communicator, algorithm: str) -> None:
+    """Sum the gradients of unsharded tensors in the flat ranges ``parts`` over ``comm``, in one message. Collective."""
+    ranges = unsharded_ranges(gradients.layout, parts)
+    on = "gpu" if backend.is_device(gradients.array) else "cpu"
+    message = backend.empty(sum(part.size for part in ranges), gradients.dtype, on)
+    if not message.size:
+        return  # the ranks of the axis have the same parts
+    ends = list(accumulate((part.size for part in ranges), initial=0))
+    slots = [Range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    for part, slot in zip(ranges, slots, strict=True):
+        gradients.read(part, message[slot.slice])
+    collectives.allreduce(comm, message, algorithm)
+    for part, slot in zip(ranges, slots, strict=True):
+        gradients.write(part, message[slot.slice])
 
 
 class ShardedUpdate:
@@ -46,7 +89,8 @@ class ShardedUpdate:
         self._tensor, self._experts = tensor or solo(), experts
         self.counted = counted(gradients.layout, self.parts, self._tensor)
         # Tensors that the tensor axis does not cut are counted by its first rank alone.
-        self._elsewhere = ranges_of(gradients.layout, self.parts) if self._tensor.rank else []
+        self._elsewhere = unsharded_ranges(gradients.layout, self.parts) if self._tensor.rank else []
+        self.loss_scale = 1.0  # factor in this step's gradients
         self._scale = 1.0
         self._norms: np.ndarray | None = None  # (segments, 2)
         self.handlers = {

@@ -8,8 +8,8 @@
     run.logical_shards      TreeSum, TreeScatter             as above
     zero.shared_parameters  as above                         NodeShared
     communication.delayed   Sum, one step late (`DelayedExchange`)
-    communication.compression  CodedSum, CodedScatter; Dgc and OneBit replace the momentum
-    compression.parameters  as above                         CodedGatherer
+    communication.compression  CodedSum, or Scatter with CompressedSums; Dgc and OneBit replace the momentum
+    compression.parameters  as above                         CutGatherer with CompressedGathers
 
 ZeRO (Rajbhandari et al., arXiv:1910.02054) cuts every layer over the p data ranks. Each rank updates one cut with the
 summed gradients of this cut. ZeRO's stages, and similar methods, differ only in the sharding degrees d_p | d_g | d_o of
@@ -38,6 +38,17 @@ Adam. If d_p or d_g is above 1, one or two whole layers are also in memory.
 A layer with tied tensors stays gathered from its first use in a micro-batch to its last. A layer of fewer than
 ``zero.persistent_below`` elements always stays gathered. With S bytes per layer, a rank sends S (1 - 1/d_o) after the
 update, and nothing for each use. A layer with a tensor that is tied to another pipeline rank also stays gathered.
+
+Path of a gradient after the backward pass, with the ring algorithm, and with compressed messages of zero3:
+
+    zero1                                                    zero3, compressed
+    strategies/schedule/executor.py  `Executor._reduce`      strategies/schedule/executor.py  `Executor._reduce`
+    strategies/data/exchange.py      `DataExchange`          strategies/data/exchange.py      `DataExchange`
+    strategies/data/reducers.py      `Scatter.reduce`        strategies/data/reducers.py      `Scatter.reduce`
+    strategies/data/cuts.py          `Cuts.sum`              strategies/data/coded_zero.py    `CompressedSums.sum`
+    collectives/sharded.py           `Sharding`              strategies/compressed/reduction.py  `QuantisedReduction`
+    collectives/algorithms/ring.py   `reduce_scatter`        comm/communicator.py             `Communicator`
+    comm/communicator.py             `Communicator`
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -51,32 +62,29 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.registry import Compression
 from hpcdist.strategies.core.background import BackgroundCollectives
+from hpcdist.strategies.core.exchange import Traits
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.parameter_views import TransientLayers
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.core.tensor_shards import counted
+from hpcdist.strategies.core.sharded_update import ShardedUpdate, counted
 from hpcdist.strategies.core.tied import tied_tensors
-from hpcdist.strategies.core.traits import ShardingDegrees, Traits
-from hpcdist.strategies.data.coded import CodedGatherer, CodedScatter, CodedSum, CompressedGathers
+from hpcdist.strategies.data.coded_allreduce import CodedSum, Dgc
+from hpcdist.strategies.data.coded_zero import CompressedGathers, CompressedSums
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
 from hpcdist.strategies.data.delayed import DelayedExchange
-from hpcdist.strategies.data.dgc import Dgc
-from hpcdist.strategies.data.exchange import DataExchange
-from hpcdist.strategies.data.gatherers import CutGatherer
-from hpcdist.strategies.data.node import NodeParameters, NodeShared
+from hpcdist.strategies.data.exchange import DataExchange, saved_shares
+from hpcdist.strategies.data.gatherers import CutGatherer, Gatherer, NodeParameters, NodeShared
+from hpcdist.strategies.data.offload import Offload
 from hpcdist.strategies.data.onebit import FROZEN, OneBit
-from hpcdist.strategies.data.parts import Gatherer, Reducer, saved_shares
-from hpcdist.strategies.data.reducers import Sum, TreeSum
-from hpcdist.strategies.data.scatter import Scatter, TreeScatter
-from hpcdist.strategies.zero.config import ZeroConfig
-from hpcdist.strategies.zero.offload import Offload
+from hpcdist.strategies.data.reducers import Reducer, Scatter, Sum, TreeScatter, TreeSum
 
 NO_COMPRESSION: Final = Compression("none", CompressionConfig(), 0)
 
 
 def allreduce(context: RankContext, shards: LogicalShards | None = None) -> DataExchange:
-    """Return the strategy "allreduce". ``shards``: parts to sum in a fixed order. Collective over the data axis."""
+    """Return the strategy "allreduce". ``shards``: logical shards, or None. Collective over the data axis."""
     background = _background(context)
     update = _whole_update(context, background, exactly=shards is not None)
     reducer = Sum(context, update, background) if shards is None else TreeSum(context, update, shards)
@@ -181,7 +189,7 @@ def zero(
 ) -> DataExchange:
     """Return the strategy ZeRO of ``stage`` 1, 2 or 3. Collective over the world.
 
-    ``shards``: parts of the batch to sum in a fixed order, or None. Raises ConfigurationError for unsupported settings.
+    ``shards``: logical shards to sum in a fixed order, or None. Raises ConfigurationError for unsupported settings.
     """
     return _Zero(context, config.degrees(stage, context.data.size), config, shards, compression).exchange()
 
@@ -290,34 +298,28 @@ class _Zero:
             return (lambda update: NodeShared(update, cuts, node)), node.front
         parameters = self._shards()
         name, across_nodes = self.compression.config.parameters, self.compression.config.across_nodes
-        if name == "none":
-            background = self.background if self.config.prefetch else None
-            make = partial(
-                CutGatherer, context, cuts=cuts, cut_units=self.cut_units, whole=whole, background=background
-            )
-            return make, parameters
-        if self.degrees.parameters == 1 < context.data.size:
+        compressed = decoded = None
+        if name != "none" and self.degrees.parameters == 1 < context.data.size:
             raise ConfigurationError(
                 f"compression.parameters = {name!r} with zero.parameters = 1: each of the {context.data.size} data "
                 "ranks keeps all parameters, and compression would round them; set zero.parameters to 0 or to the "
                 "number of ranks of a node, or compression.parameters = 'none'"
             )
-        gathers = CompressedGathers(context, cuts, name, across_nodes=across_nodes)
-        decoded = parameters if gathers.keeps_decoded and context.working is None else None
-        if decoded is not None:
-            parameters = context.store("parameters", owned)  # owners update exact weights elsewhere
-        return (
-            partial(
-                CodedGatherer,
-                context,
-                cuts=cuts,
-                cut_units=self.cut_units,
-                whole=whole,
-                gathers=gathers,
-                decoded=decoded,
-            ),
-            parameters,
+        if name != "none":
+            compressed = CompressedGathers(context, cuts, name, across_nodes=across_nodes)
+            if compressed.keeps_decoded and context.working is None:
+                decoded, parameters = parameters, context.store("parameters", owned)  # owners update exact weights
+        make = partial(
+            CutGatherer,
+            context,
+            cuts=cuts,
+            cut_units=self.cut_units,
+            whole=whole,
+            background=self.background if self.config.prefetch else None,
+            compressed=compressed,
+            decoded=decoded,
         )
+        return make, parameters
 
     def _shards(self) -> FlatStore:
         context, cuts = self.context, self.cuts
@@ -340,7 +342,8 @@ class _Zero:
     def _reducer(self, update: ShardedUpdate, whole: TransientLayers | None) -> Reducer:
         if self.shards is not None:
             return TreeScatter(self.context, update, self.cuts, whole, self.shards)
+        compressed = None
         if self.compression.name != "none":
             name, config, seed = self.compression.name, self.compression.config, self.compression.seed
-            return CodedScatter(self.context, update, self.cuts, whole, name, config, seed)
-        return Scatter(self.context, update, self.cuts, whole, self.background)
+            compressed = CompressedSums(self.context, update, self.cuts, name, config, seed)
+        return Scatter(self.context, update, self.cuts, whole, self.background, compressed)

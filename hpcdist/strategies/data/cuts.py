@@ -11,6 +11,8 @@ blocks of consecutive data ranks. With the sharding degrees d_p | d_g | d_o of p
 
 If d_p ranks share a node, level 0 stays inside it and the other levels go between nodes. Reduce-scatters down the
 levels send as much as a single one over all ranks: 1 - 1/d_p + (1/d_p) (1 - d_p/d_g) = 1 - 1/d_g of the layer.
+
+Next on the path of a gradient: `hpcdist.collectives.sharded`.
 """
 
 from collections.abc import Sequence
@@ -23,9 +25,9 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.logical_shards import ALGORITHM
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.traits import ShardingDegrees
 
 WHOLE: Final = 0  # indices into the cuts of a layer
 PARAMETERS: Final = 1
@@ -36,8 +38,8 @@ OPTIMIZER: Final = 3
 class Cuts:
     """Nested shards of each layer on this rank, and their communicators. Construction is collective over the world.
 
-    ``cuts[layer][k]``: flat range at level k; 0: the whole layer, 1: parameter shard, 2: gradient shard, 3: range that
-    this rank updates. ``comms[k]``: ranks that divide a range of level k into ranges of level k + 1.
+    ``cuts[layer]``: four nested flat ranges, namely the layer, its parameter shard, its gradient shard, and the range
+    that this rank updates. ``comms[k]``: ranks that divide range k into range k + 1.
     """
 
     def __init__(self, context: RankContext, degrees: ShardingDegrees) -> None:
@@ -157,11 +159,11 @@ class Cuts:
 
     @property
     def at_once(self) -> bool:
-        """True if all layers are sharded in one step, over the whole data axis."""
+        """True if every layer is divided once, over the whole data axis, and not level by level."""
         return [comm for comm in self.comms if comm is not None] == [self._data]
 
     def shares(self, layer: int) -> list[Range]:
-        """Return the result of `of_all`, with ranges relative to the start of ``layer``. Local."""
+        """Return the ranges of `of_all`, relative to the start of ``layer``. Local."""
         return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
 
     def of_all(self, layer: int) -> list[Range]:

@@ -30,14 +30,13 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.optim import norms
 from hpcdist.strategies.core.background import BackgroundCollectives
-from hpcdist.strategies.core.buckets import buckets_of_rank
-from hpcdist.strategies.core.exchange import pieces_of
+from hpcdist.strategies.core.exchange import Traits, pieces_of
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.core.rank_context import RankContext
+from hpcdist.strategies.core.rank_context import RankContext, buckets_of_rank
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.core.traits import Traits
-from hpcdist.strategies.data.exchange import DataExchange
-from hpcdist.strategies.data.parts import Gatherer, Reducer, saved_shares
+from hpcdist.strategies.data.exchange import DataExchange, saved_shares
+from hpcdist.strategies.data.gatherers import Gatherer
+from hpcdist.strategies.data.reducers import Reducer
 
 PENDING: Final = "gradients.pending"  # kind, in a checkpoint, of the summed gradient that is not applied yet
 

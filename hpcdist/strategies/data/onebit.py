@@ -15,7 +15,7 @@ scales in another, because their gradients differ most. Tensors that the tensor 
 sharded ones, because they must have equal bits on all tensor ranks.
 
 Weight decay is decoupled, as in AdamW: only the momentum travels. In the warm-up, gradients are clipped by their global
-norm; afterwards each replica clips its gradients, see `hpcdist.strategies.data.local`.
+norm; afterwards each replica clips its gradients, see `hpcdist.strategies.data.coded_allreduce`.
 
 One data rank compresses and freezes nothing: the step is AdamW. A checkpoint has the moments once, the worker errors of
 each rank, and the server errors once. For another number of ranks p', the mean of the worker errors is kept: each rank
@@ -43,13 +43,12 @@ from hpcdist.compression.compressor import RandomKey, align
 from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam, places
 from hpcdist.errors import StorageError
 from hpcdist.strategies.compressed.config import CompressionConfig
-from hpcdist.strategies.core.buckets import buckets_of_rank
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.core.tensor_shards import counted
-from hpcdist.strategies.data.local import LocalGradients
-from hpcdist.strategies.data.parts import Reducer, saved_shares
+from hpcdist.strategies.core.rank_context import RankContext, buckets_of_rank
+from hpcdist.strategies.core.sharded_update import ShardedUpdate, counted
+from hpcdist.strategies.data.coded_allreduce import LocalGradients
+from hpcdist.strategies.data.exchange import saved_shares
+from hpcdist.strategies.data.reducers import Reducer
 
 LEAST: Final = 1 << 12  # smallest number of elements in a chunk of a single tensor
 

@@ -25,7 +25,7 @@ from hpcdist.errors import StorageError
 from hpcdist.optim.update import kernels
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.tensor_shards import counted
+from hpcdist.strategies.core.sharded_update import counted
 
 STATE: Final = "residuals"  # in a checkpoint's scalars: the number of ranks that had residuals
 
@@ -182,7 +182,7 @@ class StepResiduals(Residuals):
 
 
 class Feedback:
-    """All compression errors of one strategy, in steps and checkpoints. Local."""
+    """All `Residuals` of one strategy: kept or restored after each step, and saved in checkpoints. Local."""
 
     # A step that compresses gradients sets `is_open`, and `keep` clears it. If it is still set when the next step
     # begins, the step was abandoned.

@@ -28,9 +28,8 @@ RULES: Final = (
 class DecentralisedConfig:
     """Section ``[decentralised]``: options of strategies in which each replica makes its own steps.
 
-    Strategy gossip: a rank averages its parameters with the parameters of its neighbours in ``graph``. Strategy
-    local_sgd: parameters are averaged over all ranks every ``period`` steps. The averaged change is the gradient of an
-    outer SGD optimizer with ``outer_learning_rate`` and Nesterov ``outer_momentum``.
+    gossip: a rank averages its parameters with the parameters of its neighbours in ``graph``. local_sgd: all ranks
+    average their parameters every ``period`` steps. An outer SGD optimizer with Nesterov momentum takes the change.
     """
 
     graph: str = key("ring", "Graph of the ranks that exchange parameters.", choices=GRAPHS)

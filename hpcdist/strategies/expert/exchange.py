@@ -15,10 +15,9 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.strategies.core.exchange import Exchange, Handlers
+from hpcdist.strategies.core.exchange import Exchange, Handlers, Traits
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.traits import Traits
 
 Make = Callable[[RankContext], Exchange]
 OF_UNITS: Final = (Kind.GATHER, Kind.FREE, Kind.REFRESH)
@@ -131,8 +130,8 @@ class ExpertExchange(Exchange):
         for exchange in self.both:
             exchange.count_samples(local_samples, samples)
 
-    def summed_gradients(self) -> Iterable[Array]:
-        return [part for exchange in self.both for part in exchange.summed_gradients()]
+    def applied_gradients(self) -> Iterable[Array]:
+        return [part for exchange in self.both for part in exchange.applied_gradients()]
 
     def load_initial(self, initial: FlatStore) -> None:
         for exchange in self.both:

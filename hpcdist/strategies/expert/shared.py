@@ -47,7 +47,7 @@ def divide(loads: np.ndarray, ranks: int, worth: int) -> np.ndarray:
 
 
 class Division:
-    """Assignment of the token rows of one layer and micro-batch to ranks. Local.
+    """Assignment of the experts of one layer, for one micro-batch, to ranks. Local.
 
     ``counts[r, e]``: rows on rank r for expert e. ``at[e]``: rank that computes expert e.
     """
@@ -105,8 +105,8 @@ class SharedRows(StayingRows):
     def send_buffer(self, starts: np.ndarray, like: Array, parameters: Parameters, saved: Saved) -> Array:
         """Exchange token counts over the node. Return shared memory for this rank's token rows. Collective.
 
-        ``starts``: first row of each expert. ``like``: array with the row width and dtype. ``parameters``: tensors of
-        the layer. ``saved``: receives the assignment of experts to ranks.
+        ``starts``: first row of each expert. ``like``: array whose row width and dtype are used. ``saved``: receives
+        the assignment of experts to ranks.
         """
         head = self._memory.head
         head[self._rank][:-1], head[self._rank][-1] = np.diff(starts), self.axis.watch.is_awake

@@ -17,9 +17,7 @@ rank serves a range after a restore, the residuals are added in full to the next
 ``compression.warmup_steps`` updates, gradients are not compressed.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -29,19 +27,11 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import segments
 from hpcdist.collectives.algorithms.ring import reduce_to_leader
 from hpcdist.collectives.segments import scratch
-from hpcdist.comm.communicator import Communicator
 from hpcdist.compression.compressor import align
-from hpcdist.strategies.compressed.config import SUMMED
 from hpcdist.strategies.compressed.reduction import GradientCoder
-from hpcdist.strategies.compressed.registry import Compression, compressor
-from hpcdist.strategies.core.operations import Operation
-from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.data.residuals import Feedback, Residuals, with_loss_scale, without_loss_scale
-from hpcdist.strategies.parameter_server.lockstep import LockStepExchange, Push
+from hpcdist.strategies.data.residuals import with_loss_scale, without_loss_scale
 from hpcdist.strategies.parameter_server.messages import MessageTransport, ReceiveQueue
-from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.parameter_server.transport import GRADIENT, ServerTopology, Transport
+from hpcdist.strategies.parameter_server.transport import GRADIENT, ServerTopology
 
 _BYTES: Final = np.dtype(np.uint8)
 
@@ -133,70 +123,3 @@ class PayloadTransport(MessageTransport):
             owed = self.coder.feedback.compensate(part, values)
             values[...] = owed
             owed[...] = 0
-
-
-class CodedPush(Push):
-    """Gradient reduction by servers with compressed pushes. Compression errors are added to the next gradients."""
-
-    def __init__(
-        self, update: ShardedUpdate, topology: ServerTopology, transport: Transport, compression: Compression
-    ) -> None:
-        super().__init__(update, topology, transport, None)
-        assert isinstance(transport, PayloadTransport)
-        context, config = topology.context, compression.config
-        self._payloads, self._coder, self._warmup_steps = transport, transport.coder, config.warmup_steps
-        encoders, encodes = transport.speakers, transport.speaks
-        encoder = encoders.index(topology.rank) if encodes else 0
-        if compression.name not in SUMMED:  # SUMMED compressors draw equal indices on all ranks
-            self._coder.rank = encoder
-        if config.error_feedback:
-            can_roll_back = context.working is not None  # else a gradient that is not finite ends the run
-            parts = context.parts if encodes else ()
-            residuals = Residuals(context, encoder, len(encoders), parts, can_roll_back=can_roll_back)
-            self.feedback = Feedback(residuals)
-            self._coder.feedback = residuals.feedback
-
-    @property
-    def is_compressing(self) -> bool:
-        """True after the warm-up, when gradients are encoded."""
-        return self.update.optimizer.count >= self._warmup_steps
-
-    def begin(self, operations: Sequence[Operation]) -> None:
-        super().begin(operations)
-        self._coder.step = self.update.optimizer.count
-        self._payloads.begin(compresses=self.is_compressing)
-
-    def push(self, op: Operation) -> None:
-        self.feedback.is_open = True
-        self._payloads.loss_scale = self.loss_scale
-        super().push(op)
-
-    def collect(self, op: Operation) -> None:
-        self._payloads.loss_scale = self.loss_scale
-        super().collect(op)
-
-    def begin_update(self, scale: float, correction: float) -> float:
-        if self._payloads.compresses:
-            self._payloads.owes = False
-        return super().begin_update(scale, correction)
-
-    def restored(self, state: Mapping[str, Any]) -> None:
-        super().restored(state)
-        self._payloads.owes = True
-
-
-def compressed_server(
-    context: RankContext, roles: Roles, servers: Communicator | None, compression: Compression
-) -> LockStepExchange:
-    """Return the lock-step parameter server with compressed pushes. Collective over the world.
-
-    ``roles``: ranks of workers and servers. ``servers``: communicator of the servers, or None on other ranks.
-    ``compression``: compressor of the gradients.
-    """
-    encoder, is_compressed = compressor(compression.name, compression.config), compression.config.warmup_steps == 0
-
-    def carry(topology: ServerTopology) -> PayloadTransport:
-        coder = GradientCoder(context.layout, encoder, compression.seed, 0)
-        return PayloadTransport(topology, coder, compresses=is_compressed)
-
-    return LockStepExchange(context, roles, servers, carry=carry, reducer=partial(CodedPush, compression=compression))

@@ -19,24 +19,28 @@ With Psi bytes of parameters, a dedicated worker pushes Psi and pulls Psi per st
 parameters that it owns: if all p ranks serve, each sends 2 Psi (p-1)/p.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.compressed.config import SUMMED
+from hpcdist.strategies.compressed.reduction import GradientCoder
+from hpcdist.strategies.compressed.registry import Compression, compressor
+from hpcdist.strategies.core.exchange import Traits
 from hpcdist.strategies.core.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
-from hpcdist.strategies.core.traits import Traits
 from hpcdist.strategies.data.exchange import DataExchange
-from hpcdist.strategies.data.parts import Gatherer, Reducer
-from hpcdist.strategies.parameter_server.messages import MessageTransport
+from hpcdist.strategies.data.gatherers import Gatherer
+from hpcdist.strategies.data.reducers import Reducer
+from hpcdist.strategies.data.residuals import Feedback, Residuals
+from hpcdist.strategies.parameter_server.compressed import PayloadTransport
+from hpcdist.strategies.parameter_server.messages import MessageTransport, RmaTransport
 from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.parameter_server.rma import RmaTransport
 from hpcdist.strategies.parameter_server.shared_memory import SharedMemoryTransport
 from hpcdist.strategies.parameter_server.transport import ServerTopology, Transport
 
@@ -50,7 +54,7 @@ TRANSPORTS: Final[dict[str, Callable[[ServerTopology], Transport]]] = {
 class Push(Reducer):
     """Gradient reduction by servers: workers send gradients (PUSH), and servers sum them (COLLECT).
 
-    ``shards``: parts of the batch, for equal results on any number of workers, or None.
+    ``shards``: logical shards, for equal results on any number of workers, or None.
     """
 
     # With ``shards``, a worker sums the gradients of its micro-batches (ADD) before it sends the sums.
@@ -90,6 +94,56 @@ class Push(Reducer):
     def collect(self, op: Operation) -> None:
         """Receive all workers' gradients in ``op.range``, which this server owns, and sum them in rank order."""
         self.transport.collect(op.part)
+
+
+class CodedPush(Push):
+    """Gradient reduction by servers with compressed pushes. Compression errors are added to the next gradients."""
+
+    def __init__(
+        self, update: ShardedUpdate, topology: ServerTopology, transport: Transport, compression: Compression
+    ) -> None:
+        super().__init__(update, topology, transport, None)
+        assert isinstance(transport, PayloadTransport)
+        context, config = topology.context, compression.config
+        self._payloads, self._coder, self._warmup_steps = transport, transport.coder, config.warmup_steps
+        encoders, encodes = transport.speakers, transport.speaks
+        encoder = encoders.index(topology.rank) if encodes else 0
+        if compression.name not in SUMMED:  # SUMMED compressors draw equal indices on all ranks
+            self._coder.rank = encoder
+        if config.error_feedback:
+            can_roll_back = context.working is not None  # else a gradient that is not finite ends the run
+            parts = context.parts if encodes else ()
+            residuals = Residuals(context, encoder, len(encoders), parts, can_roll_back=can_roll_back)
+            self.feedback = Feedback(residuals)
+            self._coder.feedback = residuals.feedback
+
+    @property
+    def is_compressing(self) -> bool:
+        """True after the warm-up, when gradients are encoded."""
+        return self.update.optimizer.count >= self._warmup_steps
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        super().begin(operations)
+        self._coder.step = self.update.optimizer.count
+        self._payloads.begin(compresses=self.is_compressing)
+
+    def push(self, op: Operation) -> None:
+        self.feedback.is_open = True
+        self._payloads.loss_scale = self.update.loss_scale
+        super().push(op)
+
+    def collect(self, op: Operation) -> None:
+        self._payloads.loss_scale = self.update.loss_scale
+        super().collect(op)
+
+    def begin_update(self, scale: float, correction: float) -> float:
+        if self._payloads.compresses:
+            self._payloads.owes = False
+        return super().begin_update(scale, correction)
+
+    def restored(self, state: Mapping[str, Any]) -> None:
+        super().restored(state)
+        self._payloads.owes = True
 
 
 class Pull(Gatherer):
@@ -132,8 +186,7 @@ class Pull(Gatherer):
 class LockStepExchange(DataExchange):
     """Synchronous parameter server: push, ordered sum, update, pull. Construction is collective over the world."""
 
-    # Each pipeline stage and tensor-parallel rank has separate servers. ``carry`` and ``reducer`` construct the
-    # transport and the `Push`.
+    # Each pipeline stage and tensor-parallel rank has separate servers.
 
     def __init__(
         self,
@@ -142,9 +195,8 @@ class LockStepExchange(DataExchange):
         servers: Communicator | None,  # communicator of the servers, freed by `close`; None on other ranks
         *,
         transport: str = "messages",
-        carry: Callable[[ServerTopology], Transport] | None = None,
-        reducer: Callable[[ShardedUpdate, ServerTopology, Transport], Reducer] | None = None,
         shards: LogicalShards | None = None,
+        compression: Compression | None = None,  # compressor of pushed gradients; excludes ``shards``
     ) -> None:
         if transport != "messages" and context.algorithm == "hierarchical":
             raise ConfigurationError(
@@ -155,7 +207,7 @@ class LockStepExchange(DataExchange):
         self._servers = servers
         comm = context.members.dup("parameters")
         self.topology = topology = ServerTopology(context, roles, comm, 0 if shards is None else shards.count)
-        self.transport = (carry or TRANSPORTS[transport])(topology)
+        self.transport = TRANSPORTS[transport](topology) if compression is None else _payloads(topology, compression)
         parts = topology.parts(topology.rank) if topology.serves else []
         update = ShardedUpdate(
             self.transport.parameters,
@@ -170,9 +222,10 @@ class LockStepExchange(DataExchange):
         algorithm = context.algorithm if shards is None else ALGORITHM
         sums = "" if shards is None else f"{shards.count} logical shards, arithmetic {shards.arithmetic}"
         traits = Traits(algorithm=algorithm, identical=topology.works, accumulates=shards is None, sums=sums)
-        made = (reducer or partial(Push, shards=shards))(update, topology, self.transport)
         gatherer = Pull(update, topology, self.transport)
-        super().__init__(context, traits, update, made, gatherer, update.counted, shards=shards)
+        exchanged = update, topology, self.transport
+        reducer = Push(*exchanged, shards) if compression is None else CodedPush(*exchanged, compression)
+        super().__init__(context, traits, update, reducer, gatherer, update.counted, shards=shards)
 
     @property
     def loaded_bytes(self) -> int:
@@ -196,3 +249,9 @@ class LockStepExchange(DataExchange):
         self.topology.comm.free()
         if self._servers is not None:
             self._servers.free()
+
+
+def _payloads(topology: ServerTopology, compression: Compression) -> PayloadTransport:
+    encoder = compressor(compression.name, compression.config)
+    coder = GradientCoder(topology.context.layout, encoder, compression.seed, 0)
+    return PayloadTransport(topology, coder, compresses=compression.config.warmup_steps == 0)

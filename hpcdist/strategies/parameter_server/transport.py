@@ -261,7 +261,7 @@ class Transport(Protocol):
 
 
 def pushed(gradients: FlatStore, partials: PartialSums | None, part: Range) -> list[Array]:
-    """Return a worker's arrays to push for the range ``part``: ``partials``, or ``gradients`` if there are none."""
+    """Return the arrays that a worker pushes for ``part``: its ``partials`` or, without them, its ``gradients``."""
     return [gradients.range(part)] if partials is None else partials.of(part)
 
 

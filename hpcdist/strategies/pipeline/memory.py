@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.pipeline.costs import UnitCost
-from hpcdist.strategies.zero.config import ZeroConfig
 
 IN_MESSAGES: Final = 2  # buffers per kind of message
 
@@ -78,7 +78,7 @@ class StateBytes:
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:
-    """Return the moments of a step that may need the most memory, each as one `LiveMicroBatches` per chunk.
+    """Return the points of a step that may need the most memory. Each has one `LiveMicroBatches` per chunk.
 
     ``steps``: the rank's operations. ``chunks``: layer ranges of the rank's pipeline chunks.
     """

@@ -53,8 +53,8 @@ def search(
 ) -> StagePartition | None:
     """Return the fastest partition of a model's layers into chunks, or None if none fits into memory. Local.
 
-    ``seconds``: time of each layer. ``ranks``: rank of each chunk. ``speeds``, ``limits``: speed and memory bytes of
-    each rank (limit 0: none). ``memory``: memory model; None: no limits. ``steps``: maximum number of search steps.
+    ``seconds``: time of each layer. ``ranks``: rank of each chunk. ``speeds``: speed of each rank. ``limits``: memory
+    limit of each rank in bytes, or 0. ``memory``: memory model, or None. ``steps``: maximum number of search steps.
     """
     task = _Task(tuple(seconds), tuple(ranks), tuple(speeds), tuple(limits), memory)
     bound = task.bound()

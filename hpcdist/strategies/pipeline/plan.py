@@ -15,10 +15,10 @@ from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.operations import StagePlacement
 from hpcdist.strategies.pipeline.costs import PassSeconds, TensorSplit, UnitCost, unit_costs
-from hpcdist.strategies.pipeline.memory import Moment, StageMemory, StateBytes, moments
+from hpcdist.strategies.pipeline.memory import StageMemory, StateBytes, moments
 from hpcdist.strategies.pipeline.partition import StageDevices, check_units, least_memory, partition
-from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
-from hpcdist.strategies.schedule.generate.passes import expand
+from hpcdist.strategies.schedule.operation_list import ScheduleText
+from hpcdist.strategies.schedule.passes import expand
 
 # Basis -> (unit of work, its size).
 BASES: Final = {"parameters": ("", 1.0), "flops": ("GFLOP", 1e9), "measured": ("ms", 1e-3)}
@@ -105,7 +105,8 @@ def plan(
     split = TensorSplit(ranks=parallel.tensor, by_tokens=parallel.sequence_parallel)
     costs = unit_costs(model, samples, split, documents)
     empty = schedule.place([range(unit, unit + 1) for unit in range(ranks * schedule.chunks)])
-    live = [_moments(schedule, empty, rank, recompute=parallel.recompute) for rank in range(ranks)]
+    steps = [expand(schedule.passes[rank], empty, rank, recompute=parallel.recompute) for rank in range(ranks)]
+    live = [moments(steps[rank], empty.of(rank)) for rank in range(ranks)]
     memory = StageMemory(costs, states, live, _copies(model, empty, states.itemsize + states.widened, split))
     speeds = tuple(map(float, parallel.stage_speeds)) or (1.0,) * ranks
     limits = parallel.stage_memory_bytes or (0,)
@@ -125,11 +126,6 @@ def plan(
     partition_plan = PartitionPlan(placement=placement, basis=parallel.partition, origin=origin, rows=rows, gap=gap)
     _refuse_full(partition_plan, model, is_given=bool(sizes))
     return partition_plan
-
-
-def _moments(schedule: ScheduleText, empty: StagePlacement, rank: int, *, recompute: bool) -> tuple[Moment, ...]:
-    steps = expand(schedule.passes[rank], empty, rank, recompute=recompute)
-    return moments(steps, empty.of(rank))
 
 
 def _copies(model: Model, empty: StagePlacement, itemsize: int, split: TensorSplit) -> dict[int, int]:

@@ -19,11 +19,10 @@ from hpcdist.strategies.core.operations import COMPUTE, EXCHANGED, Kind, Operati
 from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tied import TiedCopies
-from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations, insert_gathers
 from hpcdist.strategies.schedule.graphs import KernelLaunches
-from hpcdist.strategies.schedule.observers import NanFinder, PhaseTimer
+from hpcdist.strategies.schedule.operation_list import evaluation_operations, insert_gathers
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
-from hpcdist.strategies.schedule.step import NO_COUNTS, Handler, StepObserver, StepResult
+from hpcdist.strategies.schedule.step import NO_COUNTS, Handler, NanFinder, PhaseTimer, StepObserver, StepResult
 
 __all__ = ["Executor", "MicroBatch", "StepResult"]
 
@@ -94,10 +93,9 @@ class Executor:
     ) -> StepResult:
         """Run one training step and return its result. Collective: every rank passes its own ``operations``.
 
-        ``batches``: this replica's micro-batches. ``samples``: samples in the global batch. ``stop_requests``: array
-        that is summed over the ranks. ``first_sample``: index of the first sample in the global batch. ``targets``:
-        targets in the global batch (None: all tokens). Raises NonFiniteError on every rank if the loss or a gradient is
-        not finite.
+        ``batches``: this replica's micro-batches. Their first sample has index ``first_sample`` in the global batch.
+        ``samples``, ``targets``: numbers in the global batch (targets None: all tokens). ``stop_requests``: array to
+        sum over the ranks. Raises NonFiniteError on every rank if the loss or a gradient is not finite.
         """
         # With loss scaling, a step with a non-finite gradient is skipped.
         sizes = [len(inputs) for inputs, _ in batches]

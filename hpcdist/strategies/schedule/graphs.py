@@ -33,9 +33,9 @@ class KernelLaunches:
     own_messages = False  # whether messages have memory of their own
 
     def begin(self, draws: Sequence[Draw], sizes: Sequence[int], scale: float, *, steady: bool) -> Sequence[Draw]:
-        """Prepare for the operations of a step. Return ``draws``, which a subclass may copy to the GPU.
+        """Prepare for the operations of a step. Return ``draws``, or their copies on the GPU.
 
-        ``draws``: dropout random state per micro-batch. ``sizes``: samples per micro-batch. ``scale``: loss scale.
+        ``draws``: dropout random state per micro-batch. ``sizes``: samples per micro-batch. ``scale``: loss factor.
         """
         # ``steady`` is False in an evaluation or a NaN search.
         return draws

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Segment
@@ -18,6 +17,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, DivergenceError, NonFiniteError
 from hpcdist.optim import norms
+from hpcdist.strategies.core.exchange import have_equal_digests
 from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.stages import MicroBatch
@@ -40,7 +40,7 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
 
     ``store``: same range on every rank. ``step``: step number for the error. ``algorithm``: allreduce algorithm.
     """
-    if _agree(comm, _digest(backend.to_host(store.array)), algorithm):
+    if have_equal_digests(comm, _digest(backend.to_host(store.array)), algorithm):
         return
     _name_the_first(comm, store, list(store.tensors()), step)
     raise DivergenceError(f"step {step}: replicas differ in the padding between tensors; restart from a checkpoint")
@@ -55,15 +55,15 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
     whole = [(segment, touched) for segment, touched in store.tensors() if segment.spec.cut is None]
     values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
     together = backend.namespace(store.array).concatenate(values)  # one copy from the GPU
-    if not _agree(comm, _digest(backend.to_host(together)), algorithm):
+    if not have_equal_digests(comm, _digest(backend.to_host(together)), algorithm):
         _name_the_first(comm, store, whole, step)
 
 
 def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
     """Raise DataError on all ranks if the ranks of one replica have different batches. Collective over ``comm``.
 
-    ``replica``: number of this rank's replica. ``what``: start of the error message. Keyword-only ``looks``: False if
-    the batch of this rank is not compared.
+    ``replica``: number of this rank's replica. ``what``: start of the error message. Keyword-only ``looks`` False: this
+    rank's batch is not compared.
     """
     row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
     table = np.zeros((comm.size, row.size), np.int64)
@@ -81,13 +81,6 @@ def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array,
                     "training.data_size to draw samples, not training.rank and training.world, or pass "
                     "batch_sampler=training.sampler(dataset) to the DataLoader"
                 )
-
-
-def _agree(comm: Communicator, digest: int, algorithm: str) -> bool:
-    number = digest >> 1  # 63 bits fit an int64
-    votes = np.array([number, ~number], np.int64)
-    collectives.allreduce(comm, votes, algorithm, op="max")
-    return bool(votes[0] == ~votes[1])  # the numbers are equal if max(number) = ~max(~number)
 
 
 def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Segment, Range]], step: int) -> None:

@@ -25,7 +25,7 @@ from hpcdist.strategies.core.parameter_views import ParameterViews
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.schedule.graphs import KernelLaunches, Moving
 from hpcdist.strategies.schedule.messages import StageMessages
-from hpcdist.strategies.schedule.observers import NanFinder
+from hpcdist.strategies.schedule.step import NanFinder
 
 Skip = tuple[int, int, int]  # micro-batch, source unit, target unit
 

@@ -18,7 +18,7 @@ from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.attention.tiles import Pieces, blocks, one_piece
 from hpcdist.models.stage import Saved
-from hpcdist.strategies.schedule.observers import NanFinder
+from hpcdist.strategies.schedule.step import NanFinder
 
 NODE_SHARED: Final = "node_shared"
 
@@ -99,11 +99,11 @@ class Borders:
         self.axis = axis
 
     def enter(self, x: Array, saved: Saved) -> Array:
-        """Return the activations of all tokens: ``x``, or the ranks' rows, gathered in scratch memory of ``saved``."""
+        """Return the activations of all tokens: ``x``, or all ranks' shards, gathered into memory of ``saved``."""
         return x
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
-        """Sum the input gradient ``dx`` over ranks in place; return this rank's rows. ``saved``: scratch memory."""
+        """Sum the input gradient ``dx`` over ranks in place; return this rank's shard. ``saved``: scratch memory."""
         self.axis.allreduce(dx.reshape(-1))
         return dx
 
@@ -124,7 +124,7 @@ class Borders:
         return dy
 
     def first_token(self, y: Array) -> int:
-        """Return the index of the first row of ``y``, this rank's rows, among the rows of all ranks. Local."""
+        """Return the index of this rank's first token among all tokens. ``y``: this rank's activations. Local."""
         return 0
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class SequenceBorders(Borders):
     def stretches(self, y: Array) -> Iterator[tuple[slice, int, int]]:
         """Yield (row slice of ``y``, sample number, token position of the first row) for consecutive tokens. Local.
 
-        ``y`` has this rank's rows. A slice has tokens of one sample only.
+        ``y``: this rank's activations, one row per token. Each slice has tokens of one sample only.
         """
         first, row = self.first_token(y), 0
         while row < y.shape[0]:

@@ -20,6 +20,7 @@ from hpcdist.models.model import Model
 from hpcdist.models.runtime.split_backward import with_recomputation
 from hpcdist.optim import rates
 from hpcdist.strategies import build as strategies
+from hpcdist.strategies.build import StrategySettings
 from hpcdist.strategies.compressed.registry import Compression
 from hpcdist.strategies.config import resolve_context_method
 from hpcdist.strategies.context.axis import ContextAxis
@@ -27,24 +28,19 @@ from hpcdist.strategies.context.model import cut_context
 from hpcdist.strategies.core import mixed_precision
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
-from hpcdist.strategies.core.logical_shards import LogicalShards
 from hpcdist.strategies.core.mixed_precision import NoLossScale
 from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for, expert_replicas
-from hpcdist.strategies.expert.exchange import ExpertExchange
+from hpcdist.strategies.expert.axis import ExpertAxis, algorithm_for
 from hpcdist.strategies.expert.model import share_out
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.generate.operation_list import ScheduleText
-from hpcdist.strategies.schedule.observers import NO_RANGES, NanFinder, OperationRanges, ProfilerRanges
-from hpcdist.strategies.schedule.step import StepObserver
+from hpcdist.strategies.schedule.operation_list import ScheduleText
+from hpcdist.strategies.schedule.step import NO_RANGES, NanFinder, OperationRanges, ProfilerRanges, StepObserver
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
-from hpcdist.strategies.zero.config import STAGES
 from hpcdist.training import data
 from hpcdist.training.build import pipeline, state
 from hpcdist.training.build import selection as build_selection
@@ -76,24 +72,17 @@ def check_user_model(recipe: Recipe, model: Model) -> None:
         )
 
 
-def build_exchange(context: RankContext, recipe: Recipe, compression: str) -> Exchange:
-    """Build the recipe's gradient exchange with the compressor ``compression`` ("none": uncompressed). Collective."""
-    shards = LogicalShards(context, recipe.run.logical_shards) if recipe.run.logical_shards else None
-    if context.experts.size > 1 and not context.portion:
-        replicas = expert_replicas(context.data, context.experts.size)
-        return ExpertExchange(context, replicas, lambda part: build_exchange(part, recipe, compression))
-    strategy = recipe.parallel.strategy
-    coded = Compression(compression, recipe.compression, recipe.run.seed)
-    if strategy == "parameter_server":
-        pushed = None if compression == "none" else coded
-        return strategies.server_exchange(context, recipe.parameter_server, shards, pushed)
-    if strategy in strategies.DECENTRALISED_EXCHANGES:
-        return strategies.DECENTRALISED_EXCHANGES[strategy](context, recipe.decentralised)
-    if strategy in STAGES:
-        return catalogue.zero(context, STAGES[strategy], recipe.zero, shards, coded)
-    if recipe.communication.delayed:
-        return catalogue.delayed(context)
-    return catalogue.allreduce(context, shards) if compression == "none" else catalogue.compressed(context, coded)
+def strategy_settings(recipe: Recipe, compression: str) -> StrategySettings:
+    """Return the settings of the strategy in ``recipe``, with the compressor ``compression`` ("none": uncompressed)."""
+    return StrategySettings(
+        recipe.parallel.strategy,
+        recipe.zero,
+        recipe.parameter_server,
+        recipe.decentralised,
+        Compression(compression, recipe.compression, recipe.run.seed),
+        delayed=recipe.communication.delayed,
+        logical_shards=recipe.run.logical_shards,
+    )
 
 
 def assemble(
@@ -121,7 +110,7 @@ def assemble(
     )
     collectives.account(ledger)  # also frees the buffers of the algorithm measurement
     compression = build_selection.resolve_compression(context, recipe, origin)
-    exchange = build_exchange(context, recipe, compression.name)
+    exchange = strategies.build_exchange(context, strategy_settings(recipe, compression.name))
     growth = precision.growth_interval, precision.hysteresis, precision.minimum_scale
     loss_scale = mixed_precision.build_loss_scale(precision.mode, precision.loss_scale, *growth)
     in_order, router, noise, faults, ranges = _build_observers(recipe, context, exchange, loss_scale, directory)

@@ -20,18 +20,17 @@ from hpcdist.models.model import Model
 from hpcdist.optim.optimizer import OPTIMIZERS
 from hpcdist.reporting import regular
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.grid import ProcessGrid, ShardingDegrees
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.tied import tied_tensors
-from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.data.config import STAGES
 from hpcdist.strategies.pipeline import costs as pipeline_measured
 from hpcdist.strategies.pipeline.costs import PassSeconds
 from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.plan import PartitionPlan, plan
-from hpcdist.strategies.schedule.generate import operation_list
-from hpcdist.strategies.schedule.generate.operation_list import ScheduleText, generated
-from hpcdist.strategies.schedule.generate.registry import FILE, SCHEDULES
-from hpcdist.strategies.zero.config import STAGES
+from hpcdist.strategies.schedule import operation_list
+from hpcdist.strategies.schedule.operation_list import ScheduleText, generated
+from hpcdist.strategies.schedule.registry import FILE, SCHEDULES
 from hpcdist.training import data
 from hpcdist.training.build.state_source import StateSource
 from hpcdist.training.recipe.recipe import Recipe

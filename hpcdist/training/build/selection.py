@@ -21,7 +21,7 @@ from hpcdist.strategies import build as parameter_server
 from hpcdist.strategies.compressed.autoselect import NONE, CompressionDecision, decide
 from hpcdist.strategies.core import logical_shards
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.zero.config import STAGES
+from hpcdist.strategies.data.config import STAGES
 from hpcdist.training.build.state_source import StateSource
 from hpcdist.training.recipe.recipe import Recipe
 

@@ -19,8 +19,8 @@ from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.pipeline.plan import PartitionPlan
 from hpcdist.strategies.schedule.executor import Executor, StepResult
-from hpcdist.strategies.schedule.observers import ProfilerRanges
 from hpcdist.strategies.schedule.stages import MicroBatch
+from hpcdist.strategies.schedule.step import ProfilerRanges
 from hpcdist.strategies.schedule.verify.proof import Proof
 from hpcdist.training import data
 from hpcdist.training.build.selection import AlgorithmSelection

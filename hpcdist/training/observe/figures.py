@@ -14,12 +14,12 @@ from hpcdist.models.config import FOREIGN
 from hpcdist.models.counts import counts
 from hpcdist.reporting.jsonable import json_number
 from hpcdist.reporting.units import counted
+from hpcdist.strategies.data.config import STAGES, ZeroConfig
 from hpcdist.strategies.expert.model import TravellingRows
 from hpcdist.strategies.expert.shared import SharedRows
 from hpcdist.strategies.parameter_server.partition import Roles
-from hpcdist.strategies.schedule.generate import registry
+from hpcdist.strategies.schedule import registry
 from hpcdist.strategies.tensor.model import CutModel
-from hpcdist.strategies.zero.config import STAGES, ZeroConfig
 from hpcdist.telemetry.metrics import side_tables
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe.metrics import RunMetrics

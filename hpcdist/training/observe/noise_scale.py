@@ -18,7 +18,7 @@ from hpcdist.optim.rates import SmoothedNoise, estimate_noise
 from hpcdist.strategies.core.exchange import Exchange
 from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.tensor_shards import counted
+from hpcdist.strategies.core.sharded_update import counted
 from hpcdist.strategies.schedule.step import RunningStep, StepObserver
 from hpcdist.strategies.schedule.verify.rank_checks import COMPLETES, WRITES
 

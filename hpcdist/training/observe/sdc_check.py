@@ -133,7 +133,7 @@ class SdcCheck(StepObserver):
         self._digest.update(np.array(step.own_losses).tobytes())
         outcome = step.outcome
         sums = xxhash.xxh3_128(np.array([outcome.loss, outcome.gradient_norm]).tobytes())
-        for gradients in self._exchange.summed_gradients():
+        for gradients in self._exchange.applied_gradients():
             for block in blocks_of(gradients):
                 sums.update(block.data)
         return ComputationDigest(self._digest.digest(), sums.digest())

@@ -24,9 +24,9 @@ from hpcdist.reporting.toml_text import toml_lines
 from hpcdist.strategies import rules
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.training.chaos.config import ChaosConfig
 from hpcdist.training.recipe import settings

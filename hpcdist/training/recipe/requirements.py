@@ -54,8 +54,8 @@ def grid_and_roles(recipe: "Recipe", world: int, *, chaos: bool = True) -> "tupl
     # The roles are None without parameter servers, or if every rank computes and serves. With ``chaos``, the ranks in
     # section [chaos] are also checked.
     from hpcdist.strategies.core.grid import ProcessGrid
+    from hpcdist.strategies.data.config import STAGES
     from hpcdist.strategies.parameter_server.partition import Roles
-    from hpcdist.strategies.zero.config import STAGES
 
     parallel = recipe.parallel
     roles = Roles.of(recipe.parameter_server, world) if parallel.has_roles else None

@@ -13,8 +13,8 @@ from typing import cast
 import numpy as np
 
 from hpcdist.errors import NonFiniteError
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
-from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
+from hpcdist.strategies.parameter_server.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.strategies.schedule.stages import MicroBatch
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK
@@ -56,7 +56,7 @@ class AsyncTrainingLoop(TrainingLoop):
         exchange.meetings.ask(self._wants, self._attend)
         self._plan_checkpoint()
         self.metrics.note_clocks()
-        exchange.part()
+        exchange.resume()
         over = exchange.works and self._work()
         while not over:
             over = self._meet()
@@ -180,7 +180,7 @@ class AsyncTrainingLoop(TrainingLoop):
         with self._apart():
             over = self._decide(self._agree())
         if not over:
-            self.exchange.part()
+            self.exchange.resume()
         return over
 
     def _agree(self) -> StopReason | None:

@@ -18,7 +18,7 @@ from hpcdist.planner.limits import checks
 from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.model.description import ModelDescription, TransformerShape
 from hpcdist.planner.report.text import ONE_REPLICA
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.registry import SCHEDULES
 from hpcdist.training.use_cases.recipe_plan import PlanSubject, plan_of_recipe
 
 if TYPE_CHECKING:

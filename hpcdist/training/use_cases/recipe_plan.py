@@ -13,7 +13,7 @@ from hpcdist.planner.layout import COMPRESSIONS, STRATEGIES, ParallelLayout
 from hpcdist.planner.model.description import ModelDescription
 from hpcdist.reporting.units import format_bytes
 from hpcdist.strategies.config import resolve_context_method
-from hpcdist.strategies.schedule.generate.registry import FILE
+from hpcdist.strategies.schedule.registry import FILE
 
 if TYPE_CHECKING:
     from hpcdist.models.counts import DocumentPairs

@@ -22,10 +22,10 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.registry import Compression, compressor
+from hpcdist.strategies.core.grid import ShardingDegrees
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.data.config import ZeroConfig
 
 MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
 RATE, SEED, STEPS = 0.125, 11, 10

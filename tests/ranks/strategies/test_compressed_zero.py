@@ -6,7 +6,7 @@ import numpy as np
 
 from harness.compressed.zero import DefinedExchange, DrivenExchange, compare
 from harness.trainings import losses, recipe_keys, state, trainer_of
-from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.training.run.saving import CheckpointSaver
 
 SETTINGS = recipe_keys(

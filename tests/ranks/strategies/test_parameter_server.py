@@ -9,7 +9,7 @@ from harness.trainings import TOLERANCE, dotted_keys, losses, losses_and_norms, 
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
+from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.observe.instrumentation import ConsoleProgress
@@ -182,7 +182,7 @@ class Free:
         self.losses = []
 
     def run(self, last):
-        self.exchange.part()
+        self.exchange.resume()
         if self.exchange.works:
             with self.trainer.batches(last) as batches:
                 for step, batch in enumerate(batches, start=self.exchange.clock + 1):

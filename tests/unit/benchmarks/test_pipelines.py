@@ -13,10 +13,10 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.pipeline.costs import PassSeconds
-from hpcdist.strategies.schedule.generate.operation_list import generated
-from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.program import LinkCost, StepCosts
+from hpcdist.strategies.schedule import timeline as simulate_timeline
+from hpcdist.strategies.schedule.operation_list import generated
+from hpcdist.strategies.schedule.passes import expand
+from hpcdist.strategies.schedule.simulated_program import LinkCost, StepCosts
 
 
 def simulated_machine(schedule, microbatches, chunks, costs, overhead_s=0.0):

@@ -3,16 +3,22 @@
 `python tests/unit/strategies/test_operation_lists.py` writes the file anew after an intended change.
 """
 
+import re
 import tempfile
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.rank_run import RankRun
+from harness.trainings import SMALL, run_steps, trainer_of
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
-from hpcdist.training.build.assemble import build_exchange
+from hpcdist.strategies.build import build_exchange
+from hpcdist.strategies.data import catalogue
+from hpcdist.training.build.assemble import strategy_settings
 from hpcdist.training.recipe import recipe
 
 BASELINE = Path(__file__).parents[1] / "golden" / "operations.txt"
@@ -20,6 +26,7 @@ ZERO3 = "parallel.strategy=zero3"
 SERVERS = "parallel.strategy=parameter_server"
 SHARDS = "run.logical_shards=4"
 OVERLAP = "communication.overlap=thread"
+EXPERTS = "parallel.expert=2"
 OFFLOAD = [
     "zero.offload_optimizer=file",
     "zero.offload_parameters=file",
@@ -66,11 +73,19 @@ STRATEGIES = {
     "parameter server, backup": (3, [SERVERS, "parameter_server.backup_workers=1"]),
     "gossip": (2, ["parallel.strategy=gossip"]),
     "local_sgd": (2, ["parallel.strategy=local_sgd"]),
+    "experts, allreduce": (2, [EXPERTS]),
+    "experts, zero1": (2, [EXPERTS, "parallel.strategy=zero1"]),
+    "experts, zero2 of 4": (4, [EXPERTS, "parallel.strategy=zero2"]),
+    "experts, zero3": (2, [EXPERTS, ZERO3]),
 }
 
 
 def operation_lists(ranks, keys):
     """Return the list of every rank in a step of two micro-batches, as lines of text."""
+    if EXPERTS in keys:
+        layout = {"model.hidden": 4, "model.experts": 2, "model.expert_hidden": 3, "parallel.microbatches": 2}
+        recipe_keys = {**SMALL, **layout, "optimizer.name": "lamb", **dict(key.split("=") for key in keys)}
+        return run_threads(ranks, lambda comm: " ".join(map(str, trainer_of(comm, recipe_keys).operations)))
     overrides = ["run.global_batch=8", "optimizer.name=lamb", *keys]
     settings = recipe.load(None, overrides, {}).recipe
 
@@ -78,7 +93,7 @@ def operation_lists(ranks, keys):
         server = settings.parameter_server if settings.parallel.strategy == "parameter_server" else None
         run = RankRun(
             comm,
-            lambda context: build_exchange(context, settings, settings.communication.compression),
+            lambda context: build_exchange(context, strategy_settings(settings, settings.communication.compression)),
             config=ModelConfig(kind="mlp", layers=1, hidden=7),
             dtype="float32",
             optimizer=settings.optimizer,
@@ -106,6 +121,30 @@ def text(name):
 def test_operation_list_equals_its_baseline(name):
     baseline = {block.split("\n")[0][2:]: block for block in BASELINE.read_text().strip().split("\n\n")}
     assert text(name) == baseline[name]
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_path_of_a_gradient_is_the_documented_path(column, monkeypatch):
+    rows = [re.findall(r"\S+\.py", line) for line in catalogue.__doc__.split("Path of a gradient")[1].split("\n")]
+    documented = [row[column] for row in rows if len(row) > column]
+    keys = [{"parallel.strategy": "zero1"}, {"parallel.strategy": "zero3", "communication.compression": "int8"}][column]
+    paths = set()
+
+    def recording(call):
+        def record(*args, **keywords):
+            frames = [frame for frame in traceback.extract_stack() if "/hpcdist/" in frame.filename]
+            names = [frame.name for frame in frames]
+            if "_reduce" in names:
+                files = [frame.filename.rpartition("/hpcdist/")[2] for frame in frames[names.index("_reduce") :]]
+                paths.add((*dict.fromkeys(files), "comm/communicator.py"))
+            return call(*args, **keywords)
+
+        return record
+
+    for name in ("isend", "sendrecv"):
+        monkeypatch.setattr(Communicator, name, recording(getattr(Communicator, name)))
+    run_threads(2, lambda comm: run_steps(trainer_of(comm, {**SMALL, "communication.algorithm": "ring", **keys}), 1))
+    assert paths == {(documented[0], *documented[2 - column :])}  # zero1 calls the reducer directly
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Final
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.operations import COMPUTE, USES, Kind, Operation, StagePlacement
-from hpcdist.strategies.schedule.generate.passes import Pass, Passes, Peak, spell
+from hpcdist.strategies.schedule.passes import Pass, Passes, Peak, spell
 
 BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 # Passes that may follow a pass of the same micro-batch and chunk.
@@ -171,6 +171,10 @@ class RankProgram:
     def ranges(self, *kinds: Kind) -> list[Range]:
         return [op.range for _, op in self.where(*kinds) if op.range is not None]
 
+    def used_by(self, unit: int) -> set[int]:
+        """Return ``unit`` and the other model units whose parameters ``unit`` uses."""
+        return {unit, *self.needs.get(unit, ())}
+
     def refuse(self, why: str) -> ScheduleError:
         """Return a ScheduleError that names this rank and the reason ``why``."""
         return ScheduleError(f"rank {self.rank}: {why}")
@@ -192,40 +196,40 @@ def range_text(part: Range) -> str:
 GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER)
 
 
-def check_liveness(share: RankProgram) -> None:
-    """Raise ScheduleError if a rank's program ``share`` uses freed parameters, or ends without updating them."""
-    _check_gathers(share)
-    _check_residence(share)
-    _check_freshness(share)
+def check_liveness(program: RankProgram) -> None:
+    """Raise ScheduleError if the operations in ``program`` use freed parameters, or do not update parameters."""
+    _check_gathers(program)
+    _check_residence(program)
+    _check_freshness(program)
 
 
-def gathered_peak(share: RankProgram) -> int:
-    """Return the largest number of layers gathered at once in program ``share``. Layers never freed do not count."""
-    freed = {op.unit for _, op in share.where(Kind.FREE)}
+def gathered_peak(program: RankProgram) -> int:
+    """Return the largest number of layers gathered at once in ``program``. Layers never freed do not count."""
+    freed = {op.unit for _, op in program.where(Kind.FREE)}
     gathered = most = 0
-    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
+    for _, op in program.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
         gathered += (op.unit in freed) * (-1 if op.kind is Kind.FREE else 1)
         most = max(most, gathered)
     return most
 
 
-def activation_peak(share: RankProgram) -> tuple[Peak, int]:
+def activation_peak(program: RankProgram) -> tuple[Peak, int]:
     """Return a `Peak` of the micro-batches in progress, and the largest number of them with activations in memory.
 
-    ``share``: program (operations) of one rank.
+    ``program``: operations of one rank.
     """
     # The second result excludes micro-batches whose activations were freed and are not recomputed yet.
-    chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
+    chunks = program.place[0].of(program.place[1]) if program.place is not None else ()
     chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}
-    recomputed = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}
+    recomputed = {(op.microbatch, chunk_of[op.unit]) for op in program.steps if op.recompute}
     live: set[tuple[int, int]] = set()
     whole: set[tuple[int, int]] = set()
     held: set[tuple[int, int]] = set()
     remaining = Counter(
-        {(mb, number): len(units) for mb in range(share.microbatches) for number, units in enumerate(chunks)}
+        {(mb, number): len(units) for mb in range(program.microbatches) for number, units in enumerate(chunks)}
     )
     most, most_whole = Peak(0, 0, 0), 0
-    for _, op in share.where(*COMPUTE):
+    for _, op in program.where(*COMPUTE):
         at = op.microbatch, chunk_of[op.unit]
         if op.kind is Kind.FORWARD:
             live.add(at)
@@ -245,47 +249,47 @@ def activation_peak(share: RankProgram) -> tuple[Peak, int]:
     return most, most_whole
 
 
-def _check_gathers(share: RankProgram) -> None:
+def _check_gathers(program: RankProgram) -> None:
     in_flight: dict[int, Operation] = {}
-    for _, op in share.where(*GATHERS, Kind.FREE, *USES, Kind.APPLY):
+    for _, op in program.where(*GATHERS, Kind.FREE, *USES, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
             if in_flight.pop(op.unit, None) is None:
-                raise share.refuse(
+                raise program.refuse(
                     f"{op} waits for a gather that was not started, or for which another WAIT_GATHER has already "
                     f"waited; put one START_GATHER of unit {op.unit} before each WAIT_GATHER of this unit"
                 )
         elif op.kind in USES:
-            early = sorted({op.unit, *share.needs.get(op.unit, ())} & in_flight.keys())
+            early = sorted(program.used_by(op.unit) & in_flight.keys())
             if early:
-                raise share.refuse(
+                raise program.refuse(
                     f"{op} uses unit {early[0]} while the gather of this unit is in flight; put the WAIT_GATHER of "
                     f"unit {early[0]} before {op}"
                 )
         elif op.kind is Kind.APPLY:
             for unit, start in in_flight.items():
-                if op.touches(share.units.get(unit, NOWHERE)):
-                    raise share.refuse(
+                if op.touches(program.units.get(unit, NOWHERE)):
+                    raise program.refuse(
                         f"{op} changes parameters that {start} is still sending; put the WAIT_GATHER of unit {unit} "
                         f"before {op}"
                     )
         elif op.unit in in_flight:
-            raise share.refuse(
+            raise program.refuse(
                 f"{op} comes while {in_flight[op.unit]} is in flight; put a WAIT_GATHER of unit {op.unit} between "
                 "these two operations"
             )
         elif op.kind is Kind.START_GATHER:
             in_flight[op.unit] = op
     for start in in_flight.values():
-        raise share.refuse(f"{start} is never completed; put a WAIT_GATHER of unit {start.unit} after {start}")
+        raise program.refuse(f"{start} is never completed; put a WAIT_GATHER of unit {start.unit} after {start}")
 
 
-def _check_residence(share: RankProgram) -> None:
-    freed = {op.unit for _, op in share.where(Kind.FREE)}
+def _check_residence(program: RankProgram) -> None:
+    freed = {op.unit for _, op in program.where(Kind.FREE)}
     resident: set[int] = set()
-    for op in share.steps:
+    for op in program.steps:
         if op.kind in GATHERS and op.unit in freed:
             if op.unit in resident:
-                raise share.refuse(
+                raise program.refuse(
                     f"{op} gathers unit {op.unit}, which is already gathered; put a FREE of unit {op.unit} before "
                     f"{op}, or remove {op}"
                 )
@@ -293,51 +297,51 @@ def _check_residence(share: RankProgram) -> None:
                 resident.add(op.unit)
         elif op.kind is Kind.FREE:
             if op.unit not in resident:
-                raise share.refuse(
+                raise program.refuse(
                     f"{op} frees unit {op.unit}, which is not gathered; put a GATHER or WAIT_GATHER of unit {op.unit} "
                     f"before {op}, or remove {op}"
                 )
             resident.remove(op.unit)
-        elif op.kind in USES or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
-            used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in USES else {op.unit}
+        elif op.kind in USES or (op.kind is Kind.COPY_VALUE and op.unit in program.units):
+            used = program.used_by(op.unit) if op.kind in USES else {op.unit}
             absent = sorted((used & freed) - resident)
             if absent:
-                raise share.refuse(
+                raise program.refuse(
                     f"{op} uses unit {absent[0]}, which is not gathered at this point; put a GATHER or WAIT_GATHER of "
                     f"unit {absent[0]} before {op}"
                 )
         elif op.kind is Kind.APPLY:
-            stale = [unit for unit in resident if op.touches(share.units.get(unit, NOWHERE))]
+            stale = [unit for unit in resident if op.touches(program.units.get(unit, NOWHERE))]
             if stale:
-                raise share.refuse(
+                raise program.refuse(
                     f"{op} updates unit {stale[0]} while old parameters of this unit are gathered; put a FREE of unit "
                     f"{stale[0]} before {op}"
                 )
     if resident:
-        raise share.refuse(
+        raise program.refuse(
             f"unit {min(resident)} is gathered, but never freed; put a FREE of unit {min(resident)} after the last "
             "operation that uses it"
         )
 
 
-def _check_freshness(share: RankProgram) -> None:
-    freed = {op.unit for _, op in share.where(Kind.FREE)}
-    for unit, whole in share.units.items():
-        if unit in freed and not share.refreshes:
+def _check_freshness(program: RankProgram) -> None:
+    freed = {op.unit for _, op in program.where(Kind.FREE)}
+    for unit, whole in program.units.items():
+        if unit in freed and not program.refreshes:
             continue
         # The last event that makes values old: the unit's APPLY, or the agreement if other ranks update the unit.
-        touching = [i for i, op in share.where(Kind.AGREE, Kind.APPLY) if op.kind is Kind.AGREE or op.touches(whole)]
+        touching = [i for i, op in program.where(Kind.AGREE, Kind.APPLY) if op.kind is Kind.AGREE or op.touches(whole)]
         brings = (Kind.REFRESH,) if unit in freed else (Kind.GATHER, Kind.START_GATHER, Kind.COMMIT)
-        brought = [i for i, op in share.where(*brings) if op.unit == unit or op.kind is Kind.COMMIT]
+        brought = [i for i, op in program.where(*brings) if op.unit == unit or op.kind is Kind.COMMIT]
         if brought and brought[-1] > max(touching, default=-1):
             continue
         if unit in freed:
-            raise share.refuse(
+            raise program.refuse(
                 f"the parameter shard of unit {unit} has old values at the end of the step, because no REFRESH follows "
                 f"the update; add a REFRESH of unit {unit} after the last APPLY of this unit"
             )
-        if not is_covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
-            raise share.refuse(
+        if not is_covered(whole, program.ranges(Kind.APPLY, Kind.PULL)):
+            raise program.refuse(
                 f"unit {unit} has old parameters at the end of the step; add an APPLY or a PULL of the parameter range "
                 f"{range_text(whole)}, or a GATHER of unit {unit} after its update"
             )

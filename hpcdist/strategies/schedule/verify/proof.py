@@ -12,9 +12,8 @@ from itertools import groupby
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
-from hpcdist.strategies.core.grid import ProcessGrid
+from hpcdist.strategies.core.grid import ProcessGrid, ShardingDegrees
 from hpcdist.strategies.core.operations import COMPUTE, Kind, Operation, StagePlacement
-from hpcdist.strategies.core.traits import ShardingDegrees
 from hpcdist.strategies.schedule.verify import liveness, rank_checks
 from hpcdist.strategies.schedule.verify.deadlock import REPLICAS, DryRun, PeerRanks
 from hpcdist.strategies.schedule.verify.liveness import RankProgram
@@ -59,7 +58,7 @@ def verify(
             f"there are {len(lists)} operation lists for the {grid.size} ranks of the grid; give one list per rank"
         )
     owned, placements = _owned(lists, neighbours, units, placement)
-    shares = [
+    programs = [
         RankProgram(
             rank=rank,
             steps=steps,
@@ -75,15 +74,15 @@ def verify(
         )
         for rank, steps in enumerate(lists)
     ]
-    for share in shares:
-        rank_checks.check(share)
-    _check_owners(shares, neighbours, grid.replicas // degrees.optimizer if degrees else 1, experts or {})
+    for program in programs:
+        rank_checks.check(program)
+    _check_owners(programs, neighbours, grid.replicas // degrees.optimizer if degrees else 1, experts or {})
     (dry_run := DryRun(lists, neighbours, placements)).run()
     stages = [
-        [share for share in shares[: grid.size] if share.place is not None and share.place[1] == stage]
+        [program for program in programs[: grid.size] if program.place is not None and program.place[1] == stage]
         for stage in range(grid.pipeline)
     ]
-    peaks = [[liveness.activation_peak(share) for share in stage] for stage in stages]
+    peaks = [[liveness.activation_peak(program) for program in stage] for stage in stages]
     return Proof(
         live=tuple(max(peak.live for peak, _ in stage) for stage in peaks),
         whole=tuple(max(whole for _, whole in stage) for stage in peaks),
@@ -130,22 +129,22 @@ def _owned(
 
 
 def _check_owners(
-    shares: Sequence[RankProgram], neighbours: PeerRanks, copies: int, experts: Mapping[int, Range]
+    programs: Sequence[RankProgram], neighbours: PeerRanks, copies: int, experts: Mapping[int, Range]
 ) -> None:
-    servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
-    for share in shares[: neighbours.grid.size]:
-        data, degree = neighbours.along(REPLICAS, share.rank), neighbours.grid.expert
-        replicas = data[data.index(share.rank) % degree :: degree]
+    servers = [part for server in neighbours.servers for part in programs[server].ranges(Kind.APPLY)]
+    for program in programs[: neighbours.grid.size]:
+        data, degree = neighbours.along(REPLICAS, program.rank), neighbours.grid.expert
+        replicas = data[data.index(program.rank) % degree :: degree]
         parts = [
             (unit, part, members)
-            for unit, whole in share.units.items()
+            for unit, whole in program.units.items()
             for part, members in (
                 (Range(whole.start, experts[unit].start if unit in experts else whole.stop), data),
                 (experts.get(unit, Range(whole.stop, whole.stop)), replicas),
             )
         ]
         applied_by = {
-            members: servers + [part for member in members for part in shares[member].ranges(Kind.APPLY)]
+            members: servers + [part for member in members for part in programs[member].ranges(Kind.APPLY)]
             for members in (data, replicas)
         }
         for unit, whole, members in parts:
@@ -153,7 +152,7 @@ def _check_owners(
             for piece, times in coverage(whole, applied):
                 if times not in (copies, len(members)):
                     raise ScheduleError(
-                        f"rank {share.rank}: parameter range [{piece.start}:{piece.stop}] of unit {unit} is updated by "
-                        f"{times} of the {len(members)} ranks that hold this range; it must be updated (APPLY) by "
+                        f"rank {program.rank}: parameter range [{piece.start}:{piece.stop}] of unit {unit} is updated "
+                        f"by {times} of the {len(members)} ranks that hold this range; it must be updated (APPLY) by "
                         f"{copies} or by all {len(members)} of these ranks"
                     )

@@ -10,7 +10,7 @@ from hpcdist.bench import schedules
 from hpcdist.bench.schedules import ScheduleRequest
 from hpcdist.cli.plan.schedule import command
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
-from hpcdist.strategies.schedule.generate.operation_list import generated
+from hpcdist.strategies.schedule.operation_list import generated
 from hpcdist.strategies.schedule.verify import proof
 
 

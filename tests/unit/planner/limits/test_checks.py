@@ -16,7 +16,7 @@ from hpcdist.planner.limits.unsupported import unsupported
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.transformer import describe, inner, of_config
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.registry import SCHEDULES
 from hpcdist.training.recipe.recipe import load
 
 CLUSTER = toml_file.read("a100-selene")

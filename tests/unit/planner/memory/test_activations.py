@@ -14,8 +14,8 @@ from hpcdist.planner.memory.device import in_flight
 from hpcdist.planner.model.transformer import describe, named, of_config
 from hpcdist.strategies.pipeline.costs import TensorSplit, unit_costs
 from hpcdist.strategies.pipeline.memory import moments
-from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.passes import expand
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 MEGATRON = {"implementation": "megatron", "precision": "float16"}
 SHAPES = [named("megatron-22b"), named("megatron-175b"), named("megatron-530b"), named("megatron-1t")]

@@ -22,7 +22,7 @@ from hpcdist.planner.time.gradient_payloads import gradient_item_bytes
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.plan import plan
-from hpcdist.strategies.schedule.generate.operation_list import generated
+from hpcdist.strategies.schedule.operation_list import generated
 
 CLUSTER = cluster_of(
     Device(name="x", peak_flops={}, matmul={}, memory_bytes=80e9, memory_bytes_per_s=2e12, reserved_bytes=1.5e9),

@@ -15,8 +15,8 @@ from hpcdist.planner.model.description import TransformerShape
 from hpcdist.planner.model.stage_split import chunks, forward_flops, recomputed, step_flops
 from hpcdist.planner.model.transformer import describe, of_config
 from hpcdist.planner.time.step import timing
-from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.passes import expand
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 MLP = ModelConfig(kind="mlp", layers=5, hidden=512)
 LAYERS = of_config(MLP, features=512, classes=10)

@@ -19,7 +19,7 @@ from hpcdist.strategies.pipeline.costs import unit_costs
 from hpcdist.strategies.pipeline.memory import StateBytes
 from hpcdist.strategies.pipeline.partition import StageDevices, partition
 from hpcdist.strategies.pipeline.plan import plan
-from hpcdist.strategies.schedule.generate.operation_list import generated
+from hpcdist.strategies.schedule.operation_list import generated
 
 
 def blocks(layers, layout):

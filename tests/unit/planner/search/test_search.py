@@ -24,7 +24,7 @@ from hpcdist.planner.search.best_layouts import search
 from hpcdist.planner.search.space import SearchSpec
 from hpcdist.planner.time.pipeline import border
 from hpcdist.planner.time.step import microbatch_flow
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 DEVICES, BATCH, STEPS = 8, 12, 100
 MODEL = describe(TransformerShape(layers=4, hidden=1024, heads=4, vocabulary=16384, context=256, dropout=0.1), "small")

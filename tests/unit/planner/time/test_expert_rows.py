@@ -16,7 +16,7 @@ from hpcdist.planner.layout import ParallelLayout
 from hpcdist.planner.memory.device import memory
 from hpcdist.planner.time.expert_rows import RowRoute, row_route, row_turn
 from hpcdist.planner.time.step import timing
-from hpcdist.strategies.expert.costs import node_traffic, published_bytes
+from hpcdist.strategies.expert.axis import node_traffic, published_bytes
 from hpcdist.training.build import assemble
 from hpcdist.training.use_cases.recipe_plan import plan_of_recipe
 

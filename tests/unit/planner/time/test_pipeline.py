@@ -3,8 +3,8 @@
 import pytest
 
 from hpcdist.planner.time.pipeline import PipelineTime, PlannedSeconds, closed_time, simulated_timeline
-from hpcdist.strategies.schedule.generate import registry
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
+from hpcdist.strategies.schedule import registry
+from hpcdist.strategies.schedule.registry import SCHEDULES, chunks_of
 
 EQUAL = PlannedSeconds(1.0, 1.0, 1.0)
 TIMES = [

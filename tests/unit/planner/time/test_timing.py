@@ -26,8 +26,8 @@ from hpcdist.planner.time.pipeline import border, ranks_of
 from hpcdist.planner.time.stage_load import chunk_loads, loads
 from hpcdist.planner.time.step import bytes_each, owned, tied_sum, timing, update_s
 from hpcdist.strategies.context.costs import ring_exposed_s
-from hpcdist.strategies.context.passes import pairs, pieces
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.context.operations import pairs, pieces
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 CURVE = EfficiencyCurve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
 CLUSTER = cluster_of(

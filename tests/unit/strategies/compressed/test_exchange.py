@@ -10,7 +10,7 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.compressed.config import COMPRESSORS
 from hpcdist.strategies.core.operations import Kind
-from hpcdist.strategies.data.coded import CodedSum
+from hpcdist.strategies.data.coded_allreduce import CodedSum
 from hpcdist.training.build import pipeline
 from hpcdist.training.run.saving import CheckpointSaver
 

@@ -19,7 +19,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.data import catalogue
-from hpcdist.strategies.data.dgc import Dgc
+from hpcdist.strategies.data.coded_allreduce import Dgc
 from hpcdist.strategies.data.exchange import DataExchange
 from hpcdist.strategies.data.onebit import OneBit
 from hpcdist.strategies.schedule.replica_check import check_replicas

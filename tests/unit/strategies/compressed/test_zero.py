@@ -18,7 +18,7 @@ from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.operations import Kind
-from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.data.config import ZeroConfig
 
 STEPS = 10
 HPZ = ZeroConfig(parameters=2)

@@ -8,7 +8,7 @@ import pytest
 from harness.marks import on_threads
 from harness.trainings import assert_rejected, losses, recipe_keys, state, trainer_of
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.strategies.data.coded import CodedGatherer, CodedScatter
+from hpcdist.strategies.data.coded_zero import CompressedGathers, CompressedSums
 from hpcdist.strategies.schedule.replica_check import check_replicas, check_tensor_axis
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
@@ -64,8 +64,8 @@ def test_compressed_trainings_follow_the_dense_training(name, settings, tmp_path
 
     def body(comm, keys):
         trainer = trainer_of(comm, {**settings, **keys})
-        parts = trainer.exchange.reducer, trainer.exchange.gatherer
-        assert any(isinstance(part, CodedScatter | CodedGatherer) for part in parts) == (keys is not dense)
+        parts = trainer.exchange.reducer.sums, trainer.exchange.gatherer.gathers
+        assert any(isinstance(part, CompressedSums | CompressedGathers) for part in parts) == (keys is not dense)
         result = losses(trainer, STEPS)
         if trainer.exchange.traits.identical:
             check_replicas(trainer.data_axis, trainer.exchange.parameters, STEPS)

@@ -16,7 +16,7 @@ from hpcdist.models.stage import Draw
 from hpcdist.strategies.context.axis import ContextAxis
 from hpcdist.strategies.context.costs import AttentionShare, kept_elements, scratch_elements, sent_bytes
 from hpcdist.strategies.context.model import METHODS
-from hpcdist.strategies.context.passes import pairs, paths, pieces, tokens, visits
+from hpcdist.strategies.context.operations import pairs, paths, pieces, tokens, visits
 from hpcdist.strategies.context.ring import RingAttention
 
 

@@ -8,14 +8,21 @@ import pytest
 
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.context.costs import AttentionShare, ring_exposed_s, scratch_elements
-from hpcdist.strategies.context.operations import MEMORY, Action, HeadExchange, head_exchanges, ring_operations
-from hpcdist.strategies.context.passes import paths, pieces
+from hpcdist.strategies.context.operations import (
+    MEMORY,
+    Action,
+    HeadExchange,
+    head_exchanges,
+    paths,
+    pieces,
+    ring_operations,
+)
 from hpcdist.strategies.context.proof import prove_messages
 from hpcdist.strategies.core.operations import MESSAGES as MESSAGES_OF_STAGES
 from hpcdist.strategies.core.operations import Kind
-from hpcdist.strategies.schedule.generate.operation_list import compute_operations
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.simulate import program
+from hpcdist.strategies.schedule import simulated_program as program
+from hpcdist.strategies.schedule.operation_list import compute_operations
+from hpcdist.strategies.schedule.registry import SCHEDULES
 from hpcdist.strategies.schedule.verify.deadlock import OVER_CONTEXT, RECEIVES
 
 MESSAGES = (Action.SEND, Action.RECEIVE)

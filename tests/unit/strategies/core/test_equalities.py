@@ -19,9 +19,9 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import server_exchange as served
 from hpcdist.strategies.data import catalogue
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
-from hpcdist.strategies.zero.config import ZeroConfig
 
 SAMPLES, STEPS, MICROBATCHES = 10, 50, 2  # uneven over 3 and 4 ranks
 MODEL = ModelConfig(kind="mlp", layers=1, hidden=7)

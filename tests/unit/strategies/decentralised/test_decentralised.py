@@ -24,8 +24,7 @@ from hpcdist.strategies.core.operations import Kind
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.gossip import GossipExchange
 from hpcdist.strategies.decentralised.gossip import build as build_graph
-from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
-from hpcdist.strategies.decentralised.replicas import Replicas
+from hpcdist.strategies.decentralised.replicas import LocalSgdExchange, Replicas
 from hpcdist.strategies.schedule.verify.proof import verify
 from hpcdist.training.run.saving import CheckpointSaver
 

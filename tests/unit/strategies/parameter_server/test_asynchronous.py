@@ -21,7 +21,7 @@ from hpcdist.strategies import build
 from hpcdist.strategies.build import server_exchange
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import AsynchronousExchange
+from hpcdist.strategies.parameter_server.bounded_staleness import AsynchronousExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.partition import Roles
 
@@ -71,11 +71,11 @@ class Run(RankRun):
         if min(place.clocks) == self.steps:
             place.refresh()
             return True
-        place.part()
+        place.resume()
         return False
 
     def train(self, data, pause=lambda rank: 0.0):
-        self.exchange.part()
+        self.exchange.resume()
         while self.exchange.works and self.exchange.clock < self.steps:
             time.sleep(pause(self.comm.rank))
             self.advance(data)
@@ -169,7 +169,7 @@ def test_quick_worker_does_not_wait_for_a_slow_worker(rng):
 
     def body(comm):
         run = Run(comm, ParameterServerConfig(consistency="asp"))
-        run.exchange.part()
+        run.exchange.resume()
         if comm.rank == 1:
             while not finished:
                 time.sleep(1e-3)
@@ -209,7 +209,7 @@ def test_worker_waiting_for_a_meeting_has_no_open_operation(placement, rng):
         run = Run(comm, ParameterServerConfig(servers=1, placement=placement, consistency="asp"))
         if comm.rank == 1:
             comm.events = quick
-        run.exchange.part()
+        run.exchange.resume()
         if comm.rank == 0:
             limit = time.monotonic() + LIMIT_S
             while not before or quick.tokens or quick.begun == before[0]:  # it has told that it pushes no more
@@ -281,7 +281,7 @@ def test_repeated_push_is_applied_once(rng):
     def body(comm):
         run = Run(comm, ParameterServerConfig(servers=2, consistency="asp"))
         place = run.exchange
-        place.part()
+        place.resume()
         if place.works:
             run.advance(data)
             before = place.parameters.array.copy()
@@ -305,7 +305,7 @@ def test_failed_step_leaves_no_gradient_on_the_servers(size, config, rng):
     def body(comm, fails):
         run = Run(comm, config)
         place = run.exchange
-        place.part()
+        place.resume()
         if comm.rank == 0 and fails:
             segment = run.model.layout.segments[0]
             good = place.parameters.view(segment.key).copy()
@@ -548,7 +548,7 @@ def test_learning_rate_is_divided_by_the_staleness(aware, rng):
         run = Run(comm, config, warmup_steps=0, decay="constant")
         place[comm.rank] = run.exchange
         comm.barrier()
-        run.exchange.part()
+        run.exchange.resume()
         for _ in range(3 if comm.rank == 1 else comm.rank == 0):
             limit = time.monotonic() + LIMIT_S
             while comm.rank == 0 and place[1].clock + len(rates) < 6:

@@ -1,5 +1,6 @@
 """Backup workers: the exact mean of the first gradients, the same on all servers; late gradients are dropped."""
 
+import random
 import time
 from functools import partial
 
@@ -12,8 +13,14 @@ from hpcdist.arrays import backend
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.build import server_exchange
-from hpcdist.strategies.parameter_server.asynchronous.backup_workers import BackupExchange
+from hpcdist.strategies.parameter_server.backup_workers import BackupExchange, Quorum
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.control_messages import (
+    ControlChannel,
+    ControlFields,
+    ControlKind,
+    Rendezvous,
+)
 from hpcdist.strategies.parameter_server.partition import Roles
 
 STEPS, SAMPLES = 5, 3  # of each worker
@@ -44,7 +51,7 @@ class Backup(Place):
     def train(self, data, pause):
         place = self.exchange
         self.operations = place.attended(self.operations)
-        place.part()
+        place.resume()
         self.taken = []
         while place.works and place.clock < STEPS and not place.meetings.called:
             before = place.clock
@@ -199,3 +206,134 @@ def test_late_worker_does_not_revert_the_last_step_at_a_meeting():
     assert [(updates, clocks, state) for updates, clocks, state, *_ in results] == [(2, [2, 2, 2], {"count": 2})] * 4
     assert results[0][-1] == results[1][-1] == results[2][-1]
     assert runs[2].exchange.clock == 2
+
+
+BATCH = 12
+
+
+def accepted_fields(clock, workers, scale):
+    return ControlFields(clock, scale, workers=workers)
+
+
+def dropped_fields(clock, worker):
+    return ControlFields(clock, dropped=True, workers=(worker,))
+
+
+def push(quorum, worker, clock, samples=3):
+    return quorum.push(worker, clock, samples, BATCH)
+
+
+def test_first_gradients_are_accepted_in_rank_order():
+    quorum = Quorum(range(4), 1)
+    assert push(quorum, 3, 1) == push(quorum, 0, 1) == []
+    assert push(quorum, 2, 1) == [accepted_fields(1, (0, 2, 3), 12 / 9)]
+    assert quorum.clock == 1 and quorum.dropped == 0
+
+
+def test_late_gradient_is_dropped_and_its_worker_catches_up():
+    quorum = Quorum(range(3), 1)
+    for clock in (1, 2):
+        push(quorum, 0, clock)
+        push(quorum, 1, clock)
+    assert push(quorum, 2, 1) == [dropped_fields(2, 2)] and quorum.dropped == 1
+    push(quorum, 2, 3)
+    assert push(quorum, 0, 3) == [accepted_fields(3, (0, 2), 12 / 6)]
+
+
+def test_scale_is_exactly_one_if_all_are_accepted():
+    quorum = Quorum(range(3), 0)
+    assert [quorum.push(worker, 1, samples, 7) for worker, samples in ((0, 3), (1, 3), (2, 1))][-1] == [
+        accepted_fields(1, (0, 1, 2), 1.0)
+    ]
+
+
+def test_worker_that_could_not_complete_a_quorum_is_released():
+    quorum = Quorum(range(3), 1)
+    push(quorum, 0, 1)
+    assert quorum.leave(1) == []
+    assert quorum.leave(2) == [dropped_fields(0, 0)]
+    quorum.convene(0)
+    push(quorum, 1, 1)
+    assert push(quorum, 0, 1) == [accepted_fields(1, (0, 1), 2.0)]
+
+
+def test_any_schedule_completes_each_clock_once_and_answers_all():
+    late = 0
+    for seed in range(2000):
+        draw = random.Random(seed)
+        workers, steps = range(draw.randint(1, 5)), draw.randint(1, 6)
+        spare = draw.randrange(len(workers))
+        quorum, clock_of = Quorum(workers, spare), dict.fromkeys(workers, 0)
+        waiting = set()
+        complete = 0
+        while ready := [worker for worker in workers if worker not in waiting and clock_of[worker] < steps]:
+            worker = draw.choice(ready)
+            waiting.add(worker)
+            for turn in push(quorum, worker, clock_of[worker] + 1):
+                if turn.dropped:
+                    assert turn.clock == complete and len(turn.workers) == 1, "the newest"
+                else:
+                    complete += 1
+                    assert turn.clock == complete and len(turn.workers) == len(workers) - spare
+                    assert list(turn.workers) == sorted(set(turn.workers))
+                    assert all(clock_of[one] == turn.clock - 1 for one in turn.workers), "none of a past clock"
+                for one in turn.workers:
+                    waiting.remove(one)
+                    clock_of[one] = turn.clock
+        assert not waiting and set(clock_of.values()) == {steps} and complete == steps
+        late += quorum.dropped
+    assert late > 2000
+
+
+ROLES = Roles(range(1, 3), range(1))  # rank 0 serves
+
+
+def test_call_after_a_meeting_is_not_mistaken_for_a_late_call():
+    """The call of worker 2 is still in flight when worker 1 leaves the meeting, pushes and calls the next meeting."""
+
+    def body(comm):
+        messages = []
+        notes = ControlChannel(comm.dup("notes"))
+        notes.answers[ControlKind.PUSH] = lambda worker, what: messages.append(f"push {what.clock} of {worker}")
+        meetings = Rendezvous(comm.rank, ROLES, notes)
+        meetings.meet()
+        if comm.rank == 1:
+            notes.tell(0, ControlKind.PUSH, ControlFields(clock=7))
+            notes.tell(0, ControlKind.CALL, ControlFields(clock=1))  # for the second meeting
+            notes.tell(0, ControlKind.PUSH, ControlFields(clock=8))
+        comm.barrier()
+        if comm.rank == 2:
+            notes.tell(0, ControlKind.CALL, ControlFields(clock=0))
+        if comm.rank == 0:
+            meetings.settle(calls=1)
+            assert messages == [] and meetings.due, "only the second meeting is due"
+            notes.serve()
+        comm.barrier()
+        notes.settle()
+        return messages
+
+    assert run_threads(3, body)[0] == ["push 7 of 1", "push 8 of 1"]
+
+
+def test_delayed_notes_come_before_others():
+    def body(comm):
+        messages = []
+        notes = ControlChannel(comm.dup("notes"))
+        notes.answers[ControlKind.PUSH] = lambda worker, what: messages.append(what.clock)
+        notes.answers[ControlKind.CALL] = lambda worker, what: messages.append(-what.clock)
+        if comm.rank == 1:
+            for kind, clock in (
+                (ControlKind.PUSH, 1),
+                (ControlKind.CALL, 9),
+                (ControlKind.PUSH, 2),
+                (ControlKind.PUSH, 3),
+            ):
+                notes.tell(0, kind, ControlFields(clock=clock))
+        else:
+            notes.take(ControlKind.CALL)
+            for alone in (True, False, True):
+                notes.wait(alone=alone)
+        notes.settle()
+        return messages
+
+    assert run_threads(2, body)[0] == [-9, 1, 2, 3]

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from hpcdist.strategies.parameter_server.asynchronous.bounded_staleness import VersionVector
+from hpcdist.strategies.parameter_server.bounded_staleness import VersionVector
 
 SCHEDULES = 10_000
 

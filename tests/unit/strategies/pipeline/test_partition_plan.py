@@ -12,16 +12,16 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.core.grid import ShardingDegrees
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.pipeline import costs
 from hpcdist.strategies.pipeline.costs import PassSeconds, agree, measure
 from hpcdist.strategies.pipeline.memory import StateBytes, moments
 from hpcdist.strategies.pipeline.plan import plan
-from hpcdist.strategies.schedule.generate.operation_list import generated
-from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES, chunks_of
+from hpcdist.strategies.schedule.operation_list import generated
+from hpcdist.strategies.schedule.passes import expand
+from hpcdist.strategies.schedule.registry import SCHEDULES, chunks_of
 from hpcdist.strategies.tensor.model import cut_model
-from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.training.build import pipeline
 from hpcdist.training.run.saving import CheckpointSaver
 

@@ -10,8 +10,8 @@ from harness.marks import cases
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.schedule.generate.operation_list import compute_operations, dump, generated, read
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.operation_list import compute_operations, dump, generated, read
+from hpcdist.strategies.schedule.registry import SCHEDULES
 from hpcdist.training.build import pipeline
 
 TWO = """

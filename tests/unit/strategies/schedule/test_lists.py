@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from harness.step_lists import EXCHANGES, build, is_supported, perform
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.operations import ENDS, Kind
-from hpcdist.strategies.schedule.generate.operation_list import insert_polls, overlap_reductions, prefetch_gathers
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
+from hpcdist.strategies.schedule.operation_list import insert_polls, overlap_reductions, prefetch_gathers
+from hpcdist.strategies.schedule.registry import SCHEDULES
 
 PAIRS = [(schedule, exchange) for schedule in SCHEDULES for exchange in EXCHANGES if is_supported(schedule, exchange)]
 

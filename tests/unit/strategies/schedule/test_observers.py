@@ -7,8 +7,8 @@ import pytest
 
 from hpcdist.arrays import backend
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.schedule import observers
-from hpcdist.strategies.schedule.observers import PHASES, PhaseTimer, phase_of
+from hpcdist.strategies.schedule import step
+from hpcdist.strategies.schedule.step import PHASES, PhaseTimer, phase_of
 
 OPERATIONS = [
     Operation(Kind.FORWARD, 0, 0),
@@ -36,7 +36,7 @@ class Kept:
 def clock(monkeypatch):
     """A clock that advances by 10 ns with each read."""
     times = itertools.count(1000, 10)
-    monkeypatch.setattr(observers, "now_ns", lambda: next(times))
+    monkeypatch.setattr(step, "now_ns", lambda: next(times))
 
 
 def book_phases(kept):

@@ -11,7 +11,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import ENDS, Kind, Operation, StagePlacement
-from hpcdist.strategies.schedule.generate.operation_list import (
+from hpcdist.strategies.schedule.operation_list import (
     compute_operations,
     insert_exchange,
     insert_gathers,

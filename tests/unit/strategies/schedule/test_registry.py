@@ -7,9 +7,9 @@ import pytest
 from harness import jobs
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.operations import Kind, folded, looped
-from hpcdist.strategies.schedule.generate.operation_list import evaluation_operations
-from hpcdist.strategies.schedule.generate.passes import interleaved, interleaved_group, spell, zb_h1, zb_v
-from hpcdist.strategies.schedule.generate.registry import NAMES, SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.operation_list import evaluation_operations
+from hpcdist.strategies.schedule.passes import interleaved, interleaved_group, spell, zb_h1, zb_v
+from hpcdist.strategies.schedule.registry import NAMES, SCHEDULES, check_schedule
 from hpcdist.strategies.schedule.verify import liveness
 
 RANKS = range(1, 9)
@@ -156,5 +156,5 @@ def test_impossible_sizes_are_rejected_with_the_possible_ones():
 
 
 def test_recipe_check_does_not_import_numpy():
-    code = "import sys, hpcdist.strategies.schedule.generate.registry; print('numpy' in sys.modules)"
+    code = "import sys, hpcdist.strategies.schedule.registry; print('numpy' in sys.modules)"
     assert jobs.python(code, check=True).stdout == "False\n"

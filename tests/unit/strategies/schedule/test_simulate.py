@@ -9,12 +9,11 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.bench.schedules import bars
 from hpcdist.errors import ScheduleError, UsageError
 from hpcdist.strategies.core.operations import Kind, Operation, looped
-from hpcdist.strategies.schedule.generate import registry
-from hpcdist.strategies.schedule.generate.operation_list import generated
-from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.simulate import passes, timeline
-from hpcdist.strategies.schedule.simulate.program import CODES, LinkCost, StepCosts
+from hpcdist.strategies.schedule import registry, timeline
+from hpcdist.strategies.schedule.operation_list import generated
+from hpcdist.strategies.schedule.passes import expand
+from hpcdist.strategies.schedule.registry import SCHEDULES
+from hpcdist.strategies.schedule.simulated_program import CODES, LinkCost, StepCosts
 
 PIPELINES = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
 
@@ -54,7 +53,7 @@ def simulate_lists(of, placement, costs, recompute=False):
 
 
 def simulate_passes(of, placement, costs, recompute=False):
-    return timeline.simulate_passes([passes.compact(row) for row in of.passes], placement, costs, recompute=recompute)
+    return timeline.simulate_passes([timeline.compact(row) for row in of.passes], placement, costs, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -68,7 +67,7 @@ def test_lists_and_passes_have_the_same_times_and_memory(recompute, rng):
         long, short = (form(of, placement, costs, recompute) for form in (simulate_lists, simulate_passes))
         assert bars(long) == bars(short), (name, stages, microbatches)
         assert long.makespan_s == short.makespan_s
-        assert passes.peaks(long.program) == passes.peaks(short.program), (name, stages, microbatches)
+        assert timeline.peaks(long.program) == timeline.peaks(short.program), (name, stages, microbatches)
 
 
 def relaxed_ends(of, placement, costs, latency_s):
@@ -193,7 +192,7 @@ def test_live_activations_stay_within_the_bound_of_the_schedule(name):
         of = generated_schedule(name, stages, microbatches)
         placement = of.place([range(number, number + 1) for number in range(stages * of.chunks)])
         costs = StepCosts.equal(len(placement.chunks), 1.0, 1.0, 1.0)
-        for rank, peak in enumerate(passes.peaks(simulate_passes(of, placement, costs).program)):
+        for rank, peak in enumerate(timeline.peaks(simulate_passes(of, placement, costs).program)):
             bound = SCHEDULES[name].peak(rank, stages, microbatches, of.chunks)
             assert peak.live <= bound.live and peak.both <= bound.both
             if name != "zb-v":
@@ -207,7 +206,7 @@ def test_messages_that_never_arrive_are_rejected():
     lists[0].remove(Operation(Kind.SEND_ACTIVATION, 1, 1))
     with pytest.raises(ScheduleError, match=r"rank 0 waits forever .* ranks \[0, 1\]"):
         timeline.simulate_lists(lists, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))
-    rows = [passes.compact(row) for row in of.passes]
+    rows = [timeline.compact(row) for row in of.passes]
     missing = [rows[0][:, rows[0][0] != 0], rows[1]]  # no forward on rank 0
     with pytest.raises(ScheduleError, match="chunk 1 waits for micro-batch 0, which no rank sends"):
         timeline.simulate_passes(missing, placement, StepCosts.equal(2, 1.0, 1.0, 1.0))

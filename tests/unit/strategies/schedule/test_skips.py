@@ -25,10 +25,10 @@ from hpcdist.errors import ScheduleError
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement, folded, looped
-from hpcdist.strategies.schedule.generate.operation_list import generated
-from hpcdist.strategies.schedule.generate.passes import expand
-from hpcdist.strategies.schedule.simulate import timeline
-from hpcdist.strategies.schedule.simulate.program import StepCosts
+from hpcdist.strategies.schedule import timeline
+from hpcdist.strategies.schedule.operation_list import generated
+from hpcdist.strategies.schedule.passes import expand
+from hpcdist.strategies.schedule.simulated_program import StepCosts
 from hpcdist.strategies.schedule.verify.proof import verify
 from stubs import late_messages
 

@@ -19,7 +19,7 @@ from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.core.operations import Kind, folded, looped
 from hpcdist.strategies.data import catalogue
 from hpcdist.strategies.schedule import messages
-from hpcdist.strategies.schedule.generate.operation_list import generated
+from hpcdist.strategies.schedule.operation_list import generated
 from stubs import late_messages
 
 LAYERS = 4  # of a gpt: six units

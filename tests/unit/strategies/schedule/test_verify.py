@@ -13,8 +13,8 @@ from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.core.grid import GridCommunicators, ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement, looped
-from hpcdist.strategies.schedule.generate.operation_list import insert_exchange, insert_gathers
-from hpcdist.strategies.schedule.generate.passes import expand, gpipe, one_f_one_b
+from hpcdist.strategies.schedule.operation_list import insert_exchange, insert_gathers
+from hpcdist.strategies.schedule.passes import expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.verify.proof import verify
 
 UNIT = 40  # elements of a unit

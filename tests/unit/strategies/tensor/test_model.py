@@ -18,7 +18,7 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.core.tensor_shards import counted, sum_gradients
+from hpcdist.strategies.core.sharded_update import counted, sum_gradients
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.training.recipe.config import DataConfig
 from hpcdist.training.recipe.recipe import Recipe

@@ -5,12 +5,11 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from hpcdist.strategies.schedule.generate.operation_list import generated
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES
-from hpcdist.strategies.schedule.simulate import passes
-from hpcdist.strategies.schedule.simulate import timeline as simulate_timeline
-from hpcdist.strategies.schedule.simulate.program import RECV, SEND, StepCosts
-from hpcdist.strategies.schedule.simulate.program import LinkCost as Wire
+from hpcdist.strategies.schedule import timeline as simulate_timeline
+from hpcdist.strategies.schedule.operation_list import generated
+from hpcdist.strategies.schedule.registry import SCHEDULES
+from hpcdist.strategies.schedule.simulated_program import RECV, SEND, StepCosts
+from hpcdist.strategies.schedule.simulated_program import LinkCost as Wire
 from hpcdist.telemetry.trace import critical_path as trace_critical_path
 from hpcdist.telemetry.trace.critical_path import PathSegment, critical_path
 from hpcdist.telemetry.trace.timeline import TimelinePiece
@@ -222,7 +221,7 @@ def test_critical_path_matches_the_simulator(name, rng):
             costs = rng.integers(1, 9, (4, units)).astype(float).tolist()
             names = ("forward_s", "backward_s", "input_s", "weight_s")
             timeline = simulate_timeline.simulate_passes(
-                [passes.compact(row) for row in written.passes],
+                [simulate_timeline.compact(row) for row in written.passes],
                 place,
                 StepCosts(**dict(zip(names, costs, strict=True)), link=wire),
             )

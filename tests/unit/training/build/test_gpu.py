@@ -86,7 +86,7 @@ def without_lock_step(comm, settings):
     )
     exchange, losses = trainer.exchange, []
     operations = exchange.attended(trainer.operations)
-    exchange.part()
+    exchange.resume()
     if exchange.works:
         with trainer.batches(STEPS) as batches:
             for step, batch in enumerate(batches, start=1):

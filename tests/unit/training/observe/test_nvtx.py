@@ -10,7 +10,7 @@ import pytest
 from harness.jobs import LIMIT_S
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.schedule.observers import NO_RANGES, in_range
+from hpcdist.strategies.schedule.step import NO_RANGES, in_range
 from hpcdist.training.observe.instrumentation import COLORS, NvtxRanges, label
 from stubs import nvtx_tool
 
@@ -126,7 +126,7 @@ def test_real_package_accepts_every_phase_without_a_tool():
 def test_profiling_tool_sees_the_ranges(tmp_path):
     code = """
 from hpcdist.strategies.core.operations import Kind, Operation
-from hpcdist.strategies.schedule.observers import in_range
+from hpcdist.strategies.schedule.step import in_range
 from hpcdist.training.observe.instrumentation import NvtxRanges
 ranges = NvtxRanges()
 

@@ -1,13 +1,13 @@
-"""Compressed messages around the reducers and the gatherer, with error feedback.
+"""Compressed messages of ZeRO, with error feedback: ZeRO++ (Wang et al., arXiv:2306.10209).
+
+    qgZ    gradients travel as payloads to the ranks that own them: communication.compression, `CompressedSums`
+    qwZ    cut parameters are gathered as payloads: compression.parameters, `CompressedGathers`
+    hpZ    gathers within a node: zero.parameters = the data ranks of a node, see `catalogue`
 
 Gradients are summed as float32 without loss scale. If a step is given up, the previous step's residuals are restored.
 On one data rank nothing is compressed: the residuals of a checkpoint are added to the gradients in full.
 
-ZeRO with compressed messages is ZeRO++ (Wang et al., arXiv:2306.10209):
-
-    qgZ    gradients travel as payloads to the ranks that own them: communication.compression, `CodedScatter`
-    qwZ    cut parameters are gathered as payloads: compression.parameters, `CodedGatherer`
-    hpZ    gathers within a node: zero.parameters = the data ranks of a node, see `catalogue`
+Next on the path of a gradient: `hpcdist.strategies.compressed.reduction`, which encodes, sends and adds the payloads.
 
 qgZ: an owner adds the payloads to its own gradients in float32, and the sum is not encoded again. So there is one
 compression error per level of the cuts. With c bytes of payload per value, a rank sends (p-1)/p c n bytes of n values
@@ -22,11 +22,10 @@ float32 parameters this takes memory in addition to the cuts.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from hpcdist.arrays.dtypes import FLOAT32
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch
@@ -34,115 +33,22 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 from hpcdist.optim.update import kernels
 from hpcdist.strategies.compressed.config import QUANTISED, SUMMED, CompressionConfig
-from hpcdist.strategies.compressed.low_rank import QUERY, PowerSgdReduction
 from hpcdist.strategies.compressed.reduction import (
     CompressedReduction,
     GatheredReduction,
     GradientCoder,
     QuantisedReduction,
 )
-from hpcdist.strategies.compressed.registry import bucket_reduction, compressor
-from hpcdist.strategies.core.operations import Operation
-from hpcdist.strategies.core.parameter_views import TransientLayers
+from hpcdist.strategies.compressed.registry import compressor
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate
 from hpcdist.strategies.data.cuts import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Cuts
-from hpcdist.strategies.data.gatherers import CutGatherer
-from hpcdist.strategies.data.reducers import Sum
 from hpcdist.strategies.data.residuals import (
     Feedback,
-    Residuals,
     StepResiduals,
     with_loss_scale,
     without_loss_scale,
 )
-from hpcdist.strategies.data.scatter import Scatter
-
-
-class CodedSum(Sum):
-    """Allreduce of gradients with the compressor ``name``. Construction is collective over the data axis."""
-
-    def __init__(
-        self, context: RankContext, update: ShardedUpdate, name: str, config: CompressionConfig, seed: int
-    ) -> None:
-        self._coded = bucket_reduction(context, name, config, seed)
-        super().__init__(context, update, buckets=self._coded.buckets)
-        self._codes, self._warmup_steps = self._coded.codes, config.warmup_steps
-        self._owes = False  # gradients that are not encoded may lack residuals of a checkpoint
-        if config.error_feedback:
-            can_roll_back = context.working is not None  # else a gradient that is not finite ends the run
-            comm = self._coded.comm
-            residuals = Residuals(context, comm.rank, comm.size, self._coded.kept(), can_roll_back=can_roll_back)
-            self.feedback = Feedback(residuals)
-            self._codes.feedback = residuals.feedback
-
-    @property
-    def is_compressing(self) -> bool:
-        """True if the gradients of the next update are compressed."""
-        return self._coded.comm.size > 1 and self.update.optimizer.count >= self._warmup_steps
-
-    def begin(self, operations: Sequence[Operation]) -> None:
-        self._give_up()
-        if isinstance(self._codes, PowerSgdReduction):
-            self._codes.owes = self._owes
-        else:
-            self._codes.step = self.update.optimizer.count
-
-    def _give_up(self) -> None:
-        if self.feedback.is_open and isinstance(self._codes, PowerSgdReduction):
-            self._codes.rollback()
-        self.feedback.give_up()
-
-    def reduce(self, op: Operation) -> None:
-        if not self.is_compressing:
-            self._pay(op.part)
-            super().reduce(op)
-            return
-        self.feedback.is_open = True
-        gradients = self.update.gradients.range(op.part)
-        values = without_loss_scale(gradients, self.loss_scale)
-        self._coded.reduction.allreduce(values, op.part)
-        with_loss_scale(values, gradients, self.loss_scale)
-
-    def _pay(self, part: Range) -> None:
-        # Adds residuals to gradients that this step does not compress.
-        if not self._owes or not self.feedback.residuals:
-            return
-        (residuals,) = self.feedback.residuals
-        feedback, gradients = residuals.feedback, self.update.gradients.range(part)
-        owing_parts = [kept for kept in self._coded.reduction.kept(part) if feedback.residuals.range(kept).any()]
-        if not owing_parts:
-            return  # adding zeros could change bits of the gradients
-        self.feedback.is_open = True
-        values = without_loss_scale(gradients, self.loss_scale)
-        for kept in owing_parts:
-            within = kept.shift(-part.start).slice
-            owed = feedback.compensate(kept, values[within])
-            values[within] = owed
-            owed[...] = 0
-        with_loss_scale(values, gradients, self.loss_scale)
-
-    def begin_update(self, scale: float, correction: float) -> float:
-        self._owes = False
-        return super().begin_update(scale, correction)
-
-    def _factors(self) -> list[Piece]:
-        return self._codes.pieces(self._coded.kept()) if isinstance(self._codes, PowerSgdReduction) else []
-
-    def pieces(self) -> list[Piece]:
-        self._give_up()
-        return [*super().pieces(), *(self._factors() if self._coded.comm.rank == 0 else [])]
-
-    def prepare_restore(self, state: Mapping[str, Any]) -> Collection[str]:
-        return [*super().prepare_restore(state), QUERY]
-
-    def wanted(self) -> list[Piece]:
-        return [*super().wanted(), *self._factors()]
-
-    def restored(self, state: Mapping[str, Any]) -> None:
-        super().restored(state)
-        self._owes = bool(self.feedback.residuals)
-
 
 REPLICAS: Final = OPTIMIZER  # index, after the levels, of the ranks that own the same cut
 _NAMES: Final = {
@@ -195,25 +101,17 @@ def float32_scratch(store: FlatStore, layer: int, cut: int, cuts: Cuts) -> FlatS
 _ROUND = 1 << 24  # step numbers of the coder: update number + _ROUND * earlier sums of the layer in this step
 
 
-class CodedScatter(Scatter):
-    """Reduce-scatter of gradients with the compressor ``name``. Construction is collective over the data axis.
+class CompressedSums:
+    """Sums of ZeRO gradients with the compressor ``name``. Construction is collective over the data axis.
 
     If ``config.across_nodes`` is True, messages within nodes stay uncompressed. ``seed``: seed of the run.
     """
 
     def __init__(
-        self,
-        context: RankContext,
-        update: ShardedUpdate,
-        cuts: Cuts,
-        whole: TransientLayers | None,
-        name: str,
-        config: CompressionConfig,
-        seed: int,
+        self, context: RankContext, update: ShardedUpdate, cuts: Cuts, name: str, config: CompressionConfig, seed: int
     ) -> None:
-        super().__init__(context, update, cuts, whole)
-        self.sum_cuts = self._sum_cuts
-        self._warmup_steps, self._alone, self._step = config.warmup_steps, context.data.size == 1, 0
+        self._update, self._cuts, self._alone = update, cuts, context.data.size == 1
+        self._warmup_steps, self._step = config.warmup_steps, 0
         carries = compressed_levels(context.data, cuts, across_nodes=config.across_nodes)
         # Payloads of SUMMED compressors are decoded as payloads of rank 0 on all ranks.
         self.coder = GradientCoder(
@@ -231,6 +129,7 @@ class CodedScatter(Scatter):
             )
         self._sums = Counter[int]()  # sums of each layer in this step
         self._residuals: StepResiduals | None = None
+        self.feedback = Feedback()
         if config.error_feedback:
             layers = {layer: layer_cuts[WHOLE] for layer, layer_cuts in cuts.cuts.items()}
             plain = {layer: self._plain(layer_cuts) for layer, layer_cuts in cuts.cuts.items()}
@@ -250,31 +149,32 @@ class CodedScatter(Scatter):
     @property
     def is_compressing(self) -> bool:
         """True if the next update compresses gradients, or adds residuals that were read from a checkpoint."""
-        if self.update.optimizer.count < self._warmup_steps:
+        if self._update.optimizer.count < self._warmup_steps:
             return False
         return not self._alone or (self._residuals is not None and self._residuals.are_owed)
 
-    def begin(self, operations: Sequence[Operation]) -> None:
-        super().begin(operations)
-        self._step = self.coder.step = self.update.optimizer.count
+    def begin(self) -> None:
+        """Prepare for a step, after the previous step ended or was abandoned. Local."""
+        self._step = self.coder.step = self._update.optimizer.count
         self._sums.clear()
 
-    def _sum_cuts(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+    def sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+        """Sum ``layer`` as `Cuts.sum` does, but compress the messages (or only messages between nodes). Collective."""
         if not (self.feedback.is_open or self.is_compressing):
-            self.cuts.sum(store, layer, start, stop)
+            self._cuts.sum(store, layer, start, stop)
             return
         self.feedback.is_open = True  # to the end of the step
-        part, result = self.cuts.cuts[layer][start], self.cuts.cuts[layer][stop]
+        part, result = self._cuts.cuts[layer][start], self._cuts.cuts[layer][stop]
         values = store
         if store.dtype != FLOAT32:
-            values = float32_scratch(store, layer, start, self.cuts)
-            without_loss_scale(store.range(part), self.loss_scale, values.array)
+            values = float32_scratch(store, layer, start, self._cuts)
+            without_loss_scale(store.range(part), self._update.loss_scale, values.array)
         self._sum_float32(values, layer, start, stop)
         if values is not store:
-            with_loss_scale(values.range(result), store.range(result), self.loss_scale)
+            with_loss_scale(values.range(result), store.range(result), self._update.loss_scale)
 
     def _sum_float32(self, values: FlatStore, layer: int, start: int, stop: int) -> None:
-        cuts = self.cuts.cuts[layer]
+        cuts = self._cuts.cuts[layer]
         if start == WHOLE:
             self.coder.step = self._step + _ROUND * self._sums[layer]
             self._sums[layer] += 1
@@ -283,11 +183,11 @@ class CodedScatter(Scatter):
         for level in range(start, stop):
             part = cuts[level]
             if level not in self._reductions:
-                self.cuts.reduce_level(values, layer, level)
+                self._cuts.reduce_level(values, layer, level)
             elif part:
-                self._reductions[level].reduce_scatter(values.range(part), part, self.cuts.shares_at(layer, level))
+                self._reductions[level].reduce_scatter(values.range(part), part, self._cuts.shares_at(layer, level))
         if stop == OPTIMIZER and self._over_replicas is None:
-            self.cuts.sum_replicas(values, layer)
+            self._cuts.sum_replicas(values, layer)
         elif stop == OPTIMIZER and self._over_replicas is not None and cuts[OPTIMIZER]:
             self._over_replicas.allreduce(values.range(cuts[OPTIMIZER]), cuts[OPTIMIZER])
 
@@ -331,51 +231,3 @@ class CompressedGathers:
         if values is not store:
             for _, where in store.layout.within(part):
                 kernels.round_into(values.range(where), store.range(where))
-
-
-class CodedGatherer(CutGatherer):
-    """Gatherer that all-gathers compressed parameters by ``gathers``. Layers that are kept whole stay uncompressed."""
-
-    def __init__(
-        self,
-        context: RankContext,
-        update: ShardedUpdate,
-        cuts: Cuts,
-        cut_units: Collection[int],
-        whole: TransientLayers,
-        gathers: CompressedGathers,
-        decoded: FlatStore | None,  # store of decoded shards, if the exact parameters are in another store
-    ) -> None:
-        super().__init__(context, update, cuts, cut_units, whole)
-        self.gather_cuts, self._decoded, self._keeps_decoded = gathers.gather, decoded, gathers.keeps_decoded
-        self._is_stale = False  # the shards are not yet decoded from the owners' cuts
-
-    @property
-    def parameters(self) -> FlatStore:
-        """Store of the decoded shards if this rank keeps them, else of the parameters that the optimizer updates."""
-        return self.update.parameters if self._decoded is None else self._decoded
-
-    def begin(self) -> None:
-        if self._is_stale:
-            self._is_stale = False
-            self.spread()
-
-    def gather(self, op: Operation) -> None:
-        if self._layer_of[op.unit] not in self._cut_layers:
-            self._copy_cut(op.unit)
-        super().gather(op)
-
-    def refresh(self, op: Operation) -> None:
-        self._copy_cut(op.unit)
-        super().refresh(op)
-
-    def _copy_cut(self, unit: int) -> None:
-        if self._decoded is not None:
-            part = self.cuts.cuts[self._layer_of[unit]][OPTIMIZER]
-            self._decoded.range(part)[...] = self.update.parameters.range(part)
-
-    def loaded(self) -> None:
-        self._is_stale = self._keeps_decoded
-
-    def restored(self) -> None:
-        self._is_stale = self._decoded is not None  # 16-bit parameters were gathered when they were rounded

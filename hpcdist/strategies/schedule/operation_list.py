@@ -22,8 +22,8 @@ from hpcdist.strategies.core.operations import (
     folded,
     looped,
 )
-from hpcdist.strategies.schedule.generate.passes import LETTERS, Pass, Passes, expand, spell
-from hpcdist.strategies.schedule.generate.registry import SCHEDULES, check_schedule
+from hpcdist.strategies.schedule.passes import LETTERS, Pass, Passes, expand, spell
+from hpcdist.strategies.schedule.registry import SCHEDULES, check_schedule
 from hpcdist.strategies.schedule.verify import liveness
 
 PLACEMENTS: Final = {"looped": looped, "folded": folded}
@@ -254,12 +254,12 @@ def overlap_reductions(
     steps: Sequence[Operation],
     units: Mapping[int, Range],
     needs: Mapping[int, Collection[int]],
-    most: int | None = None,
+    limit: int | None = None,
 ) -> list[Operation]:
     """Replace each gradient reduction in ``steps`` by a nonblocking START, and a WAIT as late as possible.
 
-    ``units``: flat range of each layer. ``needs``: layers whose gradients a layer's backward pass writes. ``most``:
-    maximum number of reductions in flight (None: no limit).
+    ``units``: flat range of each layer. ``needs``: layers whose gradients a layer's backward pass writes. ``limit``:
+    maximum number of reductions in flight, or None.
     """
     operations: list[Operation] = []
     in_flight: deque[Operation] = deque()
@@ -269,7 +269,7 @@ def overlap_reductions(
 
     for op in steps:
         if op.kind is Kind.REDUCE:
-            while most is not None and len(in_flight) >= most:
+            while limit is not None and len(in_flight) >= limit:
                 wait()
             op = replace(op, kind=Kind.START)
             in_flight.append(op)

@@ -24,9 +24,9 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.optim import norms, optimizer
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.data.cuts import PARAMETERS
-from hpcdist.strategies.zero.config import ZeroConfig
-from hpcdist.strategies.zero.offload import BlockedOptimizer
+from hpcdist.strategies.data.offload import BlockedOptimizer
 from hpcdist.training.run.loop import mean_validation_loss
 from hpcdist.training.run.saving import CheckpointSaver
 
@@ -46,7 +46,7 @@ LAYOUT = Layout.of(
 def small_blocks(monkeypatch):
     monkeypatch.setattr(filestore, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(staging, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr("hpcdist.strategies.zero.offload.BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr("hpcdist.strategies.data.offload.BLOCK_BYTES", BLOCK)
 
 
 def copy_to_file(directory, store):

@@ -7,7 +7,7 @@ Sends cannot deadlock: workers post receives early, and serve requests while the
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,17 +16,17 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.segments import scratch, wait_all
 from hpcdist.comm.transport import Request
 from hpcdist.optim import norms
-from hpcdist.strategies.core.exchange import Exchange, Handlers, pieces_of
+from hpcdist.strategies.core.exchange import Exchange, Handlers, Traits, pieces_of
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.core.traits import Traits
-from hpcdist.strategies.parameter_server.asynchronous.control_messages import (
+from hpcdist.strategies.parameter_server.control_messages import (
     SHORTEST_S,
     ControlChannel,
     ControlFields,
@@ -102,7 +102,7 @@ class AsynchronousServerExchange(Exchange):
         self._channel.answers |= {
             ControlKind.PUSH: self._on_push,
             ControlKind.REPLY: self._on_reply,
-            ControlKind.DROP: self._on_drop,
+            ControlKind.DROP: lambda worker, what: self._discard(worker),
         }
         self.meetings = Rendezvous(self.rank, roles, self._channel, self._on_left)
         partition = partition_keys(context.layout, len(roles.servers), whole=True)
@@ -235,9 +235,6 @@ class AsynchronousServerExchange(Exchange):
     def _on_left(self, worker: int) -> None:
         raise NotImplementedError
 
-    def _on_drop(self, worker: int, what: ControlFields) -> None:
-        self._discard(worker)
-
     def _on_reply(self, server: int, what: ControlFields) -> None:
         wait_all(self._expected.pop(server))
         if server == self._first:
@@ -265,7 +262,7 @@ class AsynchronousServerExchange(Exchange):
         """Plan a pause of training when every worker has completed ``clock`` steps; 0 cancels the plan. Local."""
         self.meet_at = clock
 
-    def part(self) -> None:
+    def resume(self) -> None:
         """Resume training on this rank after the pause that `meet` began. Local."""
         self.together = False
 
@@ -298,6 +295,9 @@ class AsynchronousServerExchange(Exchange):
         if self.together:
             collectives.allreduce(self.context.world, values, self.context.agree_algorithm)
         return values
+
+    def applied_gradients(self) -> Iterable[Array]:
+        return ()
 
     def load_initial(self, initial: FlatStore) -> None:
         self.parameters.copy_from(initial)

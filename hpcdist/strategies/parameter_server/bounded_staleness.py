@@ -25,8 +25,8 @@ from typing import Any
 from hpcdist.optim import rates
 from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange, per_push_context
-from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields, ControlKind
+from hpcdist.strategies.parameter_server.asynchronous import AsynchronousServerExchange, per_push_context
+from hpcdist.strategies.parameter_server.control_messages import ControlFields, ControlKind
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.parameter_server.transport import GRADIENT
 
@@ -164,9 +164,9 @@ class AsynchronousExchange(AsynchronousServerExchange):
         )
         self._vector.convene(clock_of)
 
-    def part(self) -> None:
+    def resume(self) -> None:
         """End the pause that `meet` began. A worker beyond the staleness bound then waits for slower workers."""
-        super().part()
+        super().resume()
         has_steps = self.clock < self.context.total_steps
         if self.works and has_steps and self.clock - min(self.clocks) > self._bound:
             self._request(ControlKind.READ, ControlFields(clock=self.clock), self.roles.servers)

@@ -10,7 +10,7 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.rules import NO_EFFECT, UNBUILT, rule
 from hpcdist.reporting.schema import check_section, key
-from hpcdist.strategies.core.traits import ShardingDegrees
+from hpcdist.strategies.core.grid import ShardingDegrees
 
 STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}  # strategy -> stage
 PLACES: Final = ("none", "host", "file")  # locations of offloaded state
@@ -43,10 +43,9 @@ RULES: Final = (
 class ZeroConfig:
     """Section ``[zero]``: sharding degrees, prefetch and offload.
 
-    ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees: numbers of data ranks that share the state. On
-    p data ranks, their defaults (0) are (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree
-    must divide the next, and the last must divide p. Layers with fewer than ``persistent_below`` elements shard only
-    their optimizer state. ``keep_gradients`` and ``keep_parameters`` keep unsharded arrays of the pipeline stage.
+    ``parameters``, ``gradients`` and ``optimizer`` are sharding degrees: numbers of data ranks that shard the state. On
+    p data ranks, 0 selects (1, 1, p) for zero1, (1, p, p) for zero2 and (p, p, p) for zero3. Each degree must divide
+    the next, and the last must divide p.
     """
 
     parameters: int = key(0, "Ranks that shard the parameters. Must divide gradients. 0: set by the strategy.", ge=0)

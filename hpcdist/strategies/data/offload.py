@@ -37,7 +37,7 @@ from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.base import Copy, SegmentWise, Sums, WrappedOptimizer
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.zero.config import ZeroConfig
+from hpcdist.strategies.data.config import ZeroConfig
 
 SETS: Final = 3  # sets of blocks: one is read, one is computed, one is written
 WEIGHTS: Final = "weights"

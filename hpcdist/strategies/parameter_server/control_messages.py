@@ -150,7 +150,7 @@ class Rendezvous:
         self._first, self._serves, self._works = roles.servers[0], rank in roles.servers, rank in roles.workers
         channel.answers |= {
             ControlKind.CALL: self._on_call,
-            ControlKind.MEET: self._on_meet,
+            ControlKind.MEET: lambda worker, fields: self._come(worker),
             ControlKind.GATHERED: self._on_gathered,
         }
         self._wants: Callable[[], bool] = lambda: False
@@ -207,12 +207,9 @@ class Rendezvous:
 
         ``calls``: number of pause requests of all ranks in this run.
         """
-        while self._rank == self._first and self._taken_before() < calls:
+        while self._rank == self._first and sum(self._taken[held] for held in range(self._held)) < calls:
             self._channel.take(ControlKind.CALL)
         self._channel.settle()
-
-    def _taken_before(self) -> int:
-        return sum(count for held, count in self._taken.items() if held < self._held)
 
     def _all_here(self) -> bool:
         return len(self._here) == len(self._roles.workers) if self._serves else self._gathered
@@ -231,9 +228,6 @@ class Rendezvous:
     def _on_call(self, rank: int, fields: ControlFields) -> None:
         self._taken[fields.clock] += 1
         self.due |= fields.clock == self._held  # a late call is for a completed rendezvous
-
-    def _on_meet(self, worker: int, fields: ControlFields) -> None:
-        self._come(worker)
 
     def _on_gathered(self, server: int, fields: ControlFields) -> None:
         self._gathered = True

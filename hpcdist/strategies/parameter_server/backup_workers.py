@@ -16,14 +16,14 @@ from hpcdist.optim import norms as optim_norms
 from hpcdist.optim import rates
 from hpcdist.strategies.core.operations import Operation
 from hpcdist.strategies.core.rank_context import RankContext
-from hpcdist.strategies.parameter_server.asynchronous.base import AsynchronousServerExchange
-from hpcdist.strategies.parameter_server.asynchronous.control_messages import ControlFields, ControlKind
+from hpcdist.strategies.parameter_server.asynchronous import AsynchronousServerExchange
+from hpcdist.strategies.parameter_server.control_messages import ControlFields, ControlKind
 from hpcdist.strategies.parameter_server.partition import Roles
 from hpcdist.strategies.parameter_server.transport import GRADIENT
 
 
 class Quorum:
-    """Decides, on the first server, which workers' gradients are applied in a step and which are dropped. Local.
+    """Decisions of the first server: the gradients to apply and the gradients to drop in each step. Local.
 
     A step does not wait for the ``spare`` slowest of ``workers``.
     """

@@ -19,7 +19,7 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.core.operations import StagePlacement, folded, looped
-from hpcdist.strategies.schedule.generate.passes import (
+from hpcdist.strategies.schedule.passes import (
     Passes,
     Peak,
     gpipe,
@@ -71,7 +71,7 @@ FILE: Final = "file"  # a schedule read from a file
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Built-in pipeline schedule: functions for its passes and peak memory, and the numbers that it supports."""
+    """Built-in pipeline schedule: its passes, peak memory, and supported numbers of chunks and micro-batches."""
 
     # ``passes``, ``peak``: functions of (rank, ranks, micro-batches, chunks).
     passes: Callable[[int, int, int, int], Passes]

@@ -10,7 +10,7 @@ from hpcdist import collectives
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.strategies.core.buckets import buckets_of_layers
+from hpcdist.strategies.core.rank_context import buckets_of_layers
 from hpcdist.strategies.data import catalogue
 
 SAMPLES, STEPS = 7, 6  # 7 samples over 1..4 ranks are uneven nearly everywhere

@@ -19,8 +19,8 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.background import PrefetchCounts
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.data import catalogue
+from hpcdist.strategies.data.config import ZeroConfig
 from hpcdist.strategies.schedule.verify.proof import verify
-from hpcdist.strategies.zero.config import ZeroConfig
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.run.loop import StepStatistics
 from hpcdist.training.run.summary import prefetch_figures
