@@ -22,7 +22,7 @@ from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.report import most_of_ranks
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5 import files
-from hpcdist.reporting.figures import Catalogue, Figure
+from hpcdist.reporting.table import Catalogue, Figure
 
 REGRESSION: Final = "slower"
 IMPROVEMENT: Final = "faster"

@@ -14,8 +14,8 @@ import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
+from hpcdist.reporting.table import Catalogue, Figure
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule.generate import registry

@@ -24,7 +24,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.comm import events
 from hpcdist.comm.transport import Request
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
-from hpcdist.reporting.hostlist import format_ranges
+from hpcdist.reporting.units import format_ranges
 
 REDUCTIONS: Final = ("sum", "max", "min")
 _KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS["float64"]))

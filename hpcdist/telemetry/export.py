@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.reporting.figures import csv_text
+from hpcdist.reporting.table import csv_text
 from hpcdist.telemetry.metrics.quantities import PER_RANK, QUANTITIES, DerivedFigures, StepRow, split
 from hpcdist.telemetry.metrics.run_figures import RUN
 from hpcdist.telemetry.page.run_data import RunData
@@ -26,7 +26,7 @@ BATCH: Final = 1000  # largest number of metrics in one call of MLflow
 def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
     """Return {step: {key of a quantity: value}} for the steps of ``run``.
 
-    Times are known only for sampled steps (see `sampling.read`), other quantities only for steps that recorded them.
+    Times are known only for sampled steps (see `side_tables.read`), other quantities only for steps that recorded them.
     Raises UsageError if no step was completed.
     """
     if run.run is None:

@@ -20,9 +20,8 @@ from hpcdist.bench.collectives.results import (
 )
 from hpcdist.errors import UsageError
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING, text_of
+from hpcdist.reporting.table import MISSING, Catalogue, Figure, text_of
 
 
 @dataclass(frozen=True)

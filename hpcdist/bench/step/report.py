@@ -11,9 +11,8 @@ from hpcdist.bench.output_file import plain
 from hpcdist.bench.step.request import COMPARED, EAGER, PHASES, SAME
 from hpcdist.bench.step.results import StepCase, StepResults
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING
+from hpcdist.reporting.table import MISSING, Catalogue, Figure
 from hpcdist.reporting.units import counted
 
 PASSES: Final = ("forward", "backward", "step")

@@ -34,8 +34,7 @@ from hpcdist.bench.step.request import (
     StepShape,
 )
 from hpcdist.bench.step.results import StepCase, StepResults, StepSample, batches
-from hpcdist.bench.step.timed_training import TimedTraining
-from hpcdist.bench.timing import without_collection
+from hpcdist.bench.timing import TimedTraining, without_collection
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo

@@ -35,9 +35,8 @@ from typing import Any, NamedTuple, Protocol
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import nearest
-from hpcdist.reporting.schema import check_names
+from hpcdist.reporting.schema import check_names, toml_value
 from hpcdist.reporting.table import aligned
-from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import counted
 
 

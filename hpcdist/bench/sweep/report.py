@@ -13,7 +13,7 @@ from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialR
 from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import UsageError
 from hpcdist.reporting import plotting
-from hpcdist.reporting.figures import Catalogue, Figure
+from hpcdist.reporting.table import Catalogue, Figure
 from hpcdist.reporting.units import counted
 
 

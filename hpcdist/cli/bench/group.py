@@ -206,13 +206,13 @@ def _effective_keys(run_dir: Path) -> dict[str, str]:
 def _compare_runs(before: Path, after: Path, as_json: bool) -> None:
     from hpcdist.cli.runs.report import read_runs
     from hpcdist.reporting.table import MISSING
-    from hpcdist.telemetry import side_by_side
+    from hpcdist.telemetry import report as reports
 
     runs = read_runs((before, after))
     first, second = (_effective_keys(path) for path in (before, after))
     pairs = {key: (first.get(key, MISSING), second.get(key, MISSING)) for key in first | second}
     differ = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     if as_json:
-        click.echo(json.dumps({"figures": side_by_side.comparison(*runs), "recipe": differ}))
+        click.echo(json.dumps({"figures": reports.comparison(*runs), "recipe": differ}))
     else:
-        click.echo(side_by_side.comparison_text(runs[0], runs[1], differ))
+        click.echo(reports.comparison_text(runs[0], runs[1], differ))

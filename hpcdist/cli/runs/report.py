@@ -13,7 +13,6 @@ from hpcdist.cli.common import FILE, PATH, json_option
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.reporting.jsonable import jsonable
-from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import format_bytes
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
 
 
 def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
+    from hpcdist.reporting.schema import toml_value
     from hpcdist.telemetry.page.run_data import RecipeSetting
     from hpcdist.training.recipe import recipe as recipes
 
@@ -253,17 +253,17 @@ def read_runs(places: "Sequence[Path]") -> "list[RunData]":
 
 
 def _report_runs(places: "Sequence[Path]", plot: Path | None, html: Path | None, as_json: bool, markdown: bool) -> None:
-    from hpcdist.telemetry import side_by_side
+    from hpcdist.telemetry import report as reports
 
     if markdown:
         raise UsageError("--markdown works for a sweep only; use --html, --plot or --json for several runs")
     runs = read_runs(places)
-    click.echo(json.dumps([jsonable(run.figures) for run in runs]) if as_json else side_by_side.text(runs))
+    click.echo(json.dumps([jsonable(run.figures) for run in runs]) if as_json else reports.runs_text(runs))
     if plot is not None:
-        side_by_side.plot(runs, plot)
+        reports.plot_runs(runs, plot)
     if html is not None:
-        draw = partial(side_by_side.draw, runs=runs)
-        _write_table_page(html, "Runs", *side_by_side.table(runs), draw, side_by_side.PLOT_INCHES)
+        draw = partial(reports.draw_runs, runs=runs)
+        _write_table_page(html, "Runs", *reports.runs_table(runs), draw, reports.PLOT_INCHES)
 
 
 def _write_table_page(
@@ -282,14 +282,15 @@ def _write_table_page(
 
 
 def _export(places: "Sequence[Path]", target: str, output: Path | None) -> None:
-    from hpcdist.telemetry import export, side_by_side
+    from hpcdist.telemetry import export
+    from hpcdist.telemetry import report as reports
 
     if len(places) == 1 and places[0].is_file():
         _write_csv(_sweep_csv(places[0], target), output)
         return
     runs = read_runs(places)
     if target == "csv":
-        _write_csv(export.csv(runs[0]) if len(runs) == 1 else side_by_side.catalogue(runs).csv(runs), output)
+        _write_csv(export.csv(runs[0]) if len(runs) == 1 else reports.catalogue(runs).csv(runs), output)
         return
     write, folder = (export.to_wandb, Path(".")) if target == "wandb" else (export.to_mlflow, Path("mlruns"))
     for run in runs:

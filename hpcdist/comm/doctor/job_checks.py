@@ -7,8 +7,7 @@ from typing import Final
 
 from hpcdist.comm.doctor.facts import NodeFacts, RankFacts, SchedulerRequest, Volume
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
-from hpcdist.reporting.hostlist import group_texts
-from hpcdist.reporting.units import counted, format_bytes
+from hpcdist.reporting.units import counted, format_bytes, group_texts
 
 US: Final = 1e6
 

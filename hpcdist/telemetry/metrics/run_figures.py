@@ -12,7 +12,7 @@ import numpy as np
 
 from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.models.config import FOREIGN
-from hpcdist.reporting.figures import Catalogue, Figure
+from hpcdist.reporting.table import Catalogue, Figure
 from hpcdist.reporting.units import counted, format_bytes, format_joules, format_seconds, short_number
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.telemetry.page import history

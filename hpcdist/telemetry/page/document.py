@@ -14,8 +14,7 @@ from hpcdist.reporting.plotting import Chart
 from hpcdist.reporting.template import Templates, templates
 from hpcdist.reporting.units import counted, format_bytes, format_duration, format_joules, format_time
 from hpcdist.telemetry.metrics import run_figures
-from hpcdist.telemetry.page import run_data
-from hpcdist.telemetry.page.charts import over_steps, resources, series
+from hpcdist.telemetry.page import chart_series, resource_charts, run_data, step_charts
 from hpcdist.telemetry.page.energy_data import finite_number
 from hpcdist.telemetry.page.history import FAILED, FINISHED, KILLED
 from hpcdist.telemetry.page.run_data import ExternalData, RunData
@@ -60,7 +59,7 @@ def _render(template: str, **values: Any) -> str:
 def make_page(data: RunData) -> str:
     """Return the HTML page of the run ``data``. Raises MissingCapabilityError if matplotlib is missing."""
     plotting.require_matplotlib()
-    charts = over_steps.charts(data) | resources.charts(data)
+    charts = step_charts.charts(data) | resource_charts.charts(data)
     settings = [(row.key, row.value, row.default) for row in data.external.settings]
     return _render(
         "page.html.j2",
@@ -116,8 +115,8 @@ def _phases(data: RunData) -> Iterator[tuple[str, str, str]]:
 
 
 def _operations(data: RunData) -> list[tuple[str, ...]]:
-    seconds = series.observed_by_label(data, "collective_seconds_total")
-    moved, rates = (series.observed_by_label(data, f"collective_bytes_{of}") for of in ("total", "per_second"))
+    seconds = chart_series.observed_by_label(data, "collective_seconds_total")
+    moved, rates = (chart_series.observed_by_label(data, f"collective_bytes_{of}") for of in ("total", "per_second"))
     return [
         (
             name,

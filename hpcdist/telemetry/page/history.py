@@ -12,7 +12,7 @@ import numpy as np
 from hpcdist.comm.record import flight_recorder
 from hpcdist.reporting import regular
 from hpcdist.reporting.units import counted, format_duration, format_time
-from hpcdist.telemetry.metrics.sampling import SampledMetrics
+from hpcdist.telemetry.metrics.side_tables import SampledMetrics
 
 STARTS: Final = "starts.json"
 JOBS: Final = "jobs.jsonl"

@@ -13,7 +13,7 @@ from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.flight_recorder import CommunicatorCall, RankRecord
 from hpcdist.comm.record.spans import RankSpans, Span
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting.hostlist import format_ranges
+from hpcdist.reporting.units import format_ranges
 
 _NO_SPANS: Final = "the run had telemetry.trace = false, or an earlier version made it"
 NO_STEP: Final = -1

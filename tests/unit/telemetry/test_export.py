@@ -10,7 +10,7 @@ import pytest
 
 from harness import jobs
 from hpcdist.errors import MissingCapabilityError, UsageError
-from hpcdist.telemetry import export, report, side_by_side
+from hpcdist.telemetry import export, report
 from hpcdist.telemetry.metrics import observations, run_figures
 from hpcdist.telemetry.metrics.quantities import QUANTITIES, split
 from hpcdist.telemetry.metrics.run_figures import RunFigure
@@ -61,15 +61,15 @@ def test_csv_of_several_runs_has_one_row_per_run(run_dir, capsys, tmp_path):
 def test_new_figure_is_one_entry_of_the_catalogue(run_dir, tmp_path, monkeypatch):
     figure = RunFigure("answer", lambda run: 42, title="the answer", note=lambda run: "of everything")
     figures = (*run_figures.FIGURES, figure)
-    for module in (run_figures, side_by_side):
+    for module in (run_figures, report):
         monkeypatch.setattr(module, "FIGURES", figures)
     runs = [report.report(folder) for folder in (run_dir, make_run(tmp_path / "other"))]
     assert "the answer       42  (of everything)" in report.text(runs[0])
-    assert "the answer" in side_by_side.text(runs).splitlines()[0]
+    assert "the answer" in report.runs_text(runs).splitlines()[0]
     assert ["the", "answer", "42", "42", "1.000"] in [
-        line.split() for line in side_by_side.comparison_text(*runs, {}).splitlines()
+        line.split() for line in report.comparison_text(*runs, {}).splitlines()
     ]
-    assert side_by_side.catalogue(runs).csv(runs).splitlines()[0].endswith(",answer")
+    assert report.catalogue(runs).csv(runs).splitlines()[0].endswith(",answer")
     pytest.importorskip("matplotlib")
     assert "The answer</dt>" in document.make_page(runs[0])
 

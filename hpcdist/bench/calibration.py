@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hpcdist.arrays.matmul_peak import blas
-from hpcdist.bench.calibrate import device
-from hpcdist.bench.calibrate import links as calibrate_links
-from hpcdist.bench.calibrate.device import BusySeconds, CalibratedMachine, CalibrationPoints, CalibrationRequest
+from hpcdist.bench import device_speed
+from hpcdist.bench import link_speed as calibrate_links
+from hpcdist.bench.device_speed import BusySeconds, CalibratedMachine, CalibrationPoints, CalibrationRequest
 from hpcdist.bench.output_file import ResultsFormat
 from hpcdist.comm.communicator import Communicator
 from hpcdist.reporting.machine import load_average
@@ -167,14 +167,14 @@ def run(
     products = {}
     for dtype in request.dtypes:
         report(f"products of {dtype} matrices")
-        products[dtype] = device.products(comm, dtype, request.on, request.seconds)
+        products[dtype] = device_speed.products(comm, dtype, request.on, request.seconds)
     report("copies and sums")
-    moves = device.moves(comm, request.on, _MOVES_SHARE * request.seconds)
+    moves = device_speed.moves(comm, request.on, _MOVES_SHARE * request.seconds)
     models = []
     for config, context, batches in request.models:
         for samples in batches:
             report(f"a GPT of hidden size {config.hidden}, {samples} samples of {context} tokens")
-            models.append(device.model(comm, config, context, samples, request.on))
+            models.append(device_speed.model(comm, config, context, samples, request.on))
     bounds, links_s = (request.least_bytes, request.most_bytes), _LINKS_SHARE * request.seconds
     links = calibrate_links.links(comm, bounds, links_s, request.on, report)
     collectives = calibrate_links.of_collectives(

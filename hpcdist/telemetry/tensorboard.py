@@ -19,9 +19,9 @@ import numpy as np
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting import regular
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import AppendOnlyFile, RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
-from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 
 DIRECTORY: Final = "tensorboard"
 RECIPE: Final = "recipe.toml"

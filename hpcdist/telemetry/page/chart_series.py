@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcdist.reporting import plotting as draw
 from hpcdist.telemetry.metrics.observations import ObservedSeries
-from hpcdist.telemetry.metrics.sampling import SampledMetrics
+from hpcdist.telemetry.metrics.side_tables import SampledMetrics
 from hpcdist.telemetry.page.run_data import RunData
 
 POINTS: Final = 2000  # largest number of points of a line

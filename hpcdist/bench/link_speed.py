@@ -19,9 +19,9 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.bench.calibrate.device import OPERATIONS, BusySeconds, CollectivePoint, LinkPoint, sizes
 from hpcdist.bench.collectives import run
 from hpcdist.bench.collectives.results import ORDINARY, SHARED, CollectivesConfiguration, CollectivesRequest
+from hpcdist.bench.device_speed import OPERATIONS, BusySeconds, CollectivePoint, LinkPoint, sizes
 from hpcdist.collectives import release
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator

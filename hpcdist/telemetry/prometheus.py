@@ -21,10 +21,10 @@ from typing import Any, Final, Protocol
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
-from hpcdist.telemetry.sinks.stream import RunInfo
 
 # Totals that a resumed run restores from its checkpoint; other totals begin at zero with each start.
 RESTORED: Final = frozenset(

@@ -20,8 +20,8 @@ import numpy as np
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import AppendOnlyFile, RunInfo
 from hpcdist.telemetry.metrics.observations import RunEvent
-from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 
 FILE: Final = "events.jsonl"
 # With more ranks, lines have no lists, which would dominate the file and are in metrics.h5 anyway.
