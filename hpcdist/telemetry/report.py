@@ -43,14 +43,10 @@ def text(run: RunData) -> str:
     head |= {label: figures.get(key) for label, key in _HEAD.items()}
     rows = [(label, str(value)) for label, value in head.items() if value]
     rows.append(("steps", steps + (f" in {sessions} sessions" if sessions > 1 else "")))
-    rows += [(title, f"{value}  ({note})" if note else value) for title, value, note in run_figures.measured(run)]
-    rows += [("none", names)] if (names := run_figures.zero_counters(run)) else []
     if not run.run.complete:
         part = f"{len(run.run.chosen):,} of {len(run.run.steps['step']):,} steps"
         rows.append(("rows", f"times and bytes are from {part}, spread evenly"))
-    width = max(len(title) for title, _ in rows)
-    lines = [f"{title:{width}}  {value}" for title, value in rows]
-    return "\n".join([*lines, *run_figures.RUN.missing([run]), "", *_curve(run.run.steps)])
+    return "\n".join([*run_figures.lines(run, rows), "", *_curve(run.run.steps)])
 
 
 def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:

@@ -75,23 +75,15 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
 
 
 def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
-    from hpcdist.energy.accounts import energy_metrics
     from hpcdist.energy.config import EnergyConfig
-    from hpcdist.training.observe.energy import carbon_intensity
+    from hpcdist.training.observe.energy import electricity_figures
     from hpcdist.training.recipe import recipe as recipes
 
     try:
         config = recipes.load_stored(run_dir / "recipe.toml").energy
     except HpcdistError:
         config = EnergyConfig()
-    return lambda joules, seconds: energy_metrics.figures(
-        joules,
-        seconds,
-        pue=config.pue,
-        intensity=carbon_intensity(config),
-        price_per_kwh=config.price_per_kwh,
-        currency=config.currency,
-    )
+    return partial(electricity_figures, config)
 
 
 def _checkpoints(run_dir: Path) -> "tuple[list[CheckpointEntry], str]":

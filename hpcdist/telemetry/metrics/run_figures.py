@@ -4,7 +4,7 @@ A new figure of a run is one entry of `FIGURES`. The module `quantities` defines
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,6 +68,30 @@ def _shares(run: RunData) -> str:
         shares["data and other"] = shares.pop("other")
     texts = [f"{name} {value:.1%}" for name, value in shares.items() if value is not None]
     return f"share of a step, waiting included; {', '.join(texts)}"
+
+
+def _hidden_share(run: RunData) -> float | None:
+    share = finite_number(run.figures.get("communication_hidden_share"))
+    return None if share is None else max(0.0, share)
+
+
+def _overlap_note(run: RunData) -> str:
+    if _hidden_share(run):
+        return "of the time of reductions was not waited for"
+    return "starting and waiting took at least as long as the reductions themselves"
+
+
+def _noise_note(run: RunData) -> str:
+    scale, batch = run.figures["noise_scale"], finite_number(run.attributes.get("global_batch"))
+    if scale <= 0:
+        return "the noise is smaller than the error of its estimate"
+    note = "gradient noise scale, the critical batch"
+    if batch is None:
+        return note
+    steps, samples = 1 + scale / batch, 1 + batch / scale
+    return (
+        f"{note}; {batch:g} a step take {steps:.2f} times the fewest steps and {samples:.2f} times the fewest samples"
+    )
 
 
 def _no_overlap(run: RunData) -> str:
@@ -199,9 +223,9 @@ FIGURES: Final = (
               note=lambda run: f"median; 95 % within {format_seconds(run.figures.get('step_s_p95'), 4)}"),
     RunFigure("comm_fraction", _number("comm_fraction"), ".1%", title="communication", unit="1",
               meaning="share of a step in communication that nothing hid", reason=lambda run: NO_WARM, note=_shares),
-    RunFigure("communication_hidden_share", _number("communication_hidden_share"), ".0%", title="overlap", unit="1",
+    RunFigure("communication_hidden_share", _hidden_share, ".0%", title="overlap", unit="1",
               meaning="share of the time of reductions that nobody waited for", reason=_no_overlap, is_detail=True,
-              note=lambda run: "of the time of reductions was not waited for"),
+              note=_overlap_note),
     RunFigure("imbalance", lambda run: None if run.world < 2 else finite_number(run.figures.get("imbalance")), ".2f",
               title="straggler score", unit="1", meaning="compute time of the slowest rank over the median rank's",
               reason=lambda run: ONE_RANK if run.world < 2 else NO_WARM, is_detail=True,
@@ -210,13 +234,16 @@ FIGURES: Final = (
               meaning="bytes that a rank moves in a step", reason=lambda run: EARLIER, note=_moved_note),
     RunFigure("noise_scale", _number("noise_scale"), lambda value, run: f"{value:,.1f} samples", title="noise scale",
               meaning="gradient noise scale", is_detail=True,
-              note=lambda run: "gradient noise scale, the critical batch"),
+              reason=lambda run: str(run.attributes.get("noise_scale_reason", "")), note=_noise_note),
     RunFigure("energy_j", lambda run: run.energy.joules, lambda value, run: format_joules(value), title="energy",
               unit="J", meaning="energy over all starts", reason=lambda run: run.energy.reason, note=_energy_note),
     RunFigure("facility_kwh", _kwh, lambda value, run: f"{short_number(value)} kWh", title="electricity", unit="kWh",
               meaning="energy of the job times the PUE of the site", is_detail=True, note=_kwh_note),
     RunFigure("j_per_token", _j_per_token, lambda value, run: format_joules(value), title="energy a token", unit="J",
               meaning="energy of training per token", is_detail=True, note=_j_per_token_note),
+    RunFigure("cost", lambda run: finite_number(run.costs.get("cost")),
+              lambda value, run: f"{value:.3g} {run.costs.get('currency') or ''}".rstrip(), title="cost",
+              meaning="price of the electricity", is_detail=True, note=lambda run: _labelled(run, "electricity")),
     RunFigure("emissions_g", lambda run: finite_number(run.costs.get("emissions_g")),
               lambda value, run: f"{short_number(value)} g CO2e", title="emissions", unit="g",
               meaning="CO2 equivalents of the electricity", reason=_no_emissions, is_detail=True, note=_emissions_note),
@@ -250,3 +277,14 @@ def zero_counters(run: RunData) -> str:
     """Return the titles of the counters that are 0, separated by commas."""
     counters = [figure for figure in FIGURES if figure.is_counter and run.run is not None]
     return ", ".join(figure.heading for figure in counters if figure.value(run) == 0)
+
+
+def lines(run: RunData, head: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """Return the known figures of ``run`` as lines of text, followed by the reasons why other figures are unknown.
+
+    ``head``: (title, text) pairs to print first.
+    """
+    rows = [*head, *((title, f"{value}  ({note})" if note else value) for title, value, note in measured(run))]
+    rows += [("none", names)] if (names := zero_counters(run)) else []
+    width = max((len(title) for title, _ in rows), default=0)
+    return [*(f"{title:{width}}  {value}" for title, value in rows), *RUN.missing([run])]
