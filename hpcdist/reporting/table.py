@@ -83,6 +83,10 @@ class Figure(Generic[Record]):
             return self.form(value, record)
         return format(value if self.scale is None else value / self.scale, self.form)
 
+    def why_unknown(self, record: Record) -> str:
+        """Return the reason why the value of ``record`` is unknown, or "" if the figure does not apply to it."""
+        return self.reason(record)
+
     @property
     def heading(self) -> str:
         """Heading of the figure in a table."""
@@ -90,10 +94,13 @@ class Figure(Generic[Record]):
 
 
 class Catalogue(Generic[Record]):
-    """Table of ``figures`` of one kind of record, one column per figure. The first figure names the record."""
+    """Table of ``figures`` of one kind of record, one column per figure.
 
-    def __init__(self, *figures: Figure[Record]) -> None:
-        self.figures = figures
+    ``name``: function from a record to its name in notes, by default the text of the first figure.
+    """
+
+    def __init__(self, *figures: Figure[Record], name: Callable[[Record], str] | None = None) -> None:
+        self.figures, self._name = figures, name or figures[0].text
 
     def rows(self, records: Sequence[Record]) -> list[list[str]]:
         """Return a row of headings, followed by one row of texts per record."""
@@ -120,14 +127,14 @@ class Catalogue(Generic[Record]):
     def unknown(self, record: Record) -> dict[str, str]:
         """Return a dict for the unknown values of ``record``, from heading to the reason why the value is unknown."""
         without = [figure for figure in self.figures if figure.value(record) is None]
-        return {figure.heading: reason for figure in without if (reason := figure.reason(record))}
+        return {figure.heading: reason for figure in without if (reason := figure.why_unknown(record))}
 
     def missing(self, records: Sequence[Record]) -> list[str]:
         """Return one line per reason why values are unknown, with the figures and the names of the records."""
         names: dict[tuple[str, str], list[str]] = {}
         for record in records:
             for heading, reason in self.unknown(record).items():
-                names.setdefault((reason, heading), []).append(self.figures[0].text(record))
+                names.setdefault((reason, heading), []).append(self._name(record))
         headings: dict[tuple[str, str], list[str]] = {}
         for (reason, heading), of in names.items():
             whose = f" of {', '.join(dict.fromkeys(of))}" if len(of) < len(records) else ""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-LARGEST_BYTES: Final = 1 << 40
-_BYTES: Final = re.compile(r"([0-9]{1,13})([KMG]?)", re.IGNORECASE)
+UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
+LARGEST_BYTES: Final = 1 << 60  # 1 EiB
+_BYTES: Final = re.compile(r"([0-9]{1,19})([KMGTP]?)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
@@ -20,7 +20,9 @@ def parse_size(text: str, of: str) -> int:
     """Parse a number such as 4096, 16K or 1M (binary units). ``of``: noun for the number in the ValueError."""
     match = _BYTES.fullmatch(text)
     size = int(match[1]) * UNITS[match[2].upper()] if match else 0
-    if not 0 < size < LARGEST_BYTES:
+    if match and size > LARGEST_BYTES:
+        raise ValueError(f"{text} is too large; expected at most 1024P, which is 2^60 {of}")
+    if not size:
         raise ValueError(f"{text!r} is not a number of {of}; expected a number such as 4096, 16K or 1M")
     return size
 

@@ -36,7 +36,10 @@ def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
         "training_loss_nats": narrow["loss"],
         "learning_rate": narrow["learning_rate"],
         "tokens_total": np.cumsum(narrow["tokens"]),
+        "world_ranks": narrow["world"],
     }
+    if run.run.complete:
+        columns["sent_bytes_total"] = np.cumsum(np.sum(run.run.sample.steps["sent_bytes"], axis=1))
     rows: dict[int, dict[str, float]] = {
         int(step): {name: float(column[index]) for name, column in columns.items()}
         for index, step in enumerate(narrow["step"])

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import plotting
-from hpcdist.reporting.table import Catalogue, Figure, aligned, text_of
+from hpcdist.reporting.table import Catalogue, Figure, aligned, markdown, text_of
 from hpcdist.reporting.units import counted
 from hpcdist.telemetry.metrics import run_figures
 from hpcdist.telemetry.metrics.run_figures import FIGURES
@@ -128,18 +128,19 @@ def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
     return [row for row in rows if not row["before"] is row["after"] is None]
 
 
-def comparison_text(before: RunData, after: RunData, keys: Mapping[str, tuple[str, str]]) -> str:
-    """Return two tables as text: figures of two runs, and differing recipe ``keys`` with both values."""
+def comparison_text(
+    before: RunData, after: RunData, keys: Mapping[str, tuple[str, str]], *, as_markdown: bool = False
+) -> str:
+    """Return two tables as text or Markdown: figures of two runs, and differing recipe ``keys`` with both values."""
     names, figures = _names([before, after]), {figure.name: figure for figure in FIGURES}
     rows = [["", *names, "ratio"]]
     for row in comparison(before, after):
         figure = figures[row["figure"]]
         if not figure.is_counter or row["before"] or row["after"]:
             rows.append([figure.heading, figure.text(before), figure.text(after), text_of(row["ratio"], ".3f")])
-    lines = aligned(rows)
-    if keys:
-        lines += ["", *aligned([["recipe", *names], *([key, *values] for key, values in keys.items())], left=(0, 1, 2))]
-    return "\n".join(lines)
+    settings = [["recipe", *names], *([key, *values] for key, values in keys.items())]
+    tables = [markdown(rows), markdown(settings)] if as_markdown else [aligned(rows), aligned(settings, left=(0, 1, 2))]
+    return "\n\n".join("\n".join(table) for table in (tables if keys else tables[:1]))
 
 
 def draw_runs(picture: Any, runs: Sequence[RunData]) -> None:

@@ -152,6 +152,7 @@ ROWS: Final[Catalogue[SweepRow]] = Catalogue(
     Figure("energy_j", lambda row: row.energy_j, ",.1f", title="energy J",
            reason=lambda row: row.reasons.get("energy_j", "")),
     Figure("status", lambda row: row.status),
+    name=lambda row: f"{row.name} ({row.ranks})",
 )  # fmt: skip
 _HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processor", "processor"), ("cores", "cores"))
 

@@ -70,13 +70,13 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
     its result in AFTER is wrong, 2 for usage errors (also if the files have nothing in common, or too few iterations
     for any verdict), 74 if a file cannot be read.
     """
+    if as_json and markdown:
+        raise UsageError("--json and --markdown select different output formats; choose one")
     if before.is_dir() and after.is_dir():
-        _compare_runs(before, after, as_json)
+        _compare_runs(before, after, as_json, markdown)
         return OK
     from hpcdist.bench import compare as comparing  # late: --help must not load h5py
 
-    if as_json and markdown:
-        raise UsageError("--json and --markdown select different output formats; choose one")
     rule = comparing.CompareRule(**rule_options)
     comparison = comparing.compare(before, after, rule)
     if as_json:
@@ -203,7 +203,7 @@ def _effective_keys(run_dir: Path) -> dict[str, str]:
     }
 
 
-def _compare_runs(before: Path, after: Path, as_json: bool) -> None:
+def _compare_runs(before: Path, after: Path, as_json: bool, markdown: bool) -> None:
     from hpcdist.cli.runs.report import read_runs
     from hpcdist.reporting.table import MISSING
     from hpcdist.telemetry import report as reports
@@ -215,4 +215,4 @@ def _compare_runs(before: Path, after: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"figures": reports.comparison(*runs), "recipe": differ}))
     else:
-        click.echo(reports.comparison_text(runs[0], runs[1], differ))
+        click.echo(reports.comparison_text(*runs, differ, as_markdown=markdown))

@@ -40,6 +40,9 @@ class RunFigure(Figure[RunData]):
     is_detail: bool = False
     is_counter: bool = False
 
+    def why_unknown(self, record: RunData) -> str:
+        return self.reason(record) and (record.reason or self.reason(record))
+
 
 def _number(key: str) -> Callable[[RunData], float | None]:
     return lambda run: finite_number(run.figures.get(key))
@@ -153,7 +156,11 @@ def _peak_note(run: RunData) -> str:
 
 def _labelled(run: RunData, text: str) -> str:
     # With the label of a declared energy model, a figure does not look measured.
-    return f"{run.energy.label}. {text}" if run.energy.label else text
+    return f"{text} ({run.energy.label})" if run.energy.label else text
+
+
+def _joules_text(value: float, run: RunData) -> str:
+    return _labelled(run, format_joules(value))
 
 
 def _energy_note(run: RunData) -> str:
@@ -162,7 +169,7 @@ def _energy_note(run: RunData) -> str:
     parts = [part for part in energy.parts if part.joules is not None]
     phases = [*parts, *(phase for phase in energy.phases if not parts or phase.name != "training")]
     texts = ", ".join(f"{phase.name} {format_joules(phase.joules)}" for phase in phases if phase.joules is not None)
-    return _labelled(run, "; ".join(text for text in (kinds or "all starts together", texts) if text))
+    return "; ".join(text for text in (kinds or "all starts together", texts) if text)
 
 
 def _j_per_token(run: RunData) -> float | None:
@@ -176,7 +183,7 @@ def _j_per_token(run: RunData) -> float | None:
 
 def _j_per_token_note(run: RunData) -> str:
     step = run.energy.j_per_step
-    return _labelled(run, "training only" + ("" if step is None else f"; {format_joules(step)} a step"))
+    return "training only" + ("" if step is None else f"; {format_joules(step)} a step")
 
 
 def _kwh(run: RunData) -> float | None:
@@ -186,7 +193,7 @@ def _kwh(run: RunData) -> float | None:
 def _kwh_note(run: RunData) -> str:
     pue = finite_number(run.costs.get("pue"))
     is_set = pue is not None and pue > 1
-    return _labelled(run, f"with {pue:g} as PUE of the site" if is_set else "without cooling and losses of the site")
+    return f"with {pue:g} as PUE of the site" if is_set else "without cooling and losses of the site"
 
 
 def _no_emissions(run: RunData) -> str:
@@ -197,7 +204,7 @@ def _no_emissions(run: RunData) -> str:
 
 def _emissions_note(run: RunData) -> str:
     source = ", ".join(str(run.costs[name]) for name in ("carbon_source", "carbon_date") if run.costs.get(name))
-    return _labelled(run, f"{run.costs.get('carbon_g_per_kwh', math.nan):g} g/kWh ({source})")
+    return f"{run.costs.get('carbon_g_per_kwh', math.nan):g} g/kWh ({source})"
 
 
 def _unexpected_ends(run: RunData) -> int:
@@ -235,17 +242,20 @@ FIGURES: Final = (
     RunFigure("noise_scale", _number("noise_scale"), lambda value, run: f"{value:,.1f} samples", title="noise scale",
               meaning="gradient noise scale", is_detail=True,
               reason=lambda run: str(run.attributes.get("noise_scale_reason", "")), note=_noise_note),
-    RunFigure("energy_j", lambda run: run.energy.joules, lambda value, run: format_joules(value), title="energy",
-              unit="J", meaning="energy over all starts", reason=lambda run: run.energy.reason, note=_energy_note),
-    RunFigure("facility_kwh", _kwh, lambda value, run: f"{short_number(value)} kWh", title="electricity", unit="kWh",
-              meaning="energy of the job times the PUE of the site", is_detail=True, note=_kwh_note),
-    RunFigure("j_per_token", _j_per_token, lambda value, run: format_joules(value), title="energy a token", unit="J",
+    RunFigure("energy_j", lambda run: run.energy.joules, _joules_text, title="energy", unit="J",
+              meaning="energy over all starts", reason=lambda run: run.energy.reason, note=_energy_note),
+    RunFigure("facility_kwh", _kwh, lambda value, run: _labelled(run, f"{short_number(value)} kWh"),
+              title="electricity", unit="kWh", meaning="energy of the job times the PUE of the site", is_detail=True,
+              note=_kwh_note),
+    RunFigure("j_per_token", _j_per_token, _joules_text, title="energy a token", unit="J",
               meaning="energy of training per token", is_detail=True, note=_j_per_token_note),
     RunFigure("cost", lambda run: finite_number(run.costs.get("cost")),
-              lambda value, run: f"{value:.3g} {run.costs.get('currency') or ''}".rstrip(), title="cost",
-              meaning="price of the electricity", is_detail=True, note=lambda run: _labelled(run, "electricity")),
+              lambda value, run: _labelled(run, f"{value:.3g} {run.costs.get('currency') or ''}".rstrip()),
+              meaning="price of the electricity", is_detail=True, note=lambda run: "price of the electricity"),
+    RunFigure("energy_label", lambda run: run.energy.label or None, title="energy label",
+              meaning="remark on all figures of energy, such as a declared model", is_fact=True, is_detail=True),
     RunFigure("emissions_g", lambda run: finite_number(run.costs.get("emissions_g")),
-              lambda value, run: f"{short_number(value)} g CO2e", title="emissions", unit="g",
+              lambda value, run: _labelled(run, f"{short_number(value)} g CO2e"), title="emissions", unit="g",
               meaning="CO2 equivalents of the electricity", reason=_no_emissions, is_detail=True, note=_emissions_note),
     RunFigure("peak_bytes_total", _peak_bytes, _peak_text, title="peak memory", unit="By",
               meaning="most bytes of arrays on a rank", reason=lambda run: EARLIER, note=_peak_note),

@@ -104,7 +104,7 @@ def test_table(sweep_file):
     assert [line.split()[0] for line in rows] == ["ring", "native", "zero", "lost"]
     assert "1,500 [1,000-3,000]" in rows[0] and rows[0].endswith("3 ok")
     assert rows[3].split() == ["lost", "4", "-", "-", "-", "-", "-", "-", "1", "failed"]
-    assert "no MB moved a step (max over ranks) of native: the library does not tell" in lines
+    assert "no MB moved a step (max over ranks) of native (2): the library does not tell" in lines
     assert "zero | 1 (4): exit code 1: boom" in lines
     assert any(line.startswith("measured at 2 commits") for line in lines)
     assert "MB moved a step (max over ranks)" in lines[at] and " 3.005 " in rows[0]
