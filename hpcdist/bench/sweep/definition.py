@@ -28,14 +28,14 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.reporting import regular
+from hpcdist.reporting import regular, schema
 from hpcdist.reporting.nearest import nearest
-from hpcdist.reporting.schema import check_names, toml_value
+from hpcdist.reporting.schema import Field, TableFormat, check_section, fields_of, toml_value
 from hpcdist.reporting.table import aligned
 from hpcdist.reporting.units import counted
 
@@ -117,48 +117,91 @@ class SweepTrial:
     recipe: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepSection:
+    """Section ``[sweep]`` of a sweep file. ``ranks`` may be one number or a list."""
+
+    ranks: tuple[int, ...] = schema.key((), "Numbers of MPI ranks.", ge=1)
+    repeats: int = schema.key(1, "Number of runs of each trial.", ge=1)
+    recipe: str = schema.key(
+        "", "Base recipe: a file. Without it, the tables [recipe.*] are the base recipe.", path=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """Sections of a sweep file. The keys of all sections except ``[sweep]`` are recipe keys."""
+
+    sweep: SweepSection = SweepSection()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    trial: tuple[Mapping[str, Any], ...] = ()
+    exclude: tuple[Mapping[str, Any], ...] = ()
+
+
 def read(path: Path) -> Sweep:
     """Read the sweep file ``path``. Raises StorageError if reading fails, ConfigurationError for invalid content."""
-    tree = regular.settings(path, "sweep")
-    check_names(tree, ("sweep", "recipe", "axes", "trial", "exclude"), f"sweep file {path}: ")
-    head = _table(tree, "sweep", path)
-    check_names(head, ("ranks", "repeats", "recipe"), f"sweep file {path}: sweep.")
-    repeats = head.get("repeats", 1)
-    if not _is_count(repeats):
-        raise ConfigurationError(f"sweep.repeats = {repeats!r} in {path} is invalid; give a whole number, at least 1")
-    axes = dict(flat(_table(tree, "axes", path)))
-    for key, values in axes.items():
+    tree, place = regular.settings(path, "sweep"), f"sweep file {path}"
+
+    def leaf(raw: Any, item: Field, where: str) -> Any:
+        if item.key is not None:
+            listed = item.is_list and not isinstance(raw, list)
+            return item.convert([raw] if listed else raw, where.removeprefix(f"{place}: "), str(path), path.parent)
+        if item.is_list and not (isinstance(raw, list) and all(isinstance(table, dict) and table for table in raw)):
+            raise ConfigurationError(f"{where} is invalid; write non-empty tables, each below a line [[{item.name}]]")
+        return raw
+
+    file: SweepFile = TableFormat(leaf).read(SweepFile, tree, f"{place}: ")
+    try:
+        check_section((), "sweep", file.sweep)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{place}: {error}") from None
+    axes = dict(flat(file.axes))
+    for name, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigurationError(f"axes.{key} = {values!r} in {path} is invalid; give a list of at least one value")
-    variants = tuple(_variants(tree.get("trial", []), axes, path))
+            raise ConfigurationError(
+                f"axes.{name} = {values!r} in {path} is invalid; give a list of at least one value"
+            )
+    variants = tuple(_variants(file.trial, axes, path))
     # The sweep needs no ranks if every [[trial]] table sets ranks.
     is_optional = bool(variants) and all(variant.ranks for variant in variants)
-    ranks = () if is_optional and "ranks" not in head else _ranks(head.get("ranks"), "sweep.ranks", str(path))
-    excludes = tuple(dict(flat(table)) for table in _list_of_tables(tree.get("exclude", []), "exclude", path))
-    recipe, inline = head.get("recipe"), _table(tree, "recipe", path)
-    if recipe is not None and (not isinstance(recipe, str) or inline):
+    head = tree.get("sweep", {})
+    if not file.sweep.ranks and ("ranks" in head or not is_optional):
+        given = head.get("ranks")
+        raise ConfigurationError(f"sweep.ranks = {given!r} in {path} is invalid; give numbers of ranks, such as [2, 4]")
+    if file.sweep.recipe and file.recipe:
         raise ConfigurationError(
-            f"sweep.recipe = {recipe!r} in {path} is invalid; give one recipe file, or only write [recipe.*] tables"
+            f"sweep.recipe = {head['recipe']!r} in {path} is set next to tables [recipe.*]; give one recipe file, or "
+            "only write [recipe.*] tables"
         )
-    base = inline if recipe is None else path.parent / Path(recipe).expanduser()
-    return Sweep(path, ranks, repeats, base, axes, variants, excludes)
+    base = Path(file.sweep.recipe) if file.sweep.recipe else file.recipe
+    excludes = tuple(dict(flat(table)) for table in file.exclude)
+    return Sweep(path, file.sweep.ranks, file.sweep.repeats, base, axes, variants, excludes)
 
 
-def _variants(tables: Any, axes: Mapping[str, Any], path: Path) -> Iterator[TrialVariant]:
+def _variants(tables: Sequence[Mapping[str, Any]], axes: Mapping[str, Any], path: Path) -> Iterator[TrialVariant]:
     names: set[str] = set()
-    for number, table in enumerate(_list_of_tables(tables, "trial", path), 1):
+    for number, table in enumerate(tables, 1):
         settings = dict(table)
         name = settings.pop("name", None)
         if not isinstance(name, str) or not name or name in names:
             raise ConfigurationError(f"[[trial]] {number} of {path} has name = {name!r}; give each trial a unique name")
         names.add(name)
-        ranks = _ranks(settings.pop("ranks"), "ranks", f"trial {name!r} of {path}") if "ranks" in settings else ()
+        ranks = _ranks(settings.pop("ranks"), f"trial {name!r} of {path}") if "ranks" in settings else ()
         values = dict(flat(settings))
         if duplicates := sorted(values.keys() & axes.keys()):
             raise ConfigurationError(
                 f"key {duplicates[0]} is an axis of {path} and is set by trial {name!r}; remove the axis or the setting"
             )
         yield TrialVariant(name, values, ranks)
+
+
+def _ranks(value: Any, place: str) -> tuple[int, ...]:
+    declared = fields_of(SweepSection)["ranks"]
+    counts: tuple[int, ...] = declared.convert(value if isinstance(value, list) else [value], "ranks", place, Path())
+    if not counts or not all(map(declared.key.is_valid, counts)):
+        raise ConfigurationError(f"ranks = {value!r} in {place} is invalid; give numbers of ranks, such as [2, 4]")
+    return counts
 
 
 def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
@@ -231,7 +274,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
     if value == []:
         raise ConfigurationError(f"{key} = [] in {place} matches no trial; give at least one value")
     if key == "ranks":
-        return list(_ranks(value, key, place))
+        return list(_ranks(value, place))
     values = value if isinstance(value, list) else [value]
     if key == "trial":
         return values
@@ -260,30 +303,6 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _ranks(value: Any, key: str, place: str) -> tuple[int, ...]:
-    counts = value if isinstance(value, list) else [value]
-    if not counts or not all(_is_count(count) for count in counts):
-        raise ConfigurationError(f"{key} = {value!r} in {place} is invalid; give numbers of ranks, such as [2, 4]")
-    return tuple(counts)
-
-
-def _table(tree: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
-    table = tree.get(name, {})
-    if not isinstance(table, dict):
-        raise ConfigurationError(f"{name} = {table!r} in {path} is not a table; write a table [{name}]")
-    return table
-
-
-def _list_of_tables(tables: Any, name: str, path: Path) -> list[Mapping[str, Any]]:
-    if not isinstance(tables, list) or not all(isinstance(table, dict) and table for table in tables):
-        raise ConfigurationError(f"{name} in {path} is invalid; write non-empty tables, each below a line [[{name}]]")
-    return tables
 
 
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:

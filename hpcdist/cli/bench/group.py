@@ -215,4 +215,4 @@ def _compare_runs(before: Path, after: Path, as_json: bool, markdown: bool) -> N
     if as_json:
         click.echo(json.dumps({"figures": reports.comparison(*runs), "recipe": differ}))
     else:
-        click.echo(reports.comparison_text(*runs, differ, as_markdown=markdown))
+        click.echo(reports.comparison_text(runs[0], runs[1], differ, as_markdown=markdown))
