@@ -75,11 +75,7 @@ def busy_before(samples: Sequence[LoadSample]) -> str:
 def busy_meanwhile(
     before: Sequence[LoadSample], after: Sequence[LoadSample], seconds: float, spread: float | None
 ) -> str:
-    """Return a text that describes the load if other processes kept a machine busy, or "". Local.
-
-    ``before``, ``after``: load of each machine, sampled ``seconds`` apart. ``spread``: variation of repeated
-    measurements (mean / first quartile - 1), or None if unknown.
-    """
+    """Return a text if other processes used a machine between two samples of its load, or "". Local."""
     loads = []
     for old, new in zip(before, after, strict=True):
         load = new.load
@@ -104,10 +100,7 @@ def _worst(loads: Sequence[tuple[float, LoadSample]]) -> str:
 
 
 def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
-    """Write the measurements ``calibration`` to the new HDF5 file ``path``. Raises StorageError. Local.
-
-    After an error, no file remains. ``provenance``: attributes of the file that describe its origin.
-    """
+    """Write the measurements to the new HDF5 file ``path``. After an error no file remains. Raises StorageError."""
     attributes = {**provenance, **asdict(calibration.machine), "measured_in_s": calibration.seconds}
     with FORMAT.edit(path, {**attributes, "busy": calibration.busy}) as file:
         for dtype, products in calibration.products.items():
@@ -149,11 +142,7 @@ def _table(group: Any, points: Sequence[Any], **fields: str) -> None:
 def run(
     comm: Communicator, request: CalibrationRequest, mpi_library: str, processor: str, echo: calibrate_links.Report
 ) -> CalibrationPoints:
-    """Run the calibration ``request``, and return the measurements on all ranks. Collective over ``comm``.
-
-    ``mpi_library``, ``processor``: names of the MPI library and of a CPU core, to store. ``echo``: function that prints
-    a message on rank 0.
-    """
+    """Run the calibration ``request``. Return the measurements on all ranks. Collective over ``comm``."""
     begin_s = time.perf_counter()
     threads = threads_of_rank()
     before = sample_load(comm, threads)
@@ -200,10 +189,7 @@ def run(
 
 
 def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return a description of this machine and of rank 0's device. Collective.
-
-    ``on``: "cpu" or "gpu". ``mpi_library``, ``processor``: names of the MPI library and of a CPU core.
-    """
+    """Return a description of this machine and of rank 0's device. Collective."""
     nodes, threads = comm.nodes(), threads_of_rank()
     ranks_per_host = max(len(members) for members in nodes.members)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

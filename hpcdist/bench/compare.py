@@ -35,10 +35,7 @@ _BATCH_ELEMENTS: Final = 1 << 22  # largest number of resampled times in memory
 
 @dataclass(frozen=True)
 class CompareSide:
-    """Measurements of one configuration in one file: duration of each iteration, and number of its process.
-
-    ``reference``: True for a memory copy or an exchange between nodes. ``wrong``: True if a result was wrong.
-    """
+    """Durations of a configuration's iterations in one file, and the process of each iteration."""
 
     times_s: np.ndarray
     session: np.ndarray
@@ -48,11 +45,7 @@ class CompareSide:
 
 @dataclass(frozen=True)
 class CompareRule:
-    """Settings of a comparison of two results files.
-
-    ``threshold``: tolerated slowdown; 0.05 means 5 %. ``confidence``: level of the bootstrap interval. ``resamples``:
-    number of bootstrap samples. ``seed``: random seed.
-    """
+    """Settings of a comparison. ``threshold``: tolerated slowdown; 0.05 means 5 %. ``resamples``: bootstrap samples."""
 
     threshold: float = 0.05
     confidence: float = 0.95
@@ -62,11 +55,7 @@ class CompareRule:
 
 @dataclass(frozen=True)
 class MedianChange:
-    """Change of a configuration from the first file to the second. ``ratio`` above 1 means slower.
-
-    ``low``, ``high``: confidence interval of the ratio. Durations, ratio and interval are None if the second result is
-    wrong. ``iterations``, ``sessions``: numbers of iterations and processes in (first file, second file).
-    """
+    """Change of a configuration. ``ratio`` (with its interval) above 1 means slower, and None a wrong second result."""
 
     name: str
     verdict: str
@@ -82,10 +71,7 @@ class MedianChange:
 
 @dataclass(frozen=True)
 class ResultsComparison:
-    """Comparison of two results files: changes of the common configurations, and names that only one file has.
-
-    ``wrong_before``: names of configurations that are wrong in the first file and correct in the second.
-    """
+    """Changes of the configurations that two results files share, and names that only one file has."""
 
     changes: tuple[MedianChange, ...]
     only_before: tuple[str, ...]
@@ -105,10 +91,7 @@ class ResultsComparison:
 
 
 def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
-    """Compare two results files, both of `bench collectives` or both of `bench sweep`. ``rule``: settings.
-
-    Raises StorageError for another kind of file, and UsageError if the files have no configuration in common.
-    """
+    """Compare two results files of one benchmark. Raises StorageError, or UsageError if they have nothing in common."""
     schemas = [_schema(path) for path in (before, after)]
     if schemas[0] != schemas[1]:
         raise UsageError(f"{before} has schema {schemas[0]}, {after} has {schemas[1]}; give two files of one benchmark")

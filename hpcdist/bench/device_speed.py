@@ -39,10 +39,7 @@ STEPS: Final = 10  # timed steps of a model
 
 
 class BusySeconds(NamedTuple):
-    """Duration of an operation in seconds: ``one`` with one busy rank per node, ``all`` with all ranks busy.
-
-    ``spread``: variation of the repetitions (mean / first quartile - 1), or None if not recorded.
-    """
+    """Seconds with ``one`` busy rank per node and with ``all`` ranks busy. ``spread``: mean / first quartile - 1."""
 
     one: float
     all: float
@@ -76,11 +73,7 @@ class KindPoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPoint:
-    """Durations in one training step of a model on one rank: ``samples`` sequences of ``context`` tokens.
-
-    ``kinds``: by kind of operation. ``norm``: gradient norm. ``update``: optimizer. ``step``: whole step.
-    ``parameters``, ``operations``: numbers of parameters, and of operations in a step.
-    """
+    """Durations in one training step of a model on one rank, with ``samples`` sequences of ``context`` tokens."""
 
     config: ModelConfig
     context: int
@@ -94,10 +87,10 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Duration of a message of ``nbytes`` bytes between two ranks. ``level``: "node" or "network".
+    """Duration of a message between two ranks on the ``level`` "node" or "network".
 
-    ``seconds.one``: half a round trip of one pair of ranks. ``seconds.all``: all pairs exchange in both directions at
-    the same time. ``border``: True for a size that was added where the duration jumps between two sizes.
+    ``seconds.one``: half a round trip of one pair. ``seconds.all``: all pairs exchange in both directions at the same
+    time. ``border``: True for a size that was added where the duration jumps.
     """
 
     level: str
@@ -108,11 +101,7 @@ class LinkPoint(NamedTuple):
 
 
 class CollectivePoint(NamedTuple):
-    """Duration in seconds of a collective on buffers of ``nbytes`` bytes among ``ranks`` ranks.
-
-    ``algorithm``: "auto" is the fastest one. ``level``: "node" (ranks of one node) or "network" (all ranks).
-    ``seconds``: first quartile of the slowest rank's durations. ``border``: as in `LinkPoint`.
-    """
+    """First quartile of the slowest rank's durations of a collective. ``level``: "node" or "network"."""
 
     operation: str
     algorithm: str
@@ -155,11 +144,7 @@ class CalibrationPoints:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """Settings of a calibration, which measures the speed of this machine.
-
-    ``on``: "cpu" or "gpu". ``models``: triples (model, sequence length, micro-batch sizes). ``least_bytes``,
-    ``most_bytes``: range of message sizes. ``seconds``: time to spend on the matrix products of each dtype.
-    """
+    """Settings of a calibration. ``models``: tuples (model, sequence length, micro-batch sizes)."""
 
     dtypes: tuple[str, ...] = ("float32",)
     on: str = "cpu"
@@ -206,10 +191,7 @@ def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure matrix products of the sizes in `shapes`. Return one result per size. Collective.
-
-    ``on``: "cpu" or "gpu". ``seconds``: time to spend.
-    """
+    """Measure products of matrices of the `shapes` on device ``on`` for ``seconds`` seconds. Collective."""
     draw, item = np.random.default_rng(0), dtype_of(dtype)
     calls = []
     for m, k, n in shapes(on):
@@ -277,10 +259,7 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Time training steps of a model with batches of ``samples`` sequences of ``context`` tokens. Collective.
-
-    ``on``: device, "cpu" or "gpu".
-    """
+    """Time training steps of a model on device ``on``, with ``samples`` sequences of ``context`` tokens. Collective."""
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
     run = TimedRun(solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, on)
     rows: list[dict[tuple[str, str], float]] = []

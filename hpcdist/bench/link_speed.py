@@ -61,11 +61,10 @@ class _Bracket(NamedTuple):
 
 
 def borders(series: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
-    """Find where durations jump between two sizes, and measure more sizes there. Return the new durations.
+    """Measure more sizes where durations jump between two sizes. Return the new durations.
 
-    ``series``: measured durations, a dict from name to {size: seconds} with at least four sizes. ``measure``: function
-    that returns the durations of all series at a list of sizes. Collective if ``measure`` is; all ranks must then get
-    equal durations.
+    ``series``: {name: {size: seconds}} of at least four sizes. ``measure`` returns the durations of all series at a list
+    of sizes, equal on all ranks. Collective if ``measure`` is collective.
     """
     border_times = BorderTimes({}, {})
     jumps = {name: _jumps(times) for name, times in series.items()}
@@ -127,11 +126,7 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 def links(
     comm: Communicator, bounds: tuple[int, int], seconds: float, on: str, report: Report
 ) -> tuple[LinkPoint, ...]:
-    """Measure messages between ranks of one node, and between nodes. Collective over ``comm``.
-
-    ``bounds``: (smallest, largest) message in bytes. ``seconds``: time to spend. ``on``: memory of "cpu" or "gpu".
-    ``report``: function that prints a message.
-    """
+    """Measure messages within nodes and between nodes. ``bounds``: (smallest, largest) size in bytes. Collective."""
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
     is_shared = max(len(members) for members in nodes.members) > 1  # a node has several ranks
@@ -233,11 +228,7 @@ def _messages(
 def of_collectives(
     comm: Communicator, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float, library: str, report: Report
 ) -> tuple[CollectivePoint, ...]:
-    """Measure collectives among the ranks of a node, and among all ranks. Collective over ``comm``.
-
-    ``algorithms``: names; "auto" selects one. ``bounds``: (smallest, largest) buffer in bytes. ``seconds``: time to
-    spend. ``library``: name of the MPI library. ``report``: function that prints a message.
-    """
+    """Measure collectives on the ranks of a node and on all ranks, with buffers of sizes in ``bounds``. Collective."""
     nodes, points = comm.nodes(), []
     groups = [(INSIDE, nodes.intra)] if nodes.uniform and nodes.intra.size > 1 else []
     groups += [(BETWEEN, comm)] if nodes.count > 1 else []
@@ -257,10 +248,7 @@ class _Operation:
         self._shares = shared_memory.is_available(group) and group.nodes().count == 1
 
     def points(self, level: str, bounds: tuple[int, int], seconds: float) -> list[CollectivePoint]:
-        """Measure one collective at all sizes. Return the results, sorted by algorithm and size. Collective.
-
-        ``level``: "node" or "network". ``bounds``: (smallest, largest) buffer in bytes. ``seconds``: time to spend.
-        """
+        """Measure one collective at all sizes. Return the results, sorted by algorithm and size. Collective."""
         buffer_sizes = sizes(*bounds)
         size_s = seconds / len(buffer_sizes)
         notes: list[str] = []

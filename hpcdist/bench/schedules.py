@@ -43,12 +43,10 @@ _WIDTH: Final = 14.0  # of a plot, in inches
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Settings of simulated pipeline schedules: number of stages and micro-batches, and costs of one micro-batch.
+    """Settings of simulated pipeline schedules.
 
-    - ``costs``: seconds of (forward, input gradient, weight gradients) of a stage: one tuple for all stages, or one
-      each.
-    - ``message_s``: seconds for which a message occupies its link.
-    - ``recompute``: run the forward pass again before each backward pass.
+    ``costs``: seconds of (forward, input gradient, weight gradients), for all stages or for each stage. ``message_s``:
+    seconds for which a message occupies its link.
     """
 
     stages: int
@@ -85,11 +83,7 @@ class ScheduleRequest:
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """Result of a simulated pipeline schedule: forward and backward passes, timeline, and memory of each rank.
-
-    ``memory``: largest number of micro-batches in progress, by rank. ``closed``: idle share by a formula, or None
-    without a formula. ``operations``: True if all operations were verified, not only the passes.
-    """
+    """Result of a simulated schedule. ``closed``: idle share by a formula. ``operations``: True if verified."""
 
     name: str
     written: ScheduleText
@@ -100,11 +94,7 @@ class SimulatedSchedule:
 
 
 def simulate_schedule(name: str, written: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
-    """Check that a pipeline schedule is valid, and simulate it. Local.
-
-    ``name``: name of the schedule. ``written``: its list of passes per rank. ``request``: costs. Raises ScheduleError
-    if the schedule is invalid or deadlocks, and UsageError if it does not support recomputation.
-    """
+    """Check that a schedule is valid, and simulate it. Raises ScheduleError and UsageError. Local."""
     if request.recompute and written.keeps:
         raise UsageError(
             f"--recompute does not work with {name}, which keeps all activations until the backward pass; remove "
@@ -189,11 +179,7 @@ _FIGURES: Final[Catalogue[SimulatedSchedule]] = Catalogue(
 
 @dataclass(frozen=True)
 class PassBar:
-    """Bar of a timeline: one pass of a micro-batch through one model chunk, with its start and end time.
-
-    ``work``: kind of the pass, a key of `STYLES`. ``chunk``: number of the model chunk in the model. ``local``: number
-    of the chunk on its rank.
-    """
+    """Bar of a timeline: one pass of a micro-batch through the model chunk number ``chunk`` (``local`` on its rank)."""
 
     rank: int
     work: int
@@ -206,10 +192,7 @@ class PassBar:
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Timeline of one step: its bars, and the points (time in seconds, rank) of its critical path.
-
-    ``chunks``: largest number of model chunks on a rank.
-    """
+    """Timeline of one step: bars, critical path as points (seconds, rank), and largest number of chunks on a rank."""
 
     title: str
     ranks: int
@@ -249,10 +232,7 @@ def panel(title: str, timeline: StepTimeline) -> TimelinePanel:
 
 
 def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Draw ``panels`` below each other with a common time axis, and save the plot as ``file`` (.png, .pdf, .svg).
-
-    Raises MissingCapabilityError if matplotlib is missing, and StorageError if the file cannot be written.
-    """
+    """Draw ``panels`` below each other with a common time axis, and save them as ``file``. Raises HpcdistError."""
     heights = [0.8 + 0.3 * min(panel.ranks, 24) for panel in panels]
     end_s = max((bar.end_s for panel in panels for bar in panel.bars), default=1.0)
     works = sorted({bar.work for panel in panels for bar in panel.bars})

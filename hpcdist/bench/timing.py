@@ -35,11 +35,7 @@ def without_collection() -> Iterator[None]:
 
 
 def begin_torch_group(comm: Communicator, folder: Path) -> None:
-    """Start PyTorch's default process group (gloo) on the ranks of ``comm``. Collective; once per process.
-
-    ``folder``: directory on rank 0, accessible to all ranks, for the rendezvous. If PyTorch is missing on a rank, this
-    rank raises ImportError and the others hang.
-    """
+    """Start PyTorch's gloo process group once. ``folder``: directory that all ranks share. Collective over ``comm``."""
     import torch.distributed as group
 
     rendezvous = comm.broadcast_object(str((folder / f"rendezvous-{os.getpid()}").absolute()))
@@ -67,11 +63,7 @@ class OperationTimer(StepObserver):
 
 
 class TimedTraining:
-    """Training with a plain allreduce of the gradients and a timer. Constructing it is collective over all ranks.
-
-    ``context``: communicators and model of this rank. ``parallel``: parallel configuration. ``initial``: initial
-    parameters on the host, or None for random ones from ``seed``.
-    """
+    """Training with a plain allreduce and a timer of operations. Construction is collective over all ranks."""
 
     def __init__(
         self, context: RankContext, parallel: ParallelConfig, initial: FlatStore | None = None, seed: int = 0
@@ -89,11 +81,7 @@ class TimedTraining:
     def timed_step(
         self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, together: Communicator
     ) -> tuple[StepResult, float, float, float]:
-        """Run a training step after a barrier of ``together``. Collective over ``together``.
-
-        ``batches``: (inputs, labels) of each micro-batch. ``samples``: number of samples on all ranks. Returns (result,
-        start time on this rank's clock, elapsed seconds, CPU seconds).
-        """
+        """Run a step after a barrier of ``together``. Return (result, start time, seconds, CPU seconds). Collective."""
         self._number += 1
         self.timer.timed.clear()
         together.barrier()

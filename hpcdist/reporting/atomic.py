@@ -31,10 +31,7 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new binary file that replaces ``path`` after the block, unless the block raises. Raises OSError.
-
-    If the keyword-only ``durable`` is True, the file and its directory are also synced to disk (fsync).
-    """
+    """Yield a new binary file. If the block does not raise, the file replaces ``path``. Raises OSError."""
     new = temporary_path(path)
     descriptor = create(new, mode)
     try:
@@ -58,10 +55,7 @@ def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool 
 
 
 def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
-    """Replace the file ``path`` by ``content`` atomically. Raises StorageError, with the advice ``cure``, on failure.
-
-    Keyword-only ``parents``: True to create the directory of ``path`` first.
-    """
+    """Replace ``path`` by ``content`` atomically. On failure, raises StorageError with the advice ``cure``."""
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,10 +91,7 @@ def own_directory(path: Path) -> None:
 
 
 def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
-    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
-
-    ``of``: name of a file, to remove only its temporary files. Do not pass ``older_s=0`` if other processes write.
-    """
+    """Remove temporary files in ``directory`` that are ``older_s`` seconds old. ``of``: only those of this file."""
     prefix = f".{of}." if of else "."
     with suppress(OSError):
         for entry in list(os.scandir(directory)):

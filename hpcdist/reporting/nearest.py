@@ -29,10 +29,7 @@ def synonym(name: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the `synonym` of ``name`` if it is in ``candidates``, else the most similar candidate.
-
-    Return None if no candidate is similar enough. ``cutoff``: lowest similarity, from 0 to 1.
-    """
+    """Return the `synonym` of ``name``, or the most similar candidate. None: all similarities are below ``cutoff``."""
     from difflib import get_close_matches  # late: needed only for errors
 
     names, here = list(candidates), synonym(name)
@@ -41,10 +38,7 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
 
 
 def suggestion(name: str, candidates: Iterable[str], more: str = "", prefix: str = "") -> str:
-    """Return a hint for an unknown ``name``: the most similar candidate, or a list of all ``candidates``.
-
-    ``more``: text after the list. ``prefix``: text before the similar candidate.
-    """
+    """Return a hint for an unknown ``name``: ``prefix`` + the nearest candidate, or all candidates and ``more``."""
     names = list(candidates)
     near = nearest(name, names)
     if near is not None:

@@ -31,10 +31,7 @@ def require_matplotlib() -> Any:
 
 
 def check_plot(file: Path) -> Any:
-    """Check that a plot can be saved as ``file``, and return the module ``matplotlib.figure``.
-
-    Raises MissingCapabilityError without matplotlib, UsageError for a wrong suffix, StorageError if not writable.
-    """
+    """Return the module ``matplotlib.figure`` if a plot can be saved as ``file``. Raises HpcdistError if it cannot."""
     figure = require_matplotlib()
     formats = figure.Figure().canvas.get_supported_filetypes()
     if file.suffix.removeprefix(".").lower() not in formats:
@@ -91,10 +88,7 @@ def draw_gantt(
     character: float = 0.0,  # width of a label character on the time axis; 0: no labels
     font: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Draw ``bars`` on ``axes``, later bars on top. Return the drawn kinds of bars, in the order of ``styles``.
-
-    ``styles``: style of each kind of bar.
-    """
+    """Draw ``bars`` on ``axes`` in the style of their kind. Return the drawn kinds, in the order of ``styles``."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
         spans.setdefault((bar.kind, bar.row), []).append((bar.begin, bar.end - bar.begin))
@@ -223,10 +217,7 @@ def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = 
 
 
 def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Return an SVG element, ``size`` inches, drawn by ``draw(figure)``. ``key``: prefix of its element ids.
-
-    Raises MissingCapabilityError without matplotlib.
-    """
+    """Return an SVG element, ``size`` inches, drawn by ``draw(figure)``. ``key``: prefix of its element ids."""
     matplotlib = require_matplotlib()
     text = io.StringIO()
     with chart_style(), warnings.catch_warnings():

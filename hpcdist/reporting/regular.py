@@ -42,10 +42,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the file ``path`` if ``error``, raised while reading the file, shows that the file is damaged.
-
-    Return (True if damaged, text to append to a warning).
-    """
+    """Rename the file ``path`` if ``error`` shows damage. Return (True if damaged, text to append to a warning)."""
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
     aside = atomic.set_aside(path)
@@ -55,10 +52,7 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 
 @contextmanager
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
-    """Convert errors of a ``with`` block that reads the file ``path`` to DamagedFileError.
-
-    ``what``: text in the error message. Errors of the operating system (e.g. no permission) become StorageError.
-    """
+    """Convert errors of a block that reads ``path`` to DamagedFileError (message: ``what``), or to StorageError."""
     try:
         yield
     except HpcdistError:
@@ -105,10 +99,7 @@ def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, A
 
 
 def settings(path: Path, what: str) -> dict[str, Any]:
-    """Parse a user's TOML file at ``path``. ``what`` names the file in error messages.
-
-    Raises StorageError if the file cannot be read, and ConfigurationError if its content is not TOML.
-    """
+    """Parse the user's TOML file ``path``, called ``what`` in errors. Raises StorageError and ConfigurationError."""
     try:
         return toml(path)
     except FileNotFoundError:
@@ -168,10 +159,7 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write the text files in ``files``, a dict from path to text, and create their directories.
-
-    Raises UsageError before any write if a file exists with other content and keyword-only ``force`` is False.
-    """
+    """Write the text of each path in ``files``. Without the keyword ``force``, raises UsageError for changed files."""
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]
     except OSError as error:

@@ -94,11 +94,7 @@ def _text(text: Text, values: list[Any]) -> str:
 def rule(
     terms: str, why: Text = "", cure: Text = "", relation: Callable[..., object] | None = None, **sets: Iterable[str]
 ) -> Rule:
-    """Return the `Rule` (forbidden combination of settings) that the text ``terms`` describes.
-
-    Example: "run.steps>1 with run.mode=fast|slow". ``why``, ``cure``: reason and advice in the error message.
-    ``relation``: function of the values that must also return true.
-    """
+    """Return the `Rule` that the text ``terms`` describes, such as "run.steps>1 with run.mode=fast|slow"."""
     # " with " and " where " join conditions, which must all hold. The message omits the conditions after " where ".
     # {NAME} stands for the values of the keyword NAME, joined by "|". Conditions on the value of KEY:
     # KEY: switched on (not in `OFF`). KEY?: any value. KEY=: an empty text or list.
@@ -110,10 +106,7 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield one `Rule` (forbidden combination of settings) for each text in ``*terms`` (positional arguments).
-
-    The text replaces * in ``form``, a pattern for `rule`. ``why``: reason in the error message.
-    """
+    """Yield one `Rule` for each text in ``*terms``, which replaces * in ``form``, a pattern for `rule`."""
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
 
@@ -158,10 +151,7 @@ def other_than(*values: Any) -> Condition:
 
 
 def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
-    """Return a `Rule` that forbids values of key ``key`` other than ``default`` if they have no effect.
-
-    They have an effect only if key ``other`` has a value in ``needed``. ``cure``: advice in the error message.
-    """
+    """Return a `Rule`: ``key`` may differ from ``default`` only if the key ``other`` has a value in ``needed``."""
     return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
 
 

@@ -98,10 +98,7 @@ class Key:
 
 
 def key(default: T, meaning: str, **limits: Any) -> T:
-    """Return the dataclass field of a configuration key with the default value ``default``.
-
-    ``meaning``: description for users. ``**limits`` (keyword arguments): other fields of `Key`, such as ``ge=0``.
-    """
+    """Return the dataclass field of a key. ``meaning``: text for users. ``**limits``: more fields of `Key`."""
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **limits)})
 
 
@@ -115,10 +112,7 @@ def _number(value: float) -> str:
 
 
 class Field(NamedTuple):
-    """Field ``name`` of a configuration class: its type, its default, and its declaration ``key``.
-
-    ``key``: the `Key`; for an Annotated field its second argument, which `TableFormat.leaf` reads; or None.
-    """
+    """Field ``name`` of a configuration class. ``key``: its `Key`, or the second argument of Annotated, or None."""
 
     name: str
     type: Any
@@ -188,10 +182,7 @@ class Field(NamedTuple):
         return must(label, is_valid, f"{text}. Meaning: {meaning}")
 
     def convert(self, value: Any, label: str, place: str, base: Path) -> Any:
-        """Return ``value``, read from ``place``, in the type of this key. ``label``: name of the key in messages.
-
-        Relative paths are relative to ``base``. Raises ConfigurationError if the type is wrong.
-        """
+        """Return ``value`` in the type of this key, with paths relative to ``base``. Raises ConfigurationError."""
         value = plain_number(value)
         if value == self.key.word and self.key.word:
             return value
@@ -212,10 +203,7 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(kind: Any) -> Mapping[str, Field]:
-    """Return the `Field` of each key of the dataclass ``kind``, by name in the file, except internal fields.
-
-    The name in the file is the attribute ``key`` of an Annotated field's second argument, else the name of the field.
-    """
+    """Return the `Field` of each key of the dataclass ``kind``, except internal fields, by its name in the file."""
     result = {}
     for item in dataclasses.fields(kind):
         hint, key = get_args(item.type) if get_origin(item.type) is Annotated else (item.type, item.metadata.get("key"))
@@ -234,9 +222,9 @@ def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError if the dataclass ``section`` has an invalid value or breaks one of ``rules``.
+    """Raise ConfigurationError if a value of ``section`` is invalid or breaks one of ``rules``.
 
-    ``name``: name of the section. ``**derived`` (keyword arguments): values of other keys that ``rules`` use.
+    ``**derived``: values of other keys that ``rules`` use.
     """
     check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
 
@@ -256,10 +244,7 @@ class TableFormat:
     names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)
 
     def read(self, kind: Any, table: Mapping[str, Any], place: str = "") -> Any:
-        """Return an object of dataclass ``kind`` from the parsed TOML ``table``. Raises ConfigurationError.
-
-        ``place``: text before the names of the keys in messages, such as "device.".
-        """
+        """Return an object of dataclass ``kind`` from a TOML ``table``. ``place``: text before its keys in errors."""
         fields = fields_of(kind)
         check_names(table, fields, place)
         values = {
@@ -315,7 +300,7 @@ class TableFormat:
 
 
 def check_names(table: Iterable[str], names: Iterable[str], place: str) -> None:
-    """Raise ConfigurationError if ``table`` has a key not in ``names``. ``place``: text before the key in messages."""
+    """Raise ConfigurationError if ``table`` has a key that is not in ``names``. ``place``: text before the key."""
     for key in table:
         if key not in names:
             raise ConfigurationError(f"unknown field {place}{key}; {suggestion(key, names)}")

@@ -31,10 +31,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Insert an empty line into a text table wherever ``groups`` changes. Return the new lines.
-
-    ``lines``: the head, then the rows. ``groups``: group of each row.
-    """
+    """Insert an empty line into a text table (head first) wherever ``groups``, the group of each row, changes."""
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):
         if at and groups[at] != groups[at - 1]:
@@ -94,10 +91,7 @@ class Figure(Generic[Record]):
 
 
 class Catalogue(Generic[Record]):
-    """Table of ``figures`` of one kind of record, one column per figure.
-
-    ``name``: function from a record to its name in notes, by default the text of the first figure.
-    """
+    """Table of ``figures``, one column each. ``name`` returns a record's name in notes; default: the first figure."""
 
     def __init__(self, *figures: Figure[Record], name: Callable[[Record], str] | None = None) -> None:
         self.figures, self._name = figures, name or figures[0].text

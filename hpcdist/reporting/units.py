@@ -133,10 +133,7 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 
 
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
-    """Join texts of hosts as in "n[1-2]: 4 GPUs; n3: 2 GPUs", with the most frequent text first.
-
-    ``labels``: host names. If all texts are equal, return the text alone.
-    """
+    """Join the texts of hosts, as in "n[1-2]: 4 GPUs; n3: 2 GPUs". If all texts are equal, return this text alone."""
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):
         groups.setdefault(text, []).append(label)

@@ -26,10 +26,7 @@ JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 
 
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
-    """Return the variables in ``environment`` that change how MPI sends messages.
-
-    ``*more`` (further positional arguments): prefixes of other variables to include.
-    """
+    """Return the variables that change how MPI sends messages, and the variables with a prefix in ``*more``."""
     begin = (*MPI_SETTINGS, *more)
     return {
         name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in JOB_SETTINGS
@@ -37,10 +34,7 @@ def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the cache directory ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default ``~/.cache/hpcdist/<kind>``.
-
-    Raises StorageError if the home directory is unknown.
-    """
+    """Return the cache directory ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default in ``~/.cache``. Raises StorageError."""
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / kind

@@ -19,10 +19,7 @@ _PROBE: Final = b" " * 4096
 
 
 class AppendOnlyFile:
-    """File to which one thread appends whole records. Methods raise StorageError if the file cannot be written.
-
-    Records that could not be written are kept, and the next `append` writes them first.
-    """
+    """File to which one thread appends records. Records that could not be written are kept for the next `append`."""
 
     # ``cure``: advice in the errors. ``header``: start of an empty file. At most `PENDING_BYTES` of records are kept.
     def __init__(self, path: Path, cure: str, header: bytes = b"") -> None:

@@ -24,11 +24,7 @@ BATCH: Final = 1000  # largest number of metrics in one call of MLflow
 
 
 def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
-    """Return {step: {key of a quantity: value}} for the steps of ``run``.
-
-    Times are known only for sampled steps (see `side_tables.read`), other quantities only for steps that recorded them.
-    Raises UsageError if no step was completed.
-    """
+    """Return {step: {key of a quantity: value}} of ``run``. Times are of sampled steps only. Raises UsageError."""
     if run.run is None:
         raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to export")
     narrow, sample, lock_step = run.run.steps, run.run.sample.steps, bool(run.attributes.get("lock_step", 1))
@@ -73,10 +69,7 @@ def csv(run: RunData) -> str:
 
 
 def to_wandb(run: RunData, folder: Path) -> Path:
-    """Write ``run`` as an offline run of Weights & Biases below ``folder``. Return the directory of the offline run.
-
-    `wandb sync DIRECTORY` uploads the run. Raises MissingCapabilityError without the package wandb.
-    """
+    """Write ``run`` as an offline run of Weights & Biases below ``folder``. Return its directory, for `wandb sync`."""
     wandb, rows = _package("wandb"), step_metrics(run)
     with _writing(folder), _environment(WANDB_MODE="offline", WANDB_SILENT="true"):
         log = wandb.init(project=PROJECT, name=run.name, dir=str(folder), config=_settings(run), mode="offline")
@@ -89,10 +82,7 @@ def to_wandb(run: RunData, folder: Path) -> Path:
 
 
 def to_mlflow(run: RunData, folder: Path) -> Path:
-    """Write ``run`` into the MLflow file store ``folder``. Return the directory of the run.
-
-    `mlflow ui --backend-store-uri FOLDER` shows the run. Raises MissingCapabilityError without the package mlflow.
-    """
+    """Write ``run`` into the MLflow file store ``folder``. Return the directory of the run."""
     mlflow, rows = _package("mlflow"), step_metrics(run)
     with _writing(folder), _environment(MLFLOW_ALLOW_FILE_STORE="true"):
         client = mlflow.MlflowClient(tracking_uri=folder.absolute().as_uri())

@@ -130,10 +130,9 @@ class HangReport:
 
 
 def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
-    """Return the flight recorder files of the run in ``directory``, as one `RankRecord` per rank.
+    """Return a `RankRecord` per rank from the flight recorder files in ``directory``. Raises UsageError without files.
 
-    ``damaged``: dict to fill with {rank: error} of unreadable files. None: raise StorageError for an unreadable file.
-    Raises UsageError if there are no files.
+    ``damaged``: dict to fill with {rank: error} of unreadable files. None: an unreadable file raises StorageError.
     """
     # With ``damaged``, StorageError is raised only if no file is readable.
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
@@ -164,11 +163,7 @@ def analyse(
     now_ns: int | None = None,
     damaged: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run from the flight recorder ``records`` of its ranks.
-
-    A live rank counts as waiting after ``patience_s`` seconds in one operation. ``now_ns``: current time (None: system
-    clock). ``damaged``: {rank: error} of unreadable records.
-    """
+    """Diagnose a run. A live rank counts as waiting after ``patience_s`` seconds in one operation."""
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
@@ -298,10 +293,7 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 
 
 class WaitGraph:
-    """Graph of ranks that wait for other ranks, for at least ``patience_s`` seconds in one operation.
-
-    Attribute ``culprits``: {rank: first operation it missed}, for ranks that do not wait and that other ranks wait for.
-    """
+    """Graph of ranks that wait for other ranks. ``culprits``: {rank that does not wait: first operation it missed}."""
 
     # ``waits``: dict from a waiting rank to {awaited rank: operation}.
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:

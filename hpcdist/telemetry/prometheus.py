@@ -142,11 +142,7 @@ class _Exporter(Protocol):
 
 
 class PrometheusSink:
-    """Sink that exports the latest figures of a run to Prometheus.
-
-    Raises MissingCapabilityError without prometheus_client, ConfigurationError for an unusable port or gateway, and
-    StorageError for an unwritable directory.
-    """
+    """Sink that exports the latest figures of a run to Prometheus. Raises HpcdistError if it cannot work."""
 
     name = "Prometheus"
 

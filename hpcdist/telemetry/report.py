@@ -24,10 +24,7 @@ _HEAD: Final = {"started": "created_utc", "layout": "architecture", "commit": "g
 
 
 def report(run_dir: str | Path, external: ExternalData | None = None) -> RunData:
-    """Read the run in ``run_dir``, which may be running. Raises StorageError if it has no readable metrics file.
-
-    ``external``: data about the run that the caller has collected.
-    """
+    """Read the run in ``run_dir``, which may be running. Raises StorageError without a readable metrics file."""
     if not (Path(run_dir) / METRICS_FILE).is_file():
         raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")
     return run_data.read(Path(run_dir), external)
@@ -64,10 +61,7 @@ def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def plot(run: RunData, file: str | Path) -> None:
-    """Plot the loss and the phases of a step into ``file``. The suffix of ``file`` selects the format.
-
-    Raises MissingCapabilityError without matplotlib, and StorageError if ``file`` cannot be written.
-    """
+    """Plot the loss and the phases of a step of ``run`` into ``file``. Raises HpcdistError."""
     matplotlib = plotting.require_matplotlib()
     if run.run is None:
         raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to plot")
@@ -103,10 +97,7 @@ def catalogue(runs: Sequence[RunData], *, details: bool = True) -> Catalogue[Run
 
 
 def runs_table(runs: Sequence[RunData]) -> tuple[list[list[str]], list[str]]:
-    """Return two lists: the rows of a table of ``runs``, headings first, and notes about unknown values.
-
-    Columns without a value and counters that are 0 in all runs are omitted.
-    """
+    """Return the table of ``runs`` (headings first) and notes about unknown values. Empty columns are omitted."""
     figures = catalogue(runs, details=False)
     shown = [figure for figure in figures.figures if any(figure.value(run) not in (None, 0) for run in runs)]
     return Catalogue(*shown).rows(runs), figures.missing(runs)
@@ -144,10 +135,7 @@ def comparison_text(
 
 
 def draw_runs(picture: Any, runs: Sequence[RunData]) -> None:
-    """Draw the losses of ``runs`` over their steps into the figure ``picture``, and bars of time, memory and bytes.
-
-    Raises UsageError for more than `MAX_PLOTTED_RUNS` runs, and for a run without steps.
-    """
+    """Draw losses, and bars of time, memory and bytes, into the figure ``picture``. Raises UsageError."""
     if len(runs) > MAX_PLOTTED_RUNS:
         raise UsageError(f"a plot of {len(runs)} runs cannot be read; give at most {MAX_PLOTTED_RUNS}")
     names = _names(runs)

@@ -50,10 +50,7 @@ _REPEATS: Final = 128
 
 
 def last_level_cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
-    """Return the size of the largest CPU cache in bytes, or None if unknown. Local.
-
-    ``root``: directory in which Linux describes the caches.
-    """
+    """Return the size of the largest CPU cache in bytes, or None if unknown. Local."""
     texts = [path.read_text().strip() for path in root.glob("index*/size")]
     return max((parse_bytes(text) for text in texts if re.fullmatch(r"[1-9]\d*[KMG]", text)), default=None)
 
@@ -69,11 +66,7 @@ def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
 
 
 def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
-    """Return the number of buffers of ``nbytes`` bytes to cycle through in a benchmark, at least 1.
-
-    Together they exceed the CPU cache of ``cache_bytes`` bytes, but not ``limit_bytes`` bytes. If ``hot`` is True, the
-    number is 1, so that the buffer stays in the cache.
-    """
+    """Return the number of buffers to use in turn. Together they exceed the cache, unless ``hot`` is True."""
     return 1 if hot else max(1, min(1 + -(-CACHES * cache_bytes // nbytes), limit_bytes // nbytes))
 
 
@@ -122,10 +115,7 @@ class BufferContents:
             self.fill(slots[slot], rank, slot)
 
     def first_difference(self, buffer: np.ndarray, rank: int | None, phase: int) -> int:
-        """Return the first index at which ``buffer`` differs from the expected values, or -1 if there is no difference.
-
-        The expected values are the input of ``rank`` (None: the sum of all inputs), from element ``phase`` on.
-        """
+        """Return the first index where ``buffer`` differs from the input of ``rank`` (None: the sum), or -1."""
         for start, piece, values in self._pieces(buffer, rank, phase):
             differs = piece.view(self._bits) != values.view(self._bits)  # no value is a negative zero
             if differs.any():
@@ -135,11 +125,7 @@ class BufferContents:
 
 @dataclass(frozen=True)
 class ExpectedResult:
-    """Expected values of one range, ``part``, of a collective's result.
-
-    They equal the input of ``rank``, or the sum of all inputs if ``rank`` is None. ``origin``: index of the first value
-    in that input.
-    """
+    """Expected values of the range ``part``: the input of ``rank`` (None: the sum of all) from ``origin`` on."""
 
     part: Range
     rank: int | None
@@ -147,10 +133,7 @@ class ExpectedResult:
 
 
 class BufferPool:
-    """Memory for ``count`` pairs of a buffer and a result array, which the benchmarked algorithms use in turn.
-
-    ``memory``: memory of the buffers. ``receive``: memory of the results. ``size``: number of elements of each array.
-    """
+    """Memory for ``count`` buffers and result arrays of ``size`` elements, which the algorithms use in turn."""
 
     def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
         self.stride_bytes = align_up(size * dtype.itemsize, ALIGN_BYTES)
@@ -189,11 +172,7 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return an error text for the first wrong element, or "" if all elements are correct. Local.
-
-        ``contents``: test data. ``contender``: index of the algorithm whose buffers are checked. ``expected``: ranges
-        and their expected values. Keyword-only ``in_result``: check the result arrays instead.
-        """
+        """Return an error text for the first wrong element of algorithm number ``contender``, or "". Local."""
         for slot in (slot for slot, user in enumerate(self._users) if user == contender):
             data = self.result(slot) if in_result else self.buffer(slot)
             for item in expected:
@@ -209,10 +188,7 @@ Run = Callable[[np.ndarray, np.ndarray], None]  # (buffer, result): works in pla
 
 @dataclass(frozen=True)
 class CollectivesContender:
-    """Algorithm to benchmark, with a function that runs it. ``buffers``: kind of memory, "ordinary" or "shared".
-
-    ``expected``: expected results, or None to skip the check.
-    """
+    """Algorithm to benchmark, with a function that runs it, on "ordinary" or "shared" memory."""
 
     algorithm: str
     buffers: str
@@ -273,10 +249,7 @@ def algorithms(op: str) -> tuple[str, ...]:
 
 
 def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
-    """Return the kinds of memory ("ordinary", "shared") on which to measure ``algorithm`` for the collective ``op``.
-
-    ``requested``: kinds selected by the user. Local.
-    """
+    """Return the kinds of memory in ``requested`` on which ``algorithm`` can be measured for ``op``. Local."""
     # "native" and all-to-all use ordinary memory only. If both kinds are requested, only algorithms that read shared
     # memory are measured on it.
     if algorithm == NATIVE:
@@ -288,11 +261,7 @@ def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
 def contender(
     comm: Communicator, cell: CollectivesCell, algorithm: str, buffers: str, chosen: str = ""
 ) -> CollectivesContender:
-    """Prepare an algorithm to benchmark. Collective over ``comm``.
-
-    ``cell``: collective, dtype and size. ``buffers``: kind of memory, "ordinary" or "shared". ``chosen``: algorithm
-    that "auto" selected, or "".
-    """
+    """Prepare an algorithm to benchmark. ``chosen``: the algorithm that "auto" selected, or "". Collective."""
     prepare = _OPERATIONS[cell.op][1]
     run, expected = prepare(comm, cell, chosen or algorithm)
     return CollectivesContender(algorithm, buffers, run, tuple(expected), in_result=prepare is _all_to_all)
@@ -326,11 +295,7 @@ def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndar
 
 
 def chosen(comm: Communicator, dtype: np.dtype, buffers: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
-    """Select the fastest allreduce algorithm for each size by measurement. Return the table. Collective over ``comm``.
-
-    ``buffers``: kind of memory, "ordinary" or "shared". ``max_bytes``: largest size. ``mpi_library``: version text of
-    the MPI library.
-    """
+    """Measure the fastest allreduce algorithm for each size up to ``max_bytes``. Return the table. Collective."""
     request = autotune.TuningRequest(
         max_bytes=max_bytes,
         dtype=dtype,

@@ -76,10 +76,7 @@ class CollectivesCell:
 
 @dataclass(frozen=True)
 class CellLimits:
-    """Length of the measurement of one collective and size. ``warmup``: untimed iterations per algorithm.
-
-    If ``iterations`` is None, all algorithms together take about ``seconds``, with at least ``least`` iterations each.
-    """
+    """Length of a measurement: ``iterations``, or (None) about ``seconds`` with at least ``least`` iterations."""
 
     seconds: float
     iterations: int | None
@@ -102,10 +99,7 @@ class CollectivesRequest(CellLimits):
 
 
 def part_sizes(op: str, size: int, ranks: int) -> list[int]:
-    """Return a list: the number of elements that every rank sends to rank 0, 1, ... in the all-to-all ``op``. Local.
-
-    ``size``: number of elements that rank 0 receives from all ranks together.
-    """
+    """Return the number of elements for each rank in the all-to-all ``op``, if rank 0 receives ``size``. Local."""
     first = size // ranks
     if op.endswith("-zipf"):
         return [first // (rank + 1) for rank in range(ranks)]
@@ -122,10 +116,7 @@ def bus_factor(op: str, ranks: int) -> float:
 
 
 def sizes(texts: Iterable[str]) -> tuple[int, ...]:
-    """Return the sizes in ``texts`` in bytes, ascending and without duplicates. Raises UsageError.
-
-    A text has sizes (16K) and ranges (4K-64M with factor 2, 4K-64M x4), separated by commas or blanks.
-    """
+    """Return the sizes and ranges in ``texts`` ("16K", "4K-64M x4") in bytes, ascending. Raises UsageError."""
     numbers: set[int] = set()
     for text in texts:
         position, stripped = 0, text.strip()
@@ -152,10 +143,7 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
 
 
 def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
-    """Return (combinations to measure, messages about rounded sizes). Local.
-
-    A combination has a collective, a dtype and a size. All ranks get the same random order. ``ranks``: number of ranks.
-    """
+    """Return (combinations to measure, in an order that is equal on all ranks; messages about rounded sizes). Local."""
     combinations, notes = [], []
     for dtype in request.dtypes:
         for op in request.operations:
@@ -208,10 +196,7 @@ class ConfigurationKey:
 
 @dataclass(frozen=True)
 class CollectivesConfiguration:
-    """Measurements of one configuration. ``time_s``, ``start_s``, ``wrong`` and ``verified`` are as in `CellSamples`.
-
-    ``reference``: True for a memory copy or an exchange between nodes. ``slots``: number of buffers used in turn.
-    """
+    """Measurements of one configuration. ``slots``: number of buffers. ``reference``: a copy or plain exchange."""
 
     key: ConfigurationKey
     reference: bool
@@ -238,10 +223,7 @@ class CollectivesResults:
 
 
 def append(path: Path, configurations: Sequence[CollectivesConfiguration], provenance: Mapping[str, Any]) -> None:
-    """Append the measurements ``configurations`` to the results file ``path``. Raises StorageError.
-
-    A new file gets the attributes ``provenance``. Iterations of an existing configuration are added to it.
-    """
+    """Append measurements to the results file ``path``, also to configurations in the file. Raises StorageError."""
     with FORMAT.edit(path, provenance) as groups:
         for configuration in configurations:
             if configuration.key.id not in groups:

@@ -20,12 +20,7 @@ PASSES: Final = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class StepTableRow:
-    """Table row of one benchmarked implementation. Durations are medians over steps, on the slowest rank.
-
-    ``x_eager``: (duration of PyTorch eager) / (this duration). ``x_eager_cpu``: the same for CPU time. ``mfu``:
-    ``flops_per_s`` relative to the peak. ``phases_s``: None for an unmeasured phase. ``loss_difference``: largest
-    relative difference of a loss to the first implementation's loss.
-    """
+    """Table row of one implementation: medians on the slowest rank. ``x_eager``: speed relative to PyTorch eager."""
 
     name: str
     step_s: float
@@ -125,10 +120,7 @@ def text(results: StepResults) -> str:
 
 
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
-    """Return the median seconds per step of one implementation, by (kind of operation, "forward" or "backward").
-
-    ``case``: its measurements. Key ("other", "step") has the time outside of all measured operations.
-    """
+    """Return the median seconds per step by (kind of operation, pass). ("other", "step") is the remaining time."""
     seconds = dict(case.operation_s)
     whole = seconds.pop(("all", "step"), None)
     if whole is not None:
@@ -184,10 +176,7 @@ def jsonable(results: StepResults) -> dict[str, Any]:
 
 
 def plot(results: StepResults, file: Path) -> None:
-    """Plot the phases, operations and loss differences of ``results`` to ``file``.
-
-    Raises MissingCapabilityError without matplotlib, and UsageError or StorageError if ``file`` cannot be written.
-    """
+    """Plot phases, operations and loss differences of ``results`` to ``file``. Raises HpcdistError."""
     profiled = any(case.operation_s for case in results.cases)
     panels = [_draw_phases, *[_draw_operations] * profiled, *[_draw_losses] * (len(results.cases) > 1)]
     with drawing(file, 5.5 * len(panels), 5.0) as figure:

@@ -39,11 +39,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Settings of a benchmark of training steps. ``names``: implementations to measure.
-
-    Each implementation makes ``warmup`` untimed and ``steps`` timed steps. The built-in ones then make ``profiled``
-    steps with timed operations.
-    """
+    """Settings of a benchmark of training steps. Each model makes ``warmup`` untimed and ``steps`` timed steps."""
 
     shape: StepShape
     names: tuple[str, ...]

@@ -31,11 +31,7 @@ _RATES: Final = SampleColumn("fastest product of square float32 matrices, by tur
 
 @dataclass(frozen=True)
 class StepSample:
-    """Measurements of a training step on one rank.
-
-    ``loss``: mean over the global batch, or over this rank's samples if ``own_loss`` is True. ``phases``: dict from
-    phase name to seconds; phases that are not measured separately are missing.
-    """
+    """Measurements of a training step. ``own_loss``: True if the loss is only of this rank's samples."""
 
     loss: float
     own_loss: bool
@@ -50,10 +46,7 @@ def token_type(shape: StepShape) -> "np.dtype[Any]":
 
 
 def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
-    """Yield ``steps`` batches of random tokens, arrays of shape (ranks x samples, context + 1). Local.
-
-    All ranks get equal batches. ``request``: sizes, number of ranks and seed.
-    """
+    """Yield ``steps`` batches of random tokens (ranks x samples, context + 1), equal on all ranks. Local."""
     # A token has `CHOICES` possible successors, so that the loss falls as in real training.
     shape = request.shape
     rng = np.random.default_rng([request.seed, 1])
@@ -70,11 +63,7 @@ def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True)
 class StepCase:
-    """Measurements of one implementation. Durations have shape (step, rank), phases (step, rank, phase); NaN: missing.
-
-    ``operation_s``: seconds per profiled step on rank 0, by (kind of operation, "forward", "backward" or "step").
-    ``activation_bytes``: measured peak of the activations. ``activation_closed_bytes``: peak according to a formula.
-    """
+    """Measurements of one implementation: arrays (step, rank) and (step, rank, phase); NaN is missing."""
 
     name: str
     step_s: Annotated[np.ndarray, SampleColumn("time from a barrier to the end of the step")]

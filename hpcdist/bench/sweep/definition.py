@@ -54,18 +54,11 @@ class RecipeResolver(Protocol):
         """Return ``settings`` (a dict by dotted recipe key) in the recipe's types. Raises ConfigurationError."""
 
     def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> ResolvedTrial:
-        """Return the base recipe with the values in ``settings`` (values by dotted recipe key).
-
-        Raises ConfigurationError if the recipe is invalid, or cannot be trained on ``ranks`` MPI ranks (None: any
-        number).
-        """
+        """Return the base recipe with ``settings`` for ``ranks`` ranks (None: any). Raises ConfigurationError."""
 
 
 class TrialCandidate(NamedTuple):
-    """Trial of a sweep before the ``[[exclude]]`` tables are applied. ``variant``: name of its ``[[trial]]`` table.
-
-    ``settings``: values by dotted recipe key, as in the file. ``values``: the same, converted to the recipe's types.
-    """
+    """Trial before exclusions. ``settings``: values as in the file. ``values``: values in the recipe's types."""
 
     name: str
     variant: str
@@ -76,10 +69,7 @@ class TrialCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialVariant:
-    """``[[trial]]`` table of a sweep file. ``settings``: values by dotted recipe key.
-
-    ``ranks``: numbers of ranks to run on; if empty, the numbers of the whole sweep.
-    """
+    """``[[trial]]`` table of a sweep file. Empty ``ranks``: the numbers of ranks of the whole sweep."""
 
     name: str
     settings: Mapping[str, Any]
@@ -88,11 +78,7 @@ class TrialVariant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Content of the sweep file ``path``. ``recipe``: path of the base recipe, or its inline tables.
-
-    ``ranks``: numbers of ranks. ``axes``: dict from recipe key to a list of values. ``variants``: ``[[trial]]`` tables.
-    ``excludes``: ``[[exclude]]`` tables.
-    """
+    """Content of the sweep file ``path``. ``recipe``: path of the base recipe, or its inline tables."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -105,10 +91,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """Training to run in a sweep: a complete recipe (TOML text) and a number of MPI ranks.
-
-    ``id``: hash of both. ``settings``: values that differ from the base recipe, by dotted recipe key.
-    """
+    """Training to run in a sweep: a complete recipe (TOML text) and a number of MPI ranks. ``id``: hash of both."""
 
     id: str
     name: str
@@ -205,11 +188,7 @@ def _ranks(value: Any, place: str) -> tuple[int, ...]:
 
 
 def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
-    """Return the trials of ``sweep`` in the order of the sweep file. ``recipes``: checks and completes each recipe.
-
-    Raises ConfigurationError for invalid keys, values or parallel degrees, equal trials, an exclusion without effect,
-    or if no trial remains.
-    """
+    """Return the trials of ``sweep`` in the order of its file. Raises ConfigurationError for invalid trials."""
     candidates = list(_candidates(sweep, recipes))
     excluded = _excluded(sweep, recipes, candidates)
     trials: dict[str, SweepTrial] = {}
@@ -285,10 +264,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
 
 
 def labels(choice: Mapping[str, Any]) -> list[str]:
-    """Return a list of texts "key=value" for the items of ``choice``, a dict by dotted key.
-
-    A key is shortened to its last component if no other key has the same last component.
-    """
+    """Return a text "key=value" per item of ``choice``. The key is its last component, if this is unique."""
     names = [key.rpartition(".")[2] for key in choice]
     return [
         f"{name if names.count(name) == 1 else key}={value}"
@@ -306,10 +282,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
-    """Return the index of the trial that ``text`` names by index, id or name, in this order.
-
-    ``place``: name of the sweep file, for errors. Raises UsageError if ``text`` matches no trial, or several names.
-    """
+    """Return the index of the trial with this index, id or name. Raises UsageError for no trial, or several names."""
     number = int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
     last = len(trials) - 1
     if number is not None and 0 <= number <= last:

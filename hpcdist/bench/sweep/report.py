@@ -19,11 +19,9 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Table row of one configuration in a sweep. An unknown figure is None; ``reasons`` has the reason by name.
+    """Table row of one configuration: medians over its runs. ``reasons``: reason of each unknown figure by name.
 
-    Figures are medians over the runs of the configuration. ``tokens_per_s``: also minimum and maximum. ``step_s``:
-    median and percentiles of all steps except the first, on the slowest rank. ``bytes_sent_per_step``: maximum over the
-    ranks. ``bytes_moved_per_step``: also shared memory and the MPI library. ``peak_bytes``: maximum over the ranks.
+    ``step_s``: all steps but the first, on the slowest rank. ``bytes_moved_per_step``: by all transports.
     """
 
     name: str
@@ -97,10 +95,7 @@ def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarra
 
 
 def most_of_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum over the ranks for each iteration of ``samples``, of shape (iterations, ranks).
-
-    NaN is ignored. Iterations with only NaN are left out.
-    """
+    """Return the maximum over ranks of each row of ``samples`` (iterations, ranks). Rows of only NaN are dropped."""
     most = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
     finite: np.ndarray = most[np.isfinite(most)]
     return finite
@@ -213,10 +208,9 @@ def plot_inches(results: SweepResults) -> tuple[float, float]:
 
 
 def draw(figure: Any, results: SweepResults) -> None:
-    """Draw the results of a sweep into the matplotlib ``figure``. Raises UsageError if no run was successful.
+    """Draw the results of a sweep into ``figure``. Raises UsageError if no run was successful.
 
-    If exactly one numeric recipe key varies and changes the loss, this draws the loss over its values. Otherwise it
-    draws the speed of each configuration, with curves over the number of ranks for several numbers of ranks.
+    The plot shows the loss over the only numeric key that varies, or else the speed of each configuration.
     """
     measured = _measured(results)
     if (axis := swept(results, measured)) is not None:
@@ -244,10 +238,7 @@ def _measured(results: SweepResults) -> list[SweepRow]:
 
 @dataclass(frozen=True)
 class SweptKey:
-    """The only numeric recipe key that varies in a sweep. ``values``: its value in each row, by row id.
-
-    ``labels``: the other varying values of each row as text, by row id.
-    """
+    """The only numeric recipe key that varies. ``values``, ``labels``: values of the varying keys by row id."""
 
     key: str
     values: Mapping[str, float]

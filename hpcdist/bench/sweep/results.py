@@ -41,10 +41,7 @@ check_place: Final = atomic.check_folder
 
 @dataclass(frozen=True)
 class TrialRepeat:
-    """One run of a sweep's configuration. ``samples``: arrays by name, of shape (iteration, rank) or (iteration,).
-
-    NaN means a missing value.
-    """
+    """One run of a configuration. ``samples``: {name: array (iteration, rank) or (iteration,)}; NaN is missing."""
 
     number: int
     status: str
@@ -97,10 +94,7 @@ class SweepResults:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of the results file ``path`` in a ``with`` block. The lock ends with its process.
-
-    Does not wait. Raises StorageError if another process holds the lock, or if the lock file cannot be created.
-    """
+    """Hold the lock of the results file ``path``. Raises StorageError if another process holds the lock."""
     lock = path.with_name(path.name + ".lock")
     try:
         descriptor = _lock(lock)
@@ -140,11 +134,7 @@ def prepare(path: Path, provenance: Mapping[str, str]) -> None:
 
 
 def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: TrialOutcome, git_commit: str) -> None:
-    """Write the result of one run of ``trial`` to the existing results file ``path``. Raises StorageError.
-
-    ``position``: index of the trial in the sweep. ``repeat``: number of the run. ``outcome``: result, which replaces an
-    earlier one. ``git_commit``: commit of hpcdist.
-    """
+    """Write the ``outcome`` of run number ``repeat`` of ``trial`` to the results file ``path``. Raises StorageError."""
     if not path.exists():
         raise StorageError(f"{path} cannot be written: the file was removed while the sweep ran; run the sweep again")
     with FORMAT.edit(path, {}) as trials:

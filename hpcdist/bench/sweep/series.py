@@ -19,10 +19,7 @@ class SweepStopped(BaseException):
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """Planned run of a sweep: run number ``repeat`` of the trial with index ``position``.
-
-    ``status``: "ok" or "failed" if a result is recorded, or "" if the run must still be made.
-    """
+    """Planned run of a sweep. ``status``: "ok" or "failed" if a result is recorded, or "" if the run must be made."""
 
     trial: SweepTrial
     position: int
@@ -42,11 +39,7 @@ class SweepTally:
 def plan(
     trials: Sequence[SweepTrial], repeats: int, path: Path, retry_failed: bool, only: int | None = None
 ) -> list[SeriesItem]:
-    """Return the runs of a sweep in execution order: ``repeats`` runs of each trial.
-
-    ``path``: results file with recorded runs; may be missing. ``retry_failed``: True to repeat failed runs. ``only``:
-    index of the single trial to plan, or None for all trials. Raises StorageError if ``path`` is another kind of file.
-    """
+    """Return the runs of a sweep in execution order. ``only``: index of a single trial, or None for all."""
     # Every second round has the reverse order, so that a machine that slows down affects all trials alike.
     statuses = results.statuses(path) if path.exists() else {}
     items = []
@@ -74,11 +67,9 @@ def run(
     provenance: Mapping[str, str],
     log: Callable[[str], None],
 ) -> SweepTally:
-    """Run the planned ``items`` of a sweep that have no status, and record each result in the file ``path``. Local.
+    """Run the planned ``items`` without a status and record each result in ``path``. Return the tally. Local.
 
-    ``measure``: function that runs a trial; it raises SweepStopped to stop. ``provenance``: attributes of a new file.
-    ``log``: function that prints progress. A failed trial does not end the sweep. Returns the numbers of ok, failed and
-    missing runs.
+    ``measure`` runs a trial, and raises SweepStopped to stop. A failed trial does not end the sweep.
     """
     end = time.monotonic() + limits.budget_s
     statuses = {(item.trial.id, item.repeat): item.status for item in items if item.status}

@@ -67,10 +67,9 @@ def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] =
 
 
 def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environment: Mapping[str, str]) -> TrialOutcome:
-    """Run ``trial`` as a subprocess with its files in the empty directory ``folder``. Return the result. Local.
+    """Run ``trial`` as a subprocess for at most ``limit_s`` seconds. Return the result. Local.
 
-    ``limit_s``: time limit in seconds, after which the trial has failed. ``line``: function that returns the command
-    line. ``environment``: environment variables. An exception, e.g. from a signal handler, ends the trial.
+    ``folder``: empty directory for its files. ``line`` returns the command line. Any exception ends the trial.
     """
     libc = ctypes.CDLL(None)
 

@@ -25,10 +25,7 @@ def count_option(*names: str, help: str, default: int | None = None, least: int 
 
 
 def output_options(file: str, plot: str) -> Any:
-    """Return a decorator that adds the options --output, --json, --plot and --anonymous to a command.
-
-    ``file``: help text of --output. ``plot``: start of the help text of --plot.
-    """
+    """Return a decorator that adds --output (help: ``file``), --json, --plot (help: ``plot``) and --anonymous."""
     return stacked(
         click.option("-o", "--output", type=FILE, help=file),
         click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
@@ -73,11 +70,7 @@ class Outputs:
         check_plot(self.plot)
 
     def show(self, values: Callable[[], Any], text: Callable[[], str], plot: Callable[[Path], object]) -> None:
-        """Print the results as JSON or as text, and draw the plot if --plot is set. Local.
-
-        ``values``: function that returns JSON values. ``text``: function that returns text. ``plot``: function that
-        draws the plot to a path.
-        """
+        """Print ``values()`` as JSON, or ``text()``. With --plot, also call ``plot`` with the path. Local."""
         click.echo(json.dumps(values()) if self.as_json else text())
         if self.plot is not None:
             plot(self.plot)
@@ -89,10 +82,7 @@ def print_progress(line: str) -> None:
 
 
 def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: str = "") -> tuple[str, ...]:
-    """Check the values ``names`` of a command line option. Return them as a tuple, in the order of ``choices``.
-
-    ``option``: its name, for errors. ``context``: text to add to the error. Raises UsageError for an invalid value.
-    """
+    """Return the ``names`` given to ``option``, in the order of ``choices``. Raises UsageError for an unknown name."""
     valid = list(choices)
     for name in names:
         if name not in valid:
@@ -102,11 +92,7 @@ def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: s
 
 
 def world(ranks: int | None, default: int) -> tuple[int, bool]:
-    """Return (number of ranks, True if a launcher such as mpirun started this process as one of several ranks).
-
-    ``ranks``: value of --ranks, or None. ``default``: number of ranks by default. Raises UsageError if ``ranks`` is not
-    the number of started ranks.
-    """
+    """Return (number of ranks, True if a launcher started them). Raises UsageError if --ranks differs from it."""
     from hpcdist.comm.launch import environment
 
     launched = environment.launch_environment()
@@ -141,10 +127,7 @@ def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
 
 
 def begin(check: Callable[[], object]) -> "Session":
-    """Start MPI, call ``check`` on rank 0, and return the MPI session. Collective over the world.
-
-    If ``check`` raises an HpcdistError on rank 0, all ranks raise it.
-    """
+    """Start MPI and return its session. An HpcdistError of ``check`` on rank 0 is raised on all ranks. Collective."""
     from hpcdist.bench import output_file
     from hpcdist.comm import start
 
@@ -154,10 +137,7 @@ def begin(check: Callable[[], object]) -> "Session":
 
 
 def origin(session: "Session", anonymous: bool, **more: Any) -> dict[str, Any]:
-    """Return a dict that describes the origin of the results on rank 0, and {} on other ranks. Collective.
-
-    ``anonymous``: True to leave out the host names. ``**more``: further entries.
-    """
+    """Return a dict on the origin of the results, with ``**more``, on rank 0, and {} on other ranks. Collective."""
     from hpcdist.telemetry.provenance import provenance
 
     places = session.comm.allgather_object((session.place.host, ",".join(map(str, session.place.cores))))

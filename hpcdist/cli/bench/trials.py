@@ -53,10 +53,7 @@ def check_alone() -> None:
 
 @dataclass(frozen=True)
 class SweepRecipes:
-    """Converter of the settings of each trial of ``sweep`` to a complete recipe (training configuration).
-
-    ``environment``: environment variables that may override values; None means the environment of this process.
-    """
+    """Recipes of the trials of ``sweep``. Variables in ``environment`` (None: of this process) may override values."""
 
     sweep: "Sweep"
     environment: Mapping[str, str] | None = None
@@ -94,10 +91,7 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def run_options(ranks_per_node: int | None, text: str) -> list[str]:
-    """Return a list of options for `hpcdist run`: the options in ``text``, and --ranks-per-node unless it is None.
-
-    ``text``: value of --run-args, quoted as for a shell. Raises UsageError if an option is invalid.
-    """
+    """Return the options in ``text`` (value of --run-args) and --ranks-per-node. Raises UsageError if invalid."""
     from hpcdist.cli.run import command as run_command
 
     place = f"--run-args {text!r}"
@@ -129,11 +123,9 @@ def run_series(
     attributes: Mapping[str, str] | None = None,
     wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the trials of a sweep and append the results to the file ``output``, until a signal stops the sweep.
+    """Run the items of ``plan()`` and append the results to the file ``output``, until a signal stops the sweep.
 
-    ``plan``: function that returns the runs, called with ``output`` locked. ``anonymous``: True to leave out host
-    names. ``line``: function that returns the command line of a trial. ``attributes``: attributes of a new file.
-    ``wrap``: function that replaces the measuring function.
+    ``line`` returns the command line of a trial. ``wrap`` replaces the function that measures a trial.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance

@@ -38,10 +38,7 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 
 
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
-    """Return the data for a run's HTML page. An error message replaces unreadable data.
-
-    Keyword-only ``sample``: True to generate text with the model, after the keyword-only text ``prompt``.
-    """
+    """Return the data for a run's HTML page. An error message replaces unreadable data."""
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
     settings, why_no_settings, steps = _settings(run_dir)

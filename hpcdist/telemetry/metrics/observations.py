@@ -98,10 +98,7 @@ class Observations:
 
 
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
-    """Append ``events`` to the open metrics file ``file``. ``session``: number of this start of the run. Local.
-
-    The first call after a start deletes stored events of steps after ``events[0].step``.
-    """
+    """Append ``events`` to the open metrics ``file``. The first events of a start drop later steps. Local."""
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
         return

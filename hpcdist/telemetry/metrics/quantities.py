@@ -199,10 +199,7 @@ class DerivedFigures:
 
 
 def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
-    """Return each rank's median compute time, divided by the median over all ranks; NaN for ranks without times.
-
-    ``compute_s``: compute times, of shape (steps, ranks).
-    """
+    """Return each rank's median compute time over the median of all ranks. ``compute_s``: shape (steps, ranks)."""
     times = np.where(compute_s > 0, compute_s, math.nan)
     is_known = np.isfinite(times)
     medians = np.full(times.shape[1], math.nan)

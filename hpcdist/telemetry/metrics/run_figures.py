@@ -29,11 +29,7 @@ _SHARES: Final = ("compute", "update", "data", "other")
 
 @dataclass(frozen=True)
 class RunFigure(Figure[RunData]):
-    """A figure of a run. ``note``: function from a run to an explanation of its value, or to "".
-
-    ``is_fact``: True for a property of the job, which is in the head of a report. ``is_detail``: True if tables of
-    several runs omit the figure. ``is_counter``: True for a count of incidents, for which 0 is the normal value.
-    """
+    """A figure of a run. ``note`` explains its value. ``is_fact``: property of the job. ``is_counter``: 0 is normal."""
 
     note: Callable[[RunData], str] = lambda run: ""
     is_fact: bool = False
@@ -290,10 +286,7 @@ def zero_counters(run: RunData) -> str:
 
 
 def lines(run: RunData, head: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Return the known figures of ``run`` as lines of text, followed by the reasons why other figures are unknown.
-
-    ``head``: (title, text) pairs to print first.
-    """
+    """Return ``head``, (title, text) pairs, and the known figures as lines, then the reasons for unknown figures."""
     rows = [*head, *((title, f"{value}  ({note})" if note else value) for title, value, note in measured(run))]
     rows += [("none", names)] if (names := zero_counters(run)) else []
     width = max((len(title) for title, _ in rows), default=0)

@@ -129,7 +129,7 @@ class ClockSession:
 def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[ClockReading], wall_ns: int) -> None:
     """Append clock ``readings`` to the open metrics ``file``, and ``hosts`` if they are missing. Local.
 
-    ``session``: number of this start of the run. ``wall_ns``: rank 0's wall clock minus its monotonic clock, in ns.
+    ``session``: number of this start of the run. ``wall_ns``: rank 0's wall clock minus its monotonic clock.
     """
     for table in (CLOCK_RANKS, CLOCK_READINGS):
         table.create(file)
@@ -195,10 +195,7 @@ class SampledMetrics:
 
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
-    """Read the metrics file ``path`` of a finished or running run. Raises StorageError if missing or invalid.
-
-    Columns with one value per rank are read for a sample of steps, of about ``wide_bytes`` bytes per column.
-    """
+    """Read the metrics file ``path``. ``wide_bytes``: about the size of a sampled column per rank. Raises StorageError."""
     return read_settled(path, lambda file: _read(file, wide_bytes))
 
 

@@ -57,11 +57,7 @@ PER_RANK: Final = tuple(column.name for column in STEPS.columns if column.wide)
 
 
 class MetricsWriter:
-    """Writer of a run's metrics file on rank 0. A context manager: leaving it writes all rows.
-
-    With ``resume_step``, the file is continued, and later steps are dropped. Methods raise StorageError if the disk
-    fails.
-    """
+    """Writer of a run's metrics file on rank 0, as a context manager. Methods raise StorageError if the disk fails."""
 
     # The file is open only during writes, so it is always readable. A damaged file is renamed, and a new file is
     # created. ``attributes``: root attributes.
@@ -174,10 +170,7 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Add the row of one training step, from keyword arguments; NaN means that a value was not measured.
-
-        Keyword-only ``made_by``: number of ranks in this step, if the number of ranks changed after the step.
-        """
+        """Add the row of one training step. NaN means "not measured". Keyword ``made_by``: number of ranks that made it."""
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}
@@ -267,10 +260,7 @@ def read(path: str | Path) -> MetricsData:
 
 
 def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
-    """Return ``take(file)``, where ``file`` is the open metrics file ``path``. Raises StorageError.
-
-    ``take`` is called again if a running run changed the file during the call.
-    """
+    """Return ``take(file)`` for the metrics file ``path``, also while a run writes it. Raises StorageError."""
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:

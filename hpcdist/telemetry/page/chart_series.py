@@ -42,10 +42,7 @@ def bin_edges(x: np.ndarray, bins: int = BINS) -> np.ndarray:
 
 
 def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the mean over the rows of each bin, ignoring NaN. ``edges`` is the result of `bin_edges`.
-
-    ``values`` of shape (n,) give a result of shape (bins,), and (n, ranks) gives (bins, ranks).
-    """
+    """Return the mean of the rows of ``values`` in each bin, ignoring NaN. ``edges``: result of `bin_edges`."""
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1], axis=0)
     count = np.add.reduceat(finite.astype(np.float64), edges[:-1], axis=0)

@@ -175,10 +175,7 @@ def page_facts(data: RunData) -> list[tuple[str, str]]:
 
 
 def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | None = None) -> None:
-    """Write the page of the run in ``run_dir``, which may be running, to ``file`` atomically. Raises StorageError.
-
-    ``external`` holds data that this package cannot read itself (see `ExternalData`).
-    """
+    """Write the page of the run in ``run_dir`` to ``file`` atomically. Raises StorageError."""
     plotting.require_matplotlib()
     with regular.damage(run_dir, regular.FIGURES):
         data = run_data.read(Path(run_dir), external)
@@ -188,11 +185,7 @@ def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | N
 def write_table_page(
     file: Path, title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], svg: str, alt: str
 ) -> None:
-    """Write a page with a table and a plot to ``file`` atomically. Raises StorageError.
-
-    ``rows``: texts of the table, headings first. ``notes``: lines below the table. ``svg``: the plot, an SVG element
-    made by `plotting.figure_svg`, and ``alt`` its text alternative.
-    """
+    """Write a page with a table (headings first), ``notes`` and the plot ``svg`` to ``file``. Raises StorageError."""
     _write(
         file,
         _render("table.html.j2", title=title, rows=rows, notes=notes, chart=Chart("plot", "", svg, alt=alt, wide=True)),

@@ -39,10 +39,7 @@ class RankLane:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """Recorded operations (spans) of one step on selected ranks, or the ``reason`` why there are none.
-
-    ``world`` is the number of all ranks. ``clocks`` is a text about the accuracy of the clocks.
-    """
+    """Operations of one step on selected ranks. If there are none, ``reason`` is set. ``clocks``: accuracy as text."""
 
     step: int = 0
     lanes: Sequence[RankLane] = ()
@@ -66,10 +63,7 @@ class StepSpans:
 
 
 def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the recorded operations of one step of median duration, on at most `MAX_RANKS` ranks.
-
-    ``metrics_path``: file with clock readings of the nodes. ``slowest``: a rank that must be included, or None.
-    """
+    """Return the operations of a step of median duration on at most `MAX_RANKS` ranks, with the rank ``slowest``."""
     # The median is over the last `LAST_STEPS` steps. The first and the last rank are always included.
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
@@ -376,10 +370,7 @@ UTILISATION_BINS: Final = 300
 
 @dataclass(frozen=True)
 class UtilisationCurves:
-    """Utilisation over time: ``shares`` maps names, such as "cpu", to values at the times ``hours``.
-
-    ``hours``, of shape (points,), is the running time since the first start, without pauses between starts.
-    """
+    """Utilisation over time: {name, such as "cpu": values at ``hours``}. Pauses between starts are left out."""
 
     hours: np.ndarray
     shares: Mapping[str, np.ndarray]

@@ -60,10 +60,7 @@ def _end(data: RunData) -> list[Chart]:
 
 
 def draw_loss(axes: Any, data: RunData, first: int = 0) -> None:
-    """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss.
-
-    If ``first`` is 0, horizontal lines show the n-gram entropies of the training text.
-    """
+    """Draw the training loss from row ``first`` on, its moving mean, and the validation loss."""
     assert data.run is not None
     rows, evaluations = data.run.steps, data.run.sample.evaluations
     steps, loss, window = rows["step"][first:], rows["loss"][first:], _window(len(rows["step"]))

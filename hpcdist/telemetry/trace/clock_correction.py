@@ -26,10 +26,7 @@ WALL: Final = "wall clocks"
 
 
 class HostClock:
-    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, both clocks count as equal.
-
-    ``source`` is the origin of the readings: clock measurements, times of messages, or wall clocks.
-    """
+    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, both clocks count as equal."""
 
     def __init__(self, readings: Sequence[ClockReading] = (), source: str = MEASURED) -> None:
         self.source = source
@@ -129,10 +126,7 @@ class ClockCorrections:
 def find_corrections(
     logs: Mapping[int, RankLog], sessions: Sequence[ClockSession], matches: Matches
 ) -> ClockCorrections:
-    """Return the clock corrections of all hosts in ``logs``, from clock readings or else from message times. Local.
-
-    ``sessions``: clock readings of each start of the run. ``matches``: sends with their receives, and collectives.
-    """
+    """Return the clock corrections of all hosts, from clock readings (``sessions``) or from message times. Local."""
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
     if measured is not None:
@@ -282,10 +276,7 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Count the receives and collectives that end before the calls that they waited for. Local.
-
-    ``matches``: matching calls, with times on one clock. ``bounds_ns``: largest clock error of each rank.
-    """
+    """Count receives and collectives that end before their cause. ``bounds_ns``: largest clock error by rank. Local."""
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:
         last = meeting.released_by()

@@ -33,10 +33,7 @@ class PathSegment:
 
 
 def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSegment]:
-    """Return the critical path of all ranks, a list of segments in order of time. Local.
-
-    ``pieces`` maps each rank to its timeline, a list of time intervals with one activity each.
-    """
+    """Return the critical path, a list of segments by time. ``pieces``: timeline of each rank. Local."""
     ends = {rank: [piece.end_ns for piece in row] for rank, row in pieces.items()}
     last = max(((row[-1].end_ns, rank) for rank, row in pieces.items() if row), default=None)
     if last is None:
@@ -130,9 +127,9 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
 
 
 def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return the communication time of a rank that overlaps with computation, and the time that does not.
+    """Return the communication time of a rank that overlaps with computation. ``row``: its timeline.
 
-    ``row``: timeline of the rank. ``transfers``: (begin, end) of its messages and collectives.
+    ``transfers``: (begin, end) of its messages and collectives.
     """
     computing = union([(piece.begin_ns, piece.end_ns) for piece in row if piece.phase in COMPUTES])
     exposed = sum(piece.end_ns - piece.begin_ns for piece in row if piece.phase == "communication")

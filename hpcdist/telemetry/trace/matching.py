@@ -35,10 +35,7 @@ class MatchedCollective:
     root: int | None = None
 
     def released_by(self) -> RecordedCall | None:
-        """Return the call for which the other ranks had to wait, or None if unknown.
-
-        In a broadcast, it is the root's call. In other collectives, it is the call that began last.
-        """
+        """Return the call for which the others waited: the root's in a broadcast, else the last. None: unknown."""
         if self.root is not None:
             return next((call for call in self.calls if call.rank == self.root), None)
         return max(self.calls, key=lambda call: call.begin_ns)

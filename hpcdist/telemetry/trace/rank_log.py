@@ -71,10 +71,7 @@ class RankLogs:
 
 
 def load(run_dir: Path) -> RankLogs:
-    """Read all record files of a run. Skip damaged files and add a note for each of them.
-
-    Raises UsageError if there are no files, and StorageError if all files are damaged.
-    """
+    """Read all record files of a run. Damaged files become notes. Raises UsageError without files, and StorageError."""
     folder = run_dir / "recorder" if (run_dir / "recorder").is_dir() else run_dir
     paths = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
     if not paths:
@@ -192,10 +189,7 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 
 
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return the step numbers to show, and notes for the user about missing steps. Raises UsageError.
-
-    ``requested``: steps to show if all ``logs`` contain them. None: show the last ``last`` steps.
-    """
+    """Return the steps to show (``requested``, or the ``last`` ones), and notes on missing steps. Raises UsageError."""
     stepping = [log for log in logs if log.steps]
     if not stepping:
         if requested is not None:

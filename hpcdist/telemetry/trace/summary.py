@@ -35,10 +35,7 @@ class StepPath:
 
 @dataclass(frozen=True)
 class Trace:
-    """Timeline of some steps of a run, with critical paths, communication overlaps and longest waits.
-
-    ``pieces`` maps each rank to consecutive time intervals, with one activity per interval.
-    """
+    """Timeline of some steps of a run, with critical paths, overlaps and waits. ``pieces``: intervals of each rank."""
 
     run_dir: Path
     world: int
@@ -59,10 +56,7 @@ class Trace:
 def collect(
     run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, most: int = MAX_PIECES
 ) -> Trace:
-    """Return the trace of the run in ``run_dir``. Raises UsageError and StorageError.
-
-    ``steps`` None: the last steps. ``ranks`` None: all ranks. ``most``: maximum number of time intervals.
-    """
+    """Return the trace of the run in ``run_dir``, of the last steps and all ranks by default. Raises HpcdistError."""
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
     matches = matching.match(logs.ranks, logs.world)
