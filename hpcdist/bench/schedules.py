@@ -13,8 +13,9 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting.plotting import drawing
+from hpcdist.errors import UsageError
+from hpcdist.reporting import atomic
+from hpcdist.reporting.plotting import GanttBar, GanttStyle, draw_gantt, drawing
 from hpcdist.reporting.table import Catalogue, Figure
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
@@ -28,13 +29,13 @@ from hpcdist.strategies.schedule.simulate.timeline import StepTimeline
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.proof import verify
 
-# Kind of pass -> (letter, meaning, colour of a bar, colour of the number in the bar).
+# Kind of pass -> (letter, meaning, colour of a bar).
 STYLES: Final = {  # the bars also differ in brightness, for black-and-white prints
-    FORWARD: ("F", "forward", "#cfe2f3", "black"),
-    BACKWARD: ("B", "backward", "#d1693a", "black"),
-    INPUT: ("I", "input gradient", "#f0b35a", "black"),
-    WEIGHT: ("W", "weight gradients", "#3d6b53", "white"),
-    AGAIN: ("F again", "recomputed forward", "#b5c9da", "black"),
+    FORWARD: ("F", "forward", "#cfe2f3"),
+    BACKWARD: ("B", "backward", "#d1693a"),
+    INPUT: ("I", "input gradient", "#f0b35a"),
+    WEIGHT: ("W", "weight gradients", "#3d6b53"),
+    AGAIN: ("F again", "recomputed forward", "#b5c9da"),
 }
 NUMBERED: Final = 2000  # largest number of bars in a panel whose bars have numbers
 PROVEN: Final = 20_000  # largest number of passes whose operation lists are verified, which takes about a second
@@ -250,20 +251,15 @@ def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
 
 
 def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
+    styles = {letter: GanttStyle(colour, -0.42, 0.84) for letter, _, colour in STYLES.values()}
+    gantt_bars = []
+    for bar in shown.bars:
+        label = f"{bar.microbatch}.{bar.local}" if shown.chunks > 1 else str(bar.microbatch)
+        gantt_bars.append(GanttBar(bar.rank, bar.begin_s, bar.end_s, STYLES[bar.work][0], label))
+    character_s = 0.06 / (0.92 * _WIDTH) * end_s  # a character is 0.06 inches wide
     is_numbered = len(shown.bars) <= NUMBERED
-    for work, (_, _, colour, _) in STYLES.items():
-        for rank in range(shown.ranks):
-            spans = [
-                (bar.begin_s, bar.end_s - bar.begin_s) for bar in shown.bars if (bar.work, bar.rank) == (work, rank)
-            ]
-            if spans:
-                edge = {"edgecolor": "white", "linewidth": 0.4 if is_numbered else 0.0}
-                axis.broken_barh(spans, (rank - 0.42, 0.84), facecolor=colour, **edge)
-    for bar in shown.bars if is_numbered else ():
-        text = f"{bar.microbatch}.{bar.local}" if shown.chunks > 1 else str(bar.microbatch)
-        if (bar.end_s - bar.begin_s) / end_s * _WIDTH * 0.92 > 0.06 * len(text):  # a character is 0.06 inches wide
-            style = {"ha": "center", "va": "center", "fontsize": 7, "color": STYLES[bar.work][3], "clip_on": True}
-            axis.text((bar.begin_s + bar.end_s) / 2, bar.rank, text, **style)
+    font = {"fontsize": 7, "clip_on": True}
+    draw_gantt(axis, gantt_bars, styles, character=character_s if is_numbered else 0.0, font=font)
     axis.plot([s for s, _ in shown.path], [r + 0.42 for _, r in shown.path], color="black", linewidth=1.2)
     axis.set_title(shown.title, fontsize=10, loc="left")
     axis.set_ylabel("rank")
@@ -286,7 +282,4 @@ def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
             about = {"name": f"{letter}{bar.microbatch}.{bar.local}", "cat": letter, "pid": process, "tid": bar.rank}
             times = {"ts": 1e6 * bar.begin_s, "dur": 1e6 * (bar.end_s - bar.begin_s)}  # in microseconds
             events.append({"ph": "X", **about, **times, "args": {"microbatch": bar.microbatch, "chunk": bar.chunk}})
-    try:
-        file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}; choose another --trace file") from error
+    atomic.save(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "choose another --trace file")

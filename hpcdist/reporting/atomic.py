@@ -91,7 +91,7 @@ def own_directory(path: Path) -> None:
 
 
 def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
-    """Remove temporary files in ``directory`` that are ``older_s`` seconds old. ``of``: only those of this file."""
+    """Remove temporary files in ``directory`` that are ``older_s`` seconds old. ``of``: name of their target."""
     prefix = f".{of}." if of else "."
     with suppress(OSError):
         for entry in list(os.scandir(directory)):

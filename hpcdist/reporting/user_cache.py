@@ -34,7 +34,7 @@ def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the cache directory ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default in ``~/.cache``. Raises StorageError."""
+    """Return the cache directory ``$XDG_CACHE_HOME/hpcdist/<kind>``; ``~/.cache`` by default. Raises StorageError."""
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / kind

@@ -1,14 +1,14 @@
 """Report of a sweep: one row per configuration over its repeats, as text, Markdown, JSON or a plot."""
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.definition import flat
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat, status_text
 from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import UsageError
@@ -248,7 +248,7 @@ class SweptKey:
 
 def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | None:
     """Return the only numeric recipe key that varies and changes the loss, or None. ``measured``: successful trials."""
-    recipes = {c.id: dict(_settings(tomllib.loads(c.recipe))) for c in results.configurations}
+    recipes = {c.id: dict(flat(tomllib.loads(c.recipe))) for c in results.configurations}
     recipes = {row.id: recipes[row.id] | {"ranks": counted(row.ranks, "rank")} for row in measured}
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
     varied = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes.values()}) > 1]
@@ -267,14 +267,6 @@ def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | Non
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _value_text(value: float) -> str:
@@ -348,8 +340,3 @@ def _bars(axes: Any, ranks: int, panel: Sequence[SweepRow]) -> None:
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
     axes.set_title(counted(ranks, "rank"), fontsize=10)
-
-
-def read(path: Path) -> SweepResults:
-    """Read the results file ``path`` of a finished or running sweep. Raises StorageError."""
-    return results.read(path)

@@ -288,20 +288,18 @@ def _export(places: "Sequence[Path]", target: str, output: Path | None) -> None:
 
 def _sweep_csv(path: Path, target: str) -> str:
     from hpcdist.bench.sweep import report as reports
+    from hpcdist.bench.sweep import results
 
     if target != "csv" or _is_collectives(path):
         raise UsageError(f"{path} is a results file: --to exports runs, and the table of a sweep as CSV")
-    return reports.ROWS.csv(reports.rows(reports.read(path)))
+    return reports.ROWS.csv(reports.rows(results.read(path)))
 
 
 def _write_csv(text: str, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
         return
-    try:
-        atomic.write(output, text.encode())
-    except OSError as error:
-        raise StorageError(f"{output} cannot be written: {error.strerror or error}; choose another file") from error
+    atomic.save(output, text, "choose another file")
     click.echo(f"csv        {output}, {format_bytes(output.stat().st_size)}")
 
 
@@ -334,8 +332,9 @@ def _report_collectives(path: Path, plot: Path | None, as_json: bool, markdown: 
 
 def _report_sweep(path: Path, plot: Path | None, html: Path | None, as_json: bool, markdown: bool) -> None:
     from hpcdist.bench.sweep import report as reports
+    from hpcdist.bench.sweep import results
 
-    sweep = reports.read(path)
+    sweep = results.read(path)
     if as_json:
         click.echo(json.dumps(reports.jsonable(path, sweep)))
     else:

@@ -195,7 +195,7 @@ class SampledMetrics:
 
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
-    """Read the metrics file ``path``. ``wide_bytes``: about the size of a sampled column per rank. Raises StorageError."""
+    """Read the metrics file ``path``. ``wide_bytes``: size of a sampled column, about. Raises StorageError."""
     return read_settled(path, lambda file: _read(file, wide_bytes))
 
 

@@ -170,7 +170,7 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Add the row of one training step. NaN means "not measured". Keyword ``made_by``: number of ranks that made it."""
+        """Add the row of one step. NaN means "not measured". Keyword ``made_by``: number of ranks in this step."""
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}

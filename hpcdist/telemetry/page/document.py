@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist import __version__
-from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, plotting, regular
 from hpcdist.reporting.plotting import Chart
 from hpcdist.reporting.template import Templates, templates
@@ -20,6 +19,7 @@ from hpcdist.telemetry.page.history import FAILED, FINISHED, KILLED
 from hpcdist.telemetry.page.run_data import ExternalData, RunData
 
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
+CURE: Final = "choose another file"
 LEADING: Final = 3  # number of figures that are drawn large: the losses and the speed
 STATE_CLASSES: Final = {FINISHED: "good", FAILED: "bad", KILLED: "bad"}
 PROVENANCE: Final = {
@@ -179,21 +179,13 @@ def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | N
     plotting.require_matplotlib()
     with regular.damage(run_dir, regular.FIGURES):
         data = run_data.read(Path(run_dir), external)
-    _write(Path(file), make_page(data))
+    atomic.save(Path(file), make_page(data).encode(errors="replace"), CURE)
 
 
 def write_table_page(
     file: Path, title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], svg: str, alt: str
 ) -> None:
     """Write a page with a table (headings first), ``notes`` and the plot ``svg`` to ``file``. Raises StorageError."""
-    _write(
-        file,
-        _render("table.html.j2", title=title, rows=rows, notes=notes, chart=Chart("plot", "", svg, alt=alt, wide=True)),
-    )
-
-
-def _write(file: Path, page: str) -> None:
-    try:
-        atomic.write(file, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise StorageError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
+    chart = Chart("plot", "", svg, alt=alt, wide=True)
+    page = _render("table.html.j2", title=title, rows=rows, notes=notes, chart=chart)
+    atomic.save(file, page.encode(errors="replace"), CURE)
