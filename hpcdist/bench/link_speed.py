@@ -63,8 +63,8 @@ class _Bracket(NamedTuple):
 def borders(series: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
     """Measure more sizes where durations jump between two sizes. Return the new durations.
 
-    ``series``: {name: {size: seconds}} of at least four sizes. ``measure`` returns the durations of all series at a list of
-    sizes, equal on all ranks. Collective if ``measure`` is.
+    ``series``: {name: {size: seconds}} of at least four sizes. ``measure`` returns the durations of all series at the
+    given sizes, equal on all ranks. Collective if ``measure`` is.
     """
     border_times = BorderTimes({}, {})
     jumps = {name: _jumps(times) for name, times in series.items()}

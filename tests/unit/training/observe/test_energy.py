@@ -46,12 +46,8 @@ def test_figures_are_json_and_missing_values_are_none():
     assert figures["energy_j_by_phase"] == {"training": 90.0, "checkpoint": None}
     assert figures["energy_reason_by_phase"] == {"checkpoint": "too short"}
     result = energy_attributes(figures)
-    assert (result["energy_j"], result["j_per_step"], result["energy_reason"], result["energy_label"]) == (
-        91.0,
-        3.0,
-        "",
-        "",
-    )
+    names = ("energy_j", "j_per_step", "energy_reason", "energy_label")
+    assert [result[name] for name in names] == [91.0, 3.0, "", ""]
 
 
 def test_costs_are_reported_with_their_source():
