@@ -68,14 +68,14 @@ def _machine(comm: Communicator) -> str:
 
 
 def busy_before(samples: Sequence[LoadSample]) -> str:
-    """Return a text on the load if other processes keep a machine busy, or "". ``samples``: one per machine. Local."""
+    """Return a text on the load if other processes keep a machine busy, or "". ``samples``: one per machine."""
     return _worst([(sample.load, sample) for sample in samples])
 
 
 def busy_meanwhile(
     before: Sequence[LoadSample], after: Sequence[LoadSample], seconds: float, spread: float | None
 ) -> str:
-    """Return a text if other processes used a machine between two samples of its load, or "". Local."""
+    """Return a text if other processes kept a machine busy between the loads ``before`` and ``after``, or ""."""
     loads = []
     for old, new in zip(before, after, strict=True):
         load = new.load
@@ -100,7 +100,7 @@ def _worst(loads: Sequence[tuple[float, LoadSample]]) -> str:
 
 
 def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
-    """Write the measurements to the new HDF5 file ``path``. After an error no file remains. Raises StorageError."""
+    """Write a calibration to the new HDF5 file ``path``, with the attributes ``provenance``. Raises StorageError."""
     attributes = {**provenance, **asdict(calibration.machine), "measured_in_s": calibration.seconds}
     with FORMAT.edit(path, {**attributes, "busy": calibration.busy}) as file:
         for dtype, products in calibration.products.items():
@@ -140,7 +140,11 @@ def _table(group: Any, points: Sequence[Any], **fields: str) -> None:
 
 
 def run(
-    comm: Communicator, request: CalibrationRequest, mpi_library: str, processor: str, echo: calibrate_links.Report
+    comm: Communicator,
+    request: CalibrationRequest,
+    mpi_library: str,
+    processor: str,
+    print_line: calibrate_links.Report,
 ) -> CalibrationPoints:
     """Run the calibration ``request``. Return the measurements on all ranks. Collective over ``comm``."""
     begin_s = time.perf_counter()
@@ -149,7 +153,7 @@ def run(
 
     def report(text: str) -> None:
         if comm.rank == 0:
-            echo(text)
+            print_line(text)
 
     if busy := busy_before(before):
         report(f"warning: the machine is busy: {busy}; the results will be of its free capacity")
@@ -189,7 +193,7 @@ def run(
 
 
 def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return a description of this machine and of rank 0's device. Collective."""
+    """Return a description of this machine and of rank 0's device. ``on``: "cpu" or "gpu". Collective."""
     nodes, threads = comm.nodes(), threads_of_rank()
     ranks_per_host = max(len(members) for members in nodes.members)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -217,6 +221,6 @@ def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> Ca
 
 
 def threads_of_rank() -> int:
-    """Return the number of BLAS threads of this rank: from the environment, or all of its cores. Local."""
+    """Return the number of BLAS threads of this rank: from the environment, else the number of its cores. Local."""
     setting = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), "")
     return max(1, int(setting)) if setting else len(os.sched_getaffinity(0))

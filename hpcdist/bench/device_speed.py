@@ -39,11 +39,11 @@ STEPS: Final = 10  # timed steps of a model
 
 
 class BusySeconds(NamedTuple):
-    """Seconds with ``one`` busy rank per node and with ``all`` ranks busy. ``spread``: mean / first quartile - 1."""
+    """Seconds of an operation: ``one`` with one busy rank per node, ``all`` with all ranks busy."""
 
     one: float
     all: float
-    spread: float | None = None
+    spread: float | None = None  # variation of the repetitions: mean / first quartile - 1
 
 
 class ProductPoint(NamedTuple):
@@ -87,17 +87,13 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Duration of a message between two ranks on the ``level`` "node" or "network".
-
-    ``seconds.one``: half a round trip of one pair. ``seconds.all``: all pairs exchange in both directions at the same
-    time. ``border``: True for a size that was added where the duration jumps.
-    """
+    """Duration of a message between two ranks. ``level``: "node" or "network"."""
 
     level: str
     ranks: int
     nbytes: int
-    seconds: BusySeconds
-    border: bool = False
+    seconds: BusySeconds  # one pair: half a round trip; all pairs: in both directions at the same time
+    border: bool = False  # a size that was added where the duration jumps
 
 
 class CollectivePoint(NamedTuple):
@@ -163,7 +159,7 @@ class CalibrationRequest:
 
 
 def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
-    """Return sizes in bytes from ``least`` to ``most``: ``per_octave`` per factor of 2, multiples of 64."""
+    """Return sizes in bytes from ``least`` to ``most``, multiples of 64. ``per_octave``: sizes per factor of 2."""
     rounded, step = [], 0
     while (size := least * 2 ** (step / per_octave)) <= most * 1.0001:
         rounded.append(max(64, round(size / 64) * 64))
@@ -172,7 +168,7 @@ def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
 
 
 def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
-    """Return the small GPT models to time by default: triples (model, sequence length, micro-batch sizes)."""
+    """Return the small GPT models to time by default: (model, sequence length, micro-batch sizes)."""
     return (
         (ModelConfig(layers=2, hidden=128, heads=2, vocabulary=256), 128, (1, 4)),
         (ModelConfig(layers=2, hidden=256, heads=4, vocabulary=256), 128, (2, 4)),
@@ -191,7 +187,7 @@ def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
 
 
 def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure products of matrices of the `shapes` on device ``on`` for ``seconds`` seconds. Collective."""
+    """Measure products of matrices of the `shapes` for ``seconds`` seconds. ``on``: "cpu" or "gpu". Collective."""
     draw, item = np.random.default_rng(0), dtype_of(dtype)
     calls = []
     for m, k, n in shapes(on):
@@ -225,7 +221,7 @@ def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
 
 
 def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[BusySeconds]:
-    """Time each function in ``calls`` with one busy rank per node, then with all ranks. Collective."""
+    """Time the functions ``calls`` for ``seconds`` seconds: with one busy rank per node, then all. Collective."""
     alone = _rounds(comm, calls, seconds / 2, works=comm.nodes().intra.rank == 0)
     if comm.nodes().intra.size == 1:
         return [BusySeconds(time_s, time_s, spread) for time_s, spread in alone]
@@ -259,7 +255,7 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Time training steps of a model on device ``on``, with ``samples`` sequences of ``context`` tokens. Collective."""
+    """Time training steps of a model. ``samples``: sequences of ``context`` tokens. ``on``: device. Collective."""
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
     run = TimedRun(solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, on)
     rows: list[dict[tuple[str, str], float]] = []

@@ -43,7 +43,7 @@ VISITS: Final = 4
 
 
 class BorderTimes(NamedTuple):
-    """Durations near jumps, by series name and size: of ``remeasured`` sizes, and of new sizes ``between`` them."""
+    """Durations at jumps, {series: {size: seconds}}: of ``remeasured`` sizes, and of new sizes ``between``."""
 
     remeasured: dict[str, dict[int, float]]
     between: dict[str, dict[int, float]]
@@ -124,15 +124,18 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 
 
 def links(
-    comm: Communicator, bounds: tuple[int, int], seconds: float, on: str, report: Report
+    comm: Communicator, bounds: tuple[int, int], seconds: float, on: str, print_line: Report
 ) -> tuple[LinkPoint, ...]:
-    """Measure messages within nodes and between nodes. ``bounds``: (smallest, largest) size in bytes. Collective."""
+    """Measure messages within nodes and between nodes. Collective over ``comm``.
+
+    ``bounds``: (smallest, largest) message in bytes. ``seconds``: time to spend. ``on``: memory of "cpu" or "gpu".
+    """
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
     is_shared = max(len(members) for members in nodes.members) > 1  # a node has several ranks
     levels = (INSIDE,) * is_shared + (BETWEEN,) * (nodes.count > 1)
     for level in levels:
-        report(f"messages, level {level}")
+        print_line(f"messages, level {level}")
         visit_s = seconds / len(levels) / len(message_sizes)
         points += _Level(comm, level, max(message_sizes), visit_s, on).points(message_sizes)
     return tuple(points)
@@ -226,15 +229,20 @@ def _messages(
 
 
 def of_collectives(
-    comm: Communicator, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float, library: str, report: Report
+    comm: Communicator,
+    algorithms: Sequence[str],
+    bounds: tuple[int, int],
+    seconds: float,
+    mpi_library: str,
+    print_line: Report,
 ) -> tuple[CollectivePoint, ...]:
-    """Measure collectives on the ranks of a node and on all ranks, with buffers of sizes in ``bounds``. Collective."""
+    """Measure collectives on the ranks of a node, and on all ranks. ``bounds``: buffer sizes in bytes. Collective."""
     nodes, points = comm.nodes(), []
     groups = [(INSIDE, nodes.intra)] if nodes.uniform and nodes.intra.size > 1 else []
     groups += [(BETWEEN, comm)] if nodes.count > 1 else []
     for level, group in groups:
         for operation in OPERATIONS:
-            measure = _Operation(group, operation, algorithms, library, report)
+            measure = _Operation(group, operation, algorithms, mpi_library, print_line)
             points += measure.points(level, bounds, seconds / len(groups) / len(OPERATIONS))
     return tuple(comm.broadcast_object(points))
 
@@ -248,7 +256,7 @@ class _Operation:
         self._shares = shared_memory.is_available(group) and group.nodes().count == 1
 
     def points(self, level: str, bounds: tuple[int, int], seconds: float) -> list[CollectivePoint]:
-        """Measure one collective at all sizes. Return the results, sorted by algorithm and size. Collective."""
+        """Measure one collective at sizes in ``bounds``. Return the results, sorted. Collective."""
         buffer_sizes = sizes(*bounds)
         size_s = seconds / len(buffer_sizes)
         notes: list[str] = []

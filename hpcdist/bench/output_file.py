@@ -25,7 +25,7 @@ Record = TypeVar("Record")
 
 
 class SampleColumn:
-    """Description of an HDF5 dataset: ``meaning`` as text, names of its dimensions (``*axes``) and their unit."""
+    """Description of an HDF5 dataset: ``meaning``, names of its dimensions (``*axes``), and unit."""
 
     def __init__(self, meaning: str, *axes: str, units: str = "s") -> None:
         self.meaning, self.axes, self.units = meaning, axes, units
@@ -52,7 +52,7 @@ class ResultsFormat:
 
     @contextmanager
     def read(self, path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Open the results file ``path``; yield (provenance, group of its records). Raises StorageError for damage."""
+        """Open the results file ``path``. Yield (provenance, group of its records). Raises StorageError."""
         with files.open_read(path, self.schema, self.version) as file:
             try:
                 header = ("schema", "schema_version", "NX_class")
@@ -69,7 +69,7 @@ def plain(value: Any) -> Any:
 
 
 def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
-    """Write the dataclass object ``record`` into an empty ``group``. Keyword ``grows``: `extend_record` will append."""
+    """Write the dataclass object ``record`` into the empty HDF5 ``group``. Keyword ``grows``: it may be extended."""
     group.attrs.update(_attributes(record))
     columns = {name: (getattr(record, name), column) for name, column in _sample_columns(type(record)).items()}
     if columns:
@@ -77,7 +77,7 @@ def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
 
 
 def write_samples(group: Any, columns: Mapping[str, tuple[np.ndarray, SampleColumn]], *, grows: bool = False) -> None:
-    """Write a dataset per entry of ``columns``, {name: (values, description)}, into the HDF5 ``group``."""
+    """Write the datasets ``columns``, {name: (values, description)}, into the HDF5 ``group``."""
     # NeXus viewers show the first dataset. A dataset can be the scale of another dataset.
     for name, (values, column) in columns.items():
         options: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
 
 
 def extend_record(group: Any, record: Any) -> None:
-    """Append the arrays of the dataclass object ``record`` to the datasets of ``group``, along the first dimension."""
+    """Append the arrays of the dataclass object ``record`` to the datasets of ``group``."""
     for name, column in _sample_columns(type(record)).items():
         values, dataset, scale = getattr(record, name), group[name], group[column.axes[0]]
         length = len(dataset) + len(values)
@@ -119,7 +119,7 @@ def extend_record(group: Any, record: Any) -> None:
 
 
 def read_record(group: Any, kind: type[Record], **values: Any) -> Record:
-    """Return an object of the dataclass ``kind``: fields stored in the HDF5 ``group``, and fields in ``**values``."""
+    """Return an object of the dataclass ``kind``, with fields from the HDF5 ``group`` and from ``**values``."""
     for name, hint in _hints(kind).items():
         if name in values:
             continue

@@ -68,7 +68,7 @@ class ScheduleRequest:
             raise UsageError(f"--message-s {self.message_s}: the seconds must be finite")
 
     def step_costs(self, placement: StagePlacement) -> StepCosts:
-        """Return the simulation costs of each model chunk of ``placement``, which maps chunks to ranks."""
+        """Return the costs of each model chunk. ``placement``: rank of each chunk."""
         forward_s, input_s, weight_s = (
             [self.costs[rank % len(self.costs)][kind] / placement.ranks.count(rank) for rank in placement.ranks]
             for kind in range(3)
@@ -84,37 +84,37 @@ class ScheduleRequest:
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """Result of a simulated schedule. ``closed``: idle share by a formula. ``operations``: True if verified."""
+    """Result of a simulated pipeline schedule."""
 
     name: str
     written: ScheduleText
     timeline: StepTimeline
-    memory: tuple[Peak, ...]
-    closed: float | None
-    operations: bool
+    memory: tuple[Peak, ...]  # largest number of micro-batches in progress, by rank
+    closed: float | None  # idle share by a formula, or None without a formula
+    operations: bool  # all operations were verified, not only the passes
 
 
-def simulate_schedule(name: str, written: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
-    """Check that a schedule is valid, and simulate it. Raises ScheduleError and UsageError. Local."""
-    if request.recompute and written.keeps:
+def simulate_schedule(name: str, schedule: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
+    """Verify and simulate a ``schedule``, the passes of each rank. Raises ScheduleError and UsageError. Local."""
+    if request.recompute and schedule.keeps:
         raise UsageError(
             f"--recompute does not work with {name}, which keeps all activations until the backward pass; remove "
             "--recompute, or choose gpipe, 1f1b or interleaved"
         )
-    placement = written.place([range(n, n + 1) for n in range(request.stages * written.chunks)])
-    operations = sum(map(len, written.passes)) <= PROVEN
+    placement = schedule.place([range(n, n + 1) for n in range(request.stages * schedule.chunks)])
+    operations = sum(map(len, schedule.passes)) <= PROVEN
     if operations:
-        _verify(written, placement, request)
+        _verify(schedule, placement, request)
     else:
-        liveness.prove(written.passes, placement, request.microbatches)
-    rows = [passes.compact(row) for row in written.passes]
+        liveness.prove(schedule.passes, placement, request.microbatches)
+    rows = [passes.compact(row) for row in schedule.passes]
     costs = request.step_costs(placement)
     timeline = simulate_timeline.simulate_passes(rows, placement, costs, recompute=request.recompute)
     closed = None
     if len(set(request.costs)) == 1 and not request.message_s and not request.recompute:  # else no formula
         seconds = dict(zip(("forward_s", "input_s", "weight_s"), request.costs[0], strict=True))
-        closed = registry.bubble(name, request.stages, request.microbatches, chunks=written.chunks, **seconds)
-    return SimulatedSchedule(name, written, timeline, passes.peaks(timeline.program), closed, operations)
+        closed = registry.bubble(name, request.stages, request.microbatches, chunks=schedule.chunks, **seconds)
+    return SimulatedSchedule(name, schedule, timeline, passes.peaks(timeline.program), closed, operations)
 
 
 def _verify(written: ScheduleText, placement: StagePlacement, request: ScheduleRequest) -> None:
@@ -180,26 +180,26 @@ _FIGURES: Final[Catalogue[SimulatedSchedule]] = Catalogue(
 
 @dataclass(frozen=True)
 class PassBar:
-    """Bar of a timeline: one pass of a micro-batch through the model chunk number ``chunk`` (``local`` on its rank)."""
+    """Bar of a timeline: one pass of a micro-batch through a model chunk."""
 
     rank: int
-    work: int
+    work: int  # kind of the pass: a key of `STYLES`
     microbatch: int
-    chunk: int
-    local: int
+    chunk: int  # number of the chunk in the model
+    local: int  # number of the chunk on its rank
     begin_s: float
     end_s: float
 
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Timeline of one step: bars, critical path as points (seconds, rank), and largest number of chunks on a rank."""
+    """Timeline of one step, with its critical path."""
 
     title: str
     ranks: int
-    chunks: int
+    chunks: int  # largest number of model chunks on a rank
     bars: Sequence[PassBar]
-    path: Sequence[tuple[float, int]]
+    path: Sequence[tuple[float, int]]  # points (time in seconds, rank) of the critical path
 
 
 def bars(timeline: StepTimeline) -> list[PassBar]:
@@ -233,7 +233,7 @@ def panel(title: str, timeline: StepTimeline) -> TimelinePanel:
 
 
 def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Draw ``panels`` below each other with a common time axis, and save them as ``file``. Raises HpcdistError."""
+    """Draw ``panels`` below each other, with a common time axis, into ``file``. Raises HpcdistError."""
     heights = [0.8 + 0.3 * min(panel.ranks, 24) for panel in panels]
     end_s = max((bar.end_s for panel in panels for bar in panel.bars), default=1.0)
     works = sorted({bar.work for panel in panels for bar in panel.bars})

@@ -35,7 +35,7 @@ def without_collection() -> Iterator[None]:
 
 
 def begin_torch_group(comm: Communicator, folder: Path) -> None:
-    """Start PyTorch's gloo process group once. ``folder``: directory that all ranks share. Collective over ``comm``."""
+    """Start PyTorch's process group (gloo), once per process. ``folder``: directory for the rendezvous. Collective."""
     import torch.distributed as group
 
     rendezvous = comm.broadcast_object(str((folder / f"rendezvous-{os.getpid()}").absolute()))
@@ -63,7 +63,7 @@ class OperationTimer(StepObserver):
 
 
 class TimedTraining:
-    """Training with a plain allreduce and a timer of operations. Construction is collective over all ranks."""
+    """Training with a plain allreduce, which times each operation. Construction is collective over all ranks."""
 
     def __init__(
         self, context: RankContext, parallel: ParallelConfig, initial: FlatStore | None = None, seed: int = 0
@@ -79,12 +79,12 @@ class TimedTraining:
         self._executor.copies.refresh()
 
     def timed_step(
-        self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, together: Communicator
+        self, batches: Sequence[tuple[np.ndarray, np.ndarray]], samples: int, barrier_comm: Communicator
     ) -> tuple[StepResult, float, float, float]:
-        """Run a step after a barrier of ``together``. Return (result, start time, seconds, CPU seconds). Collective."""
+        """Run a step after a barrier of ``barrier_comm``. Return (result, start, seconds, CPU seconds). Collective."""
         self._number += 1
         self.timer.timed.clear()
-        together.barrier()
+        barrier_comm.barrier()
         cpu_s, begin_s = time.process_time(), time.perf_counter()
         done = self._executor.run(self.operations, batches, samples, self._number, np.zeros(1))
         end_s = time.perf_counter()

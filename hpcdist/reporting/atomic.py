@@ -31,7 +31,10 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new binary file. If the block does not raise, the file replaces ``path``. Raises OSError."""
+    """Yield a new binary file, which replaces ``path`` after the block. Raises OSError.
+
+    If the block raises, ``path`` stays unchanged. Keyword ``durable``: also sync the file and its directory to disk.
+    """
     new = temporary_path(path)
     descriptor = create(new, mode)
     try:
@@ -83,16 +86,19 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Create the directory ``path`` and its parents; first remove ``path`` if it is a symbolic link. Raises OSError."""
+    """Create the directory ``path``. If ``path`` is a symbolic link, it is removed first. Raises OSError."""
     if path.is_symlink():
         with suppress(FileNotFoundError, IsADirectoryError):  # another process has replaced it
             path.unlink()
     path.mkdir(parents=True, exist_ok=True)
 
 
-def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
-    """Remove temporary files in ``directory`` that are ``older_s`` seconds old. ``of``: name of their target."""
-    prefix = f".{of}." if of else "."
+def sweep(directory: Path, older_s: float = LEFT_S, target_name: str = "") -> None:
+    """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
+
+    ``target_name``: remove only temporary files of this file. Do not pass ``older_s=0`` if other processes write.
+    """
+    prefix = f".{target_name}." if target_name else "."
     with suppress(OSError):
         for entry in list(os.scandir(directory)):
             if not (_NAME.fullmatch(entry.name) and entry.name.startswith(prefix)):

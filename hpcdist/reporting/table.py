@@ -15,7 +15,7 @@ MISSING: Final = "-"
 
 
 def text_of(value: float | None, form: str, unit: float = 1.0) -> str:
-    """Return ``value`` divided by ``unit`` as text in the format ``form``. A ``value`` of None becomes "-"."""
+    """Format ``value`` / ``unit`` with the format specification ``form``. None becomes "-"."""
     return MISSING if value is None else format(value / unit, form)
 
 
@@ -31,7 +31,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Insert an empty line into a text table (head first) wherever ``groups``, the group of each row, changes."""
+    """Insert empty lines into a text table. ``groups``: group of each row; an empty line separates groups."""
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):
         if at and groups[at] != groups[at - 1]:
@@ -91,7 +91,10 @@ class Figure(Generic[Record]):
 
 
 class Catalogue(Generic[Record]):
-    """Table of ``figures``, one column each. ``name`` returns a record's name in notes; default: the first figure."""
+    """Table of ``figures``, one column per figure.
+
+    ``name``: function from a record to its name in notes. By default, this is the text of the first figure.
+    """
 
     def __init__(self, *figures: Figure[Record], name: Callable[[Record], str] | None = None) -> None:
         self.figures, self._name = figures, name or figures[0].text
@@ -102,7 +105,7 @@ class Catalogue(Generic[Record]):
         return [head, *([figure.text(record) for figure in self.figures] for record in records)]
 
     def aligned(self, records: Sequence[Record], left: Collection[int] = (0,)) -> list[str]:
-        """Return the lines of a text table and of the notes of `missing`. ``left``: indices of left-aligned columns."""
+        """Return the lines of a text table, and the notes of `missing`. ``left``: indices of left-aligned columns."""
         notes = self.missing(records)
         return [*aligned(self.rows(records), left), *([""] if notes else []), *notes]
 
@@ -119,12 +122,12 @@ class Catalogue(Generic[Record]):
         return csv_text([figure.name for figure in self.figures], self.jsonable(records))
 
     def unknown(self, record: Record) -> dict[str, str]:
-        """Return a dict for the unknown values of ``record``, from heading to the reason why the value is unknown."""
+        """Return {heading: reason why its value is unknown} for ``record``."""
         without = [figure for figure in self.figures if figure.value(record) is None]
         return {figure.heading: reason for figure in without if (reason := figure.why_unknown(record))}
 
     def missing(self, records: Sequence[Record]) -> list[str]:
-        """Return one line per reason why values are unknown, with the figures and the names of the records."""
+        """Return a line per reason why values are unknown, with figures and names of records."""
         names: dict[tuple[str, str], list[str]] = {}
         for record in records:
             for heading, reason in self.unknown(record).items():

@@ -16,20 +16,20 @@ def parse_bytes(text: str) -> int:
     return parse_size(text, "bytes")
 
 
-def parse_size(text: str, of: str) -> int:
-    """Parse a number such as 4096, 16K or 1M (binary units). ``of``: noun for the number in the ValueError."""
+def parse_size(text: str, noun: str) -> int:
+    """Parse a number such as 4096, 16K or 1M (binary units). Raises ValueError. ``noun``: unit in the error."""
     match = _BYTES.fullmatch(text)
     size = int(match[1]) * UNITS[match[2].upper()] if match else 0
     if match and size > LARGEST_BYTES:
-        raise ValueError(f"{text} is too large; expected at most 1024P, which is 2^60 {of}")
+        raise ValueError(f"{text} is too large; expected at most 1024P, which is 2^60 {noun}")
     if not size:
-        raise ValueError(f"{text!r} is not a number of {of}; expected a number such as 4096, 16K or 1M")
+        raise ValueError(f"{text!r} is not a number of {noun}; expected a number such as 4096, 16K or 1M")
     return size
 
 
-def counted(number: int, what: str) -> str:
-    """Return ``number`` with the noun ``what`` in singular or plural: "1 rank", "2 ranks"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str) -> str:
+    """Return ``number`` and ``noun``, in singular or plural: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(nbytes: int) -> str:
@@ -133,7 +133,7 @@ def _folded(prefix: str, digits: list[str]) -> list[str]:
 
 
 def group_texts(labels: Sequence[str], texts: Sequence[str]) -> str:
-    """Join the texts of hosts, as in "n[1-2]: 4 GPUs; n3: 2 GPUs". If all texts are equal, return this text alone."""
+    """Join ``texts`` of the hosts ``labels``: "n[1-2]: 4 GPUs; n3: 2 GPUs". Equal texts are returned once."""
     groups: dict[str, list[str]] = {}
     for label, text in zip(labels, texts, strict=True):
         groups.setdefault(text, []).append(label)

@@ -65,7 +65,7 @@ class Anomalies:
         skipped: bool = False,
         held_up: bool = False,
     ) -> list[Anomaly]:
-        """Return the anomalies that begin in ``step``. ``figures``: its figures by name, from `DerivedFigures`."""
+        """Return the anomalies that begin in ``step``. ``figures``: figures of this step from `DerivedFigures`."""
         # ``skipped``: the step made no update. ``held_up``: the step includes a checkpoint or a validation, so its
         # speed does not count.
         self._rows += 1

@@ -24,7 +24,7 @@ BATCH: Final = 1000  # largest number of metrics in one call of MLflow
 
 
 def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
-    """Return {step: {key of a quantity: value}} of ``run``. Times are of sampled steps only. Raises UsageError."""
+    """Return {step: {key of a quantity: value}}. Only sampled steps have times. Raises UsageError without steps."""
     if run.run is None:
         raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to export")
     narrow, sample, lock_step = run.run.steps, run.run.sample.steps, bool(run.attributes.get("lock_step", 1))

@@ -43,7 +43,7 @@ def _signature(event: RecordedEvent) -> tuple[object, ...]:
 
 
 def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
-    """Return [finding] about the earliest collective whose arguments differ between ranks, or []. Local."""
+    """Return [finding] on the first collective whose arguments differ between ranks, or []. Local."""
     calls: dict[tuple[str, int], dict[int, RecordedEvent]] = defaultdict(dict)
     for record in records:
         for event in record.events:
@@ -129,10 +129,10 @@ class HangReport:
     ranks: tuple[RankState, ...]
 
 
-def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
+def load(directory: Path, unreadable: dict[int, str] | None = None) -> list[RankRecord]:
     """Return a `RankRecord` per rank from the flight recorder files in ``directory``. Raises UsageError without files.
 
-    ``damaged``: dict to fill with {rank: error} of unreadable files. None: an unreadable file raises StorageError.
+    ``unreadable``: dict to fill with {rank: error}. If it is None, an unreadable file raises StorageError.
     """
     # With ``damaged``, StorageError is raised only if no file is readable.
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
@@ -142,9 +142,9 @@ def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRec
             records.append(read(path))
         except StorageError as error:
             rank = path.stem.removeprefix("rank-")
-            if damaged is None or not rank.isdecimal():
+            if unreadable is None or not rank.isdecimal():
                 raise
-            damaged[int(rank)], last = str(error), error
+            unreadable[int(rank)], last = str(error), error
     if not records and last is not None:
         raise last
     if not records:
@@ -161,14 +161,14 @@ def analyse(
     records: Sequence[RankRecord],
     patience_s: float = 10.0,
     now_ns: int | None = None,
-    damaged: Mapping[int, str] | None = None,
+    unreadable: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run. A live rank counts as waiting after ``patience_s`` seconds in one operation."""
+    """Diagnose a run from the ``records`` of its ranks. ``unreadable``: {rank: error} of damaged records."""
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
     states = _states(records, now)
-    unread = {rank: reason for rank, reason in (damaged or {}).items() if rank < world}
+    unread = {rank: reason for rank, reason in (unreadable or {}).items() if rank < world}
     missing = tuple(sorted(set(range(world)) - states.keys() - unread.keys()))
     ranks = tuple(
         _rank_state(record, states[record.rank], now) for record in sorted(records, key=lambda record: record.rank)
@@ -293,7 +293,7 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 
 
 class WaitGraph:
-    """Graph of ranks that wait for other ranks. ``culprits``: {rank that does not wait: first operation it missed}."""
+    """Graph of ranks that wait for other ranks. ``culprits``: {rank that others wait for: missed operation}."""
 
     # ``waits``: dict from a waiting rank to {awaited rank: operation}.
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:

@@ -77,7 +77,7 @@ def job_number(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def job_owner(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a dict: user, account, partition and QOS of the job ("" if unknown). Outside of a job, only the user."""
+    """Return a dict: user, account, partition and QOS of the job. An unknown value is ""."""
     owner = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
     if not owner["user"]:
         try:

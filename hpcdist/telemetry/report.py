@@ -90,14 +90,14 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def catalogue(runs: Sequence[RunData], *, details: bool = True) -> Catalogue[RunData]:
-    """Return the `Catalogue` of columns to compare ``runs``. Keyword-only ``details`` False: omit detailed figures."""
+    """Return the `Catalogue` to compare ``runs``, a column per figure. Keyword ``details``: False omits details."""
     names = {run.run_dir: name for run, name in zip(runs, _names(runs), strict=True)}
     name: Figure[RunData] = Figure("run", lambda run: names[run.run_dir], meaning="last parts of the run directory")
     return Catalogue(name, *(figure for figure in FIGURES if details or not figure.is_detail))
 
 
 def runs_table(runs: Sequence[RunData]) -> tuple[list[list[str]], list[str]]:
-    """Return the table of ``runs`` (headings first) and notes about unknown values. Empty columns are omitted."""
+    """Return (table rows, headings first; notes on unknown values) for ``runs``. Empty columns are omitted."""
     figures = catalogue(runs, details=False)
     shown = [figure for figure in figures.figures if any(figure.value(run) not in (None, 0) for run in runs)]
     return Catalogue(*shown).rows(runs), figures.missing(runs)
@@ -110,7 +110,7 @@ def runs_text(runs: Sequence[RunData]) -> str:
 
 
 def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
-    """Return one dict per figure with its name, its values in two runs and their ratio. Unknown values are None."""
+    """Return a dict per figure: name, values in both runs, and their ratio. Unknown values are None."""
     rows = []
     for figure in FIGURES:
         old, new = figure.value(before), figure.value(after)
@@ -122,7 +122,7 @@ def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
 def comparison_text(
     before: RunData, after: RunData, keys: Mapping[str, tuple[str, str]], *, as_markdown: bool = False
 ) -> str:
-    """Return two tables as text or Markdown: figures of two runs, and differing recipe ``keys`` with both values."""
+    """Return the figures of two runs as a table, and a table of the differing recipe ``keys`` with both values."""
     names, figures = _names([before, after]), {figure.name: figure for figure in FIGURES}
     rows = [["", *names, "ratio"]]
     for row in comparison(before, after):

@@ -60,13 +60,13 @@ def crc32c(records: Sequence[bytes]) -> np.ndarray:
 
 
 def masked(crcs: np.ndarray) -> np.ndarray:
-    """Return the uint32 checksums ``crcs`` masked as in TFRecord files: rotated by 15 bits, plus a constant."""
+    """Return the checksums ``crcs`` (uint32), masked as in TFRecord files."""
     rotated = (crcs >> np.uint32(15)) | (crcs << np.uint32(17))
     return (rotated.astype(np.uint64) + MASK_DELTA).astype(np.uint32)
 
 
 class TensorBoard:
-    """Sink that writes TensorBoard event files, one per start of a run. Raises StorageError, MissingCapabilityError."""
+    """Sink that writes TensorBoard event files, one per start of a run. Raises StorageError."""
 
     name = "TensorBoard"
 

@@ -66,12 +66,12 @@ def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
 
 
 def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
-    """Return the number of buffers to use in turn. Together they exceed the cache, unless ``hot`` is True."""
+    """Return the number of buffers of ``nbytes`` bytes to use in turn: 1 if ``hot``, else more than the cache holds."""
     return 1 if hot else max(1, min(1 + -(-CACHES * cache_bytes // nbytes), limit_bytes // nbytes))
 
 
 class BufferContents:
-    """Test data for collectives: the periodic input of each of ``ranks`` ranks, and the sum of all inputs."""
+    """Test data for collectives: a periodic input for each of ``ranks`` ranks, and the sum of all inputs."""
 
     def __init__(self, ranks: int, dtype: np.dtype) -> None:
         index = np.arange(PERIOD, dtype=np.int64)
@@ -96,9 +96,9 @@ class BufferContents:
             piece = buffer[start : start + step]
             yield start, piece, tile[: piece.size]
 
-    def fill(self, buffer: np.ndarray, rank: int, phase: int) -> None:
-        """Write the test input of ``rank`` into ``buffer``, beginning with input element ``phase``. Local."""
-        for _, piece, values in self._pieces(buffer, rank, phase):
+    def fill(self, buffer: np.ndarray, rank: int, first_element: int) -> None:
+        """Write the test input of ``rank`` into ``buffer``, beginning with its element ``first_element``. Local."""
+        for _, piece, values in self._pieces(buffer, rank, first_element):
             piece[...] = values
 
     def fill_slots(self, slots: np.ndarray, rank: int) -> None:
@@ -114,9 +114,12 @@ class BufferContents:
         for slot in range(whole, count):
             self.fill(slots[slot], rank, slot)
 
-    def first_difference(self, buffer: np.ndarray, rank: int | None, phase: int) -> int:
-        """Return the first index where ``buffer`` differs from the input of ``rank`` (None: the sum), or -1."""
-        for start, piece, values in self._pieces(buffer, rank, phase):
+    def first_difference(self, buffer: np.ndarray, rank: int | None, first_element: int) -> int:
+        """Return the first index at which ``buffer`` differs from the expected values, or -1.
+
+        Expected is the input of ``rank`` (None: the sum of all inputs), beginning with element ``first_element``.
+        """
+        for start, piece, values in self._pieces(buffer, rank, first_element):
             differs = piece.view(self._bits) != values.view(self._bits)  # no value is a negative zero
             if differs.any():
                 return start + int(np.argmax(differs))
@@ -125,15 +128,15 @@ class BufferContents:
 
 @dataclass(frozen=True)
 class ExpectedResult:
-    """Expected values of the range ``part``: the input of ``rank`` (None: the sum of all) from ``origin`` on."""
+    """Expected values of a range of a result: the input of ``rank``, or the sum of all inputs (None)."""
 
     part: Range
     rank: int | None
-    origin: int
+    origin: int  # index of the first value in the input
 
 
 class BufferPool:
-    """Memory for ``count`` buffers and result arrays of ``size`` elements, which the algorithms use in turn."""
+    """Memory for ``count`` pairs of a buffer and a result array. The benchmarked algorithms use the pairs in turn."""
 
     def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
         self.stride_bytes = align_up(size * dtype.itemsize, ALIGN_BYTES)
@@ -172,7 +175,7 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return an error text for the first wrong element of algorithm number ``contender``, or "". Local."""
+        """Return a text on the first wrong element of algorithm number ``contender``, or "" if there is none. Local."""
         for slot in (slot for slot, user in enumerate(self._users) if user == contender):
             data = self.result(slot) if in_result else self.buffer(slot)
             for item in expected:
@@ -249,7 +252,7 @@ def algorithms(op: str) -> tuple[str, ...]:
 
 
 def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
-    """Return the kinds of memory in ``requested`` on which ``algorithm`` can be measured for ``op``. Local."""
+    """Return those kinds of memory in ``requested`` on which ``algorithm`` is measured for ``op``. Local."""
     # "native" and all-to-all use ordinary memory only. If both kinds are requested, only algorithms that read shared
     # memory are measured on it.
     if algorithm == NATIVE:
@@ -259,16 +262,16 @@ def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
 
 
 def contender(
-    comm: Communicator, cell: CollectivesCell, algorithm: str, buffers: str, chosen: str = ""
+    comm: Communicator, cell: CollectivesCell, algorithm: str, memory_kind: str, chosen: str = ""
 ) -> CollectivesContender:
-    """Prepare an algorithm to benchmark. ``chosen``: the algorithm that "auto" selected, or "". Collective."""
+    """Prepare ``algorithm`` (for "auto": the algorithm ``chosen``) to be benchmarked. Collective over ``comm``."""
     prepare = _OPERATIONS[cell.op][1]
     run, expected = prepare(comm, cell, chosen or algorithm)
-    return CollectivesContender(algorithm, buffers, run, tuple(expected), in_result=prepare is _all_to_all)
+    return CollectivesContender(algorithm, memory_kind, run, tuple(expected), in_result=prepare is _all_to_all)
 
 
 def references(comm: Communicator) -> list[CollectivesContender]:
-    """Return reference transfers: a memory copy, and on several nodes an exchange of two nodes. Collective."""
+    """Return transfers to compare with: a memory copy, and an exchange between two nodes. Collective."""
     contenders = [CollectivesContender(MEMCPY, ORDINARY, lambda buffer, result: np.copyto(result, buffer), None)]
     members = comm.nodes().members
     if len(members) > 1:
@@ -284,7 +287,7 @@ def references(comm: Communicator) -> list[CollectivesContender]:
 
 
 def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndarray, result: np.ndarray) -> str:
-    """Run ``contender`` (an algorithm) once. Return an error text if it is unsupported, or "". Collective."""
+    """Run ``contender`` once. Return the reason why it is unsupported, or "" if it works. Collective."""
     # An unsupported algorithm raises on every rank before it sends anything.
     reason = ""
     try:
@@ -294,11 +297,11 @@ def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndar
     return next(filter(None, comm.allgather_object(reason)), "")
 
 
-def chosen(comm: Communicator, dtype: np.dtype, buffers: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
-    """Measure the fastest allreduce algorithm for each size up to ``max_bytes``. Return the table. Collective."""
+def chosen(comm: Communicator, dtype: np.dtype, memory_kind: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
+    """Measure the fastest allreduce algorithm for sizes up to ``max_bytes``. Return the table. Collective."""
     request = autotune.TuningRequest(
         max_bytes=max_bytes,
         dtype=dtype,
-        allocate=(lambda size: shared_memory.allocate(comm, size, dtype)) if buffers == SHARED else None,
+        allocate=(lambda size: shared_memory.allocate(comm, size, dtype)) if memory_kind == SHARED else None,
     )
     return parse_algorithm(autotune.select(comm, comm, request, mpi_library, cached=False).text)

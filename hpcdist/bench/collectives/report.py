@@ -26,14 +26,14 @@ from hpcdist.reporting.table import MISSING, Catalogue, Figure, text_of
 
 @dataclass(frozen=True)
 class CollectivesRow(ConfigurationKey):
-    """Table row of one algorithm, from the slowest rank's durations. ``x_native``: speed over the MPI library's."""
+    """Table row of one benchmarked algorithm. Durations are of the slowest rank. None: not applicable."""
 
     reference: bool
     iterations: int
     median_s: float
     quartiles_s: tuple[float, float]
     p95_s: float
-    x_native: float | None
+    x_native: float | None  # speed relative to the MPI library's collective on ordinary memory
     algorithm_bandwidth: float | None  # bytes/s
     bus_bandwidth: float | None  # bytes/s
     skew_s: float | None  # time from the first rank's begin to the last rank's begin, median over iterations
@@ -43,7 +43,7 @@ class CollectivesRow(ConfigurationKey):
 
 
 def rows(configurations: Iterable[CollectivesConfiguration]) -> list[CollectivesRow]:
-    """Return one row per configuration, sorted by operation, dtype, ranks and size; the MPI library comes first."""
+    """Return a row per configuration, sorted by operation, dtype, ranks and size. The MPI library comes first."""
     configurations = list(configurations)
     native_s = {
         _cell(configuration): float(np.median(configuration.slowest_s))

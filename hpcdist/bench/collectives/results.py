@@ -76,12 +76,12 @@ class CollectivesCell:
 
 @dataclass(frozen=True)
 class CellLimits:
-    """Length of a measurement: ``iterations``, or (None) about ``seconds`` with at least ``least`` iterations."""
+    """Length of the measurement of one collective and size: ``iterations``, or else about ``seconds``."""
 
-    seconds: float
+    seconds: float  # of all algorithms together, if ``iterations`` is None
     iterations: int | None
-    warmup: int
-    least: int
+    warmup: int  # untimed iterations per algorithm
+    least: int  # minimum number of iterations per algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class CollectivesRequest(CellLimits):
 
 
 def part_sizes(op: str, size: int, ranks: int) -> list[int]:
-    """Return the number of elements for each rank in the all-to-all ``op``, if rank 0 receives ``size``. Local."""
+    """Return the numbers of elements that each rank sends to rank 0, 1, ... Rank 0 receives ``size`` in total."""
     first = size // ranks
     if op.endswith("-zipf"):
         return [first // (rank + 1) for rank in range(ranks)]
@@ -109,7 +109,7 @@ def part_sizes(op: str, size: int, ranks: int) -> list[int]:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return the ratio of bus bandwidth to algorithm bandwidth of ``op`` on ``ranks`` ranks, or 0 on 1 rank."""
+    """Return (bus bandwidth) / (algorithm bandwidth) of ``op`` on ``ranks`` ranks. It is 0 on 1 rank."""
     if op == "broadcast":
         return float(ranks > 1)
     return (2.0 if op == "allreduce" else 1.0) * (ranks - 1) / ranks
@@ -143,7 +143,7 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
 
 
 def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
-    """Return (combinations to measure, in an order that is equal on all ranks; messages about rounded sizes). Local."""
+    """Return (combinations to measure, in a random order that is equal on all ranks; messages). Local."""
     combinations, notes = [], []
     for dtype in request.dtypes:
         for op in request.operations:
@@ -196,13 +196,13 @@ class ConfigurationKey:
 
 @dataclass(frozen=True)
 class CollectivesConfiguration:
-    """Measurements of one configuration. ``slots``: number of buffers. ``reference``: a copy or plain exchange."""
+    """Measurements of one configuration: an algorithm, or a transfer to compare with."""
 
     key: ConfigurationKey
-    reference: bool
-    slots: int
-    verified: int
-    wrong: str
+    reference: bool  # a memory copy, or an exchange between nodes
+    slots: int  # number of buffers used in turn
+    verified: int  # number of checked iterations
+    wrong: str  # text on the first wrong result, or ""
     time_s: Annotated[np.ndarray, SampleColumn("time from the barrier to the end of the call", "iteration", "rank")]
     start_s: Annotated[np.ndarray, SampleColumn(_START, "iteration", "rank")]
     session: Annotated[np.ndarray, SampleColumn("number of the process that measured it", "iteration", units="1")]
@@ -223,7 +223,7 @@ class CollectivesResults:
 
 
 def append(path: Path, configurations: Sequence[CollectivesConfiguration], provenance: Mapping[str, Any]) -> None:
-    """Append measurements to the results file ``path``, also to configurations in the file. Raises StorageError."""
+    """Add measurements to the results file ``path``. ``provenance``: attributes of a new file. Raises StorageError."""
     with FORMAT.edit(path, provenance) as groups:
         for configuration in configurations:
             if configuration.key.id not in groups:

@@ -34,12 +34,12 @@ Save = Callable[[Sequence[CollectivesConfiguration]], None]
 
 @dataclass(frozen=True)
 class CellSamples:
-    """Measurements of one algorithm on rank 0: arrays (iteration, rank) in seconds, and the first wrong result."""
+    """Measurements of one algorithm on rank 0: arrays of shape (iteration, rank), in seconds."""
 
     time_s: np.ndarray
-    start_s: np.ndarray
-    wrong: str
-    verified: int
+    start_s: np.ndarray  # delay after the first rank's start; NaN without a common clock
+    wrong: str  # text on the first wrong result, or ""
+    verified: int  # number of checked iterations
 
 
 class CellTiming:
@@ -145,10 +145,10 @@ class CellTiming:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Memory for the buffers of a whole benchmark, by kind of memory, which several runs can share."""
+    """Memory for the buffers of a whole benchmark. Several runs can share it."""
 
-    pieces: dict[str, np.ndarray]
-    result: np.ndarray
+    pieces: dict[str, np.ndarray]  # buffers, by kind of memory
+    result: np.ndarray  # memory of the results
     cache_bytes: int
     hot: bool
     chosen: dict[tuple[str, str], AlgorithmTable] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class _ContenderChoice:
     def contenders(
         self, cell: CollectivesCell, pools: dict[str, BufferPool], contents: BufferContents
     ) -> list[CollectivesContender]:
-        """Return the supported algorithms for ``cell``: "native" first, transfers to compare with last. Collective."""
+        """Return the supported algorithms for ``cell``, and transfers to compare with. Collective."""
         # Each algorithm is tried on slot 0 of ``pools``.
         names = contenders.algorithms(cell.op)
         named = [name for name in self.request.algorithms if name in names]
@@ -230,7 +230,10 @@ def run(
     print_line: Print,
     memory: PoolMemory | None = None,
 ) -> None:
-    """Run the benchmark ``request``. Rank 0 calls ``save`` with results, and ``print_line`` with texts. Collective."""
+    """Run the benchmark ``request``. ``save`` stores results on rank 0. Collective over ``comm``.
+
+    ``memory``: result of `take_memory`, or None. Raises UsageError if a requested algorithm is unsupported.
+    """
     order, notes = results.cells(request, comm.size)
     memory = memory or take_memory(comm, request, notes)
     contents = {name: BufferContents(comm.size, dtype_of(name)) for name in request.dtypes}

@@ -69,7 +69,7 @@ def _modules() -> tuple[Any, Any]:
 
 
 def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
-    """Return a PyTorch module with the ``shape`` of the GPT ``model`` and the parameter values in ``store``. Local."""
+    """Return a PyTorch module like the GPT ``model``, with the parameter values in ``store``. Local."""
     torch = load_torch()
     nn, (embed, block) = torch.nn, _modules()
     layers = {"norm": nn.LayerNorm(shape.hidden), "head": nn.Linear(shape.hidden, shape.vocabulary, bias=False)}
@@ -111,14 +111,14 @@ class TorchRun:
             module = torch.nn.parallel.DistributedDataParallel(module)
         self._module = torch.compile(module) if name == COMPILED else module
 
-    def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
-        """Run a training step after a barrier of ``together``. Return its durations and loss. Collective."""
+    def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
+        """Run a step on tokens ``x`` and labels ``targets`` after a barrier. Return durations and loss. Collective."""
         torch = load_torch()
         wide_x, wide_targets = (torch.from_numpy(array.astype(np.int64)) for array in (x, targets))
         self._number += 1
         for group in self._optimizer.param_groups:
             group["lr"] = rates.learning_rate(self._config, self._number, self._total)
-        together.barrier()
+        barrier_comm.barrier()
         cpu_s, times_s = time.process_time(), [time.perf_counter()]
         self._optimizer.zero_grad(set_to_none=True)
         loss = cross_entropy(self._module(wide_x), wide_targets)
@@ -137,7 +137,7 @@ class TorchRun:
 
 
 def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
-    """Set PyTorch's threads and start its process group. ``folder``: shared directory. Collective, once per process."""
+    """Set PyTorch's number of threads, and start its process group, once per process. Collective."""
     load_torch().set_num_threads(threads)
     if comm.size > 1:
         begin_torch_group(comm, folder)
@@ -150,7 +150,7 @@ def try_compile() -> None:
 
 
 def torch_product(side: int) -> Callable[[], float]:
-    """Return a function that multiplies two ``side`` x ``side`` matrices in PyTorch. It returns the seconds."""
+    """Return a function that multiplies two ``side`` x ``side`` matrices in PyTorch and returns the seconds."""
     torch = load_torch()
     a, b = torch.randn(2, side, side)
     product = torch.empty(side, side)
@@ -175,7 +175,7 @@ def begin_jax(threads: int) -> None:
 
 
 def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
-    """Return a GPT in JAX as an hpcdist model, with the sizes of ``model`` and the values in ``store``. Local."""
+    """Return a GPT in JAX as an hpcdist model, with the sizes of ``model`` and its parameters in ``store``. Local."""
     from hpcdist.adapters.jax.model import wrap
 
     block = partial(_block, heads=shape.heads)

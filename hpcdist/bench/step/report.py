@@ -20,27 +20,27 @@ PASSES: Final = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class StepTableRow:
-    """Table row of one implementation: medians on the slowest rank. ``x_eager``: speed relative to PyTorch eager."""
+    """Table row of one benchmarked implementation. Durations are medians over steps, on the slowest rank."""
 
     name: str
     step_s: float
     quartiles_s: tuple[float, float]
     cpu_s: float
     tokens_per_s: float
-    x_eager: float | None
-    x_eager_cpu: float | None
+    x_eager: float | None  # (time of PyTorch eager) / (this time)
+    x_eager_cpu: float | None  # the same for CPU time
     flops_per_s: float
-    mfu: float
-    phases_s: Mapping[str, float | None]
+    mfu: float  # flops_per_s relative to the peak
+    phases_s: Mapping[str, float | None]  # None for an unmeasured phase
     loss_first: float
     loss_last: float
-    loss_difference: float
+    loss_difference: float  # largest relative difference to the first implementation's losses
     activation_bytes: float | None
     activation_closed_bytes: float | None
 
 
 def peak_flops_per_s(results: StepResults) -> dict[str, float]:
-    """Return a dict from library to peak speed in flop/s: number of ranks x slowest rank's matrix product speed."""
+    """Return {library: peak in flop/s}: (number of ranks) x (speed of the slowest rank)."""
     rates = results.matmul_flops_per_s
     return {name: results.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
@@ -120,7 +120,7 @@ def text(results: StepResults) -> str:
 
 
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
-    """Return the median seconds per step by (kind of operation, pass). ("other", "step") is the remaining time."""
+    """Return the median seconds per step by (kind of operation, pass). ("other", "step"): the remaining time."""
     seconds = dict(case.operation_s)
     whole = seconds.pop(("all", "step"), None)
     if whole is not None:

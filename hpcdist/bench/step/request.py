@@ -39,14 +39,14 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Settings of a benchmark of training steps. Each model makes ``warmup`` untimed and ``steps`` timed steps."""
+    """Settings of a benchmark of training steps."""
 
     shape: StepShape
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # implementations to measure
     ranks: int
-    steps: int
-    warmup: int
-    profiled: int
+    steps: int  # timed steps of each implementation
+    warmup: int  # untimed steps before the timed steps
+    profiled: int  # further steps of built-in models, with timed operations
     seed: int = 0
     threads: int = 1
 

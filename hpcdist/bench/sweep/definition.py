@@ -41,30 +41,30 @@ from hpcdist.reporting.units import counted
 
 
 class ResolvedTrial(NamedTuple):
-    """Complete training configuration (recipe): its TOML text, and its values by dotted key such as "model.layers"."""
+    """Complete recipe of a trial: its TOML text, and its values by dotted key such as "model.layers"."""
 
     text: str
     values: Mapping[str, Any]
 
 
 class RecipeResolver(Protocol):
-    """Interface to check and complete the recipes (training configurations) of a sweep. Raises ConfigurationError."""
+    """Interface to check and complete the recipes of a sweep."""
 
     def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``settings`` (a dict by dotted recipe key) in the recipe's types. Raises ConfigurationError."""
 
     def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> ResolvedTrial:
-        """Return the base recipe with ``settings`` for ``ranks`` ranks (None: any). Raises ConfigurationError."""
+        """Return the base recipe with ``settings``, checked for ``ranks`` MPI ranks. Raises ConfigurationError."""
 
 
 class TrialCandidate(NamedTuple):
-    """Trial before exclusions. ``settings``: values as in the file. ``values``: values in the recipe's types."""
+    """Trial of a sweep before the ``[[exclude]]`` tables are applied."""
 
     name: str
-    variant: str
+    variant: str  # name of its ``[[trial]]`` table
     ranks: int
-    settings: Mapping[str, Any]
-    values: Mapping[str, Any]
+    settings: Mapping[str, Any]  # by dotted recipe key, as in the file
+    values: Mapping[str, Any]  # the same in the recipe's types
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _ranks(value: Any, place: str) -> tuple[int, ...]:
 
 
 def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
-    """Return the trials of ``sweep`` in the order of its file. Raises ConfigurationError for invalid trials."""
+    """Return the trials of ``sweep`` in the order of its file. Raises ConfigurationError, e.g. for equal trials."""
     candidates = list(_candidates(sweep, recipes))
     excluded = _excluded(sweep, recipes, candidates)
     trials: dict[str, SweepTrial] = {}
@@ -264,7 +264,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
 
 
 def labels(choice: Mapping[str, Any]) -> list[str]:
-    """Return a text "key=value" per item of ``choice``. The key is its last component, if this is unique."""
+    """Return a text "key=value" for each item of ``choice``. Unique last components stand for dotted keys."""
     names = [key.rpartition(".")[2] for key in choice]
     return [
         f"{name if names.count(name) == 1 else key}={value}"
@@ -273,7 +273,7 @@ def labels(choice: Mapping[str, Any]) -> list[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix`` is put before each key."""
+    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix``: text before each key."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -282,7 +282,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
-    """Return the index of the trial with this index, id or name. Raises UsageError for no trial, or several names."""
+    """Return the index of the trial whose index, id or name is ``text``. Raises UsageError if there is not one."""
     number = int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
     last = len(trials) - 1
     if number is not None and 0 <= number <= last:
@@ -306,7 +306,7 @@ def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
 
 
 def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any]]:
-    """Return a dict of JSON values for each trial: index, id, name, number of ranks, and number of repeats."""
+    """Return a dict per trial for JSON: index, id, name, number of ranks, and number of runs."""
     return [
         {"index": at, "id": trial.id, "name": trial.name, "ranks": trial.ranks, "repeats": sweep.repeats}
         for at, trial in enumerate(trials)
@@ -314,7 +314,7 @@ def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any
 
 
 def trial_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format ``rows``, the result of `trial_rows`, as a text table. The name is last, because it may hold spaces."""
+    """Format the result of `trial_rows` as a text table."""
     titles = ("index", "id", "ranks", "repeats", "name")
     return "\n".join(aligned([titles, *([str(row[title]) for title in titles] for row in rows)], (-1,)))
 

@@ -19,27 +19,24 @@ from hpcdist.reporting.units import counted
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Table row of one configuration: medians over its runs. ``reasons``: reason of each unknown figure by name.
-
-    ``step_s``: all steps but the first, on the slowest rank. ``bytes_moved_per_step``: by all transports.
-    """
+    """Table row of one configuration in a sweep. Figures are medians over its runs. None: unknown."""
 
     name: str
     ranks: int
     id: str
     ok: int
     failed: int
-    tokens_per_s: dict[str, float] | None
-    step_s: dict[str, float] | None
-    bytes_sent_per_step: float | None
-    bytes_moved_per_step: float | None
-    peak_bytes: float | None
+    tokens_per_s: dict[str, float] | None  # median, minimum and maximum
+    step_s: dict[str, float] | None  # median and percentiles of all steps but the first, on the slowest rank
+    bytes_sent_per_step: float | None  # maximum over the ranks, in messages
+    bytes_moved_per_step: float | None  # also in shared memory and by the MPI library
+    peak_bytes: float | None  # maximum over the ranks
     train_loss: float | None
     val_loss: float | None
     energy_j: float | None
     speed_unit: str = "tokens"
     counts_activations: bool = True
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # reason of each unknown figure, by name
 
     @property
     def status(self) -> str:
@@ -95,7 +92,7 @@ def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarra
 
 
 def most_of_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum over ranks of each row of ``samples`` (iterations, ranks). Rows of only NaN are dropped."""
+    """Return the maximum over the ranks of ``samples``, of shape (iterations, ranks), without NaN."""
     most = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
     finite: np.ndarray = most[np.isfinite(most)]
     return finite
@@ -170,7 +167,7 @@ def markdown(results: SweepResults) -> str:
 
 
 def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
-    """Return text lines about failed runs, and about differences that prevent a comparison. ``table``: rows."""
+    """Return text lines about failed runs, and about different versions. ``table``: result of `rows`."""
     by_reason: dict[str, list[str]] = {}
     for row in table:
         if "failed" in row.reasons:
@@ -238,16 +235,16 @@ def _measured(results: SweepResults) -> list[SweepRow]:
 
 @dataclass(frozen=True)
 class SweptKey:
-    """The only numeric recipe key that varies. ``values``, ``labels``: values of the varying keys by row id."""
+    """The only numeric recipe key that varies in a sweep."""
 
     key: str
-    values: Mapping[str, float]
-    labels: Mapping[str, str]
+    values: Mapping[str, float]  # value of the key, by row id
+    labels: Mapping[str, str]  # the other varying values as text, by row id
     loss: str  # field of `SweepRow`: val_loss, or train_loss if a configuration has no validation
 
 
 def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | None:
-    """Return the only numeric recipe key that varies and changes the loss, or None. ``measured``: successful trials."""
+    """Return the only numeric recipe key that varies, or None. ``measured``: rows of successful trials."""
     recipes = {c.id: dict(flat(tomllib.loads(c.recipe))) for c in results.configurations}
     recipes = {row.id: recipes[row.id] | {"ranks": counted(row.ranks, "rank")} for row in measured}
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
@@ -296,7 +293,7 @@ def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
 
 
 def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return a dict from configuration to its rows, if measured on several numbers of ranks. ``measured``: all rows."""
+    """Return {configuration: its rows} for configurations measured on several numbers of ranks."""
     by_name: dict[str, list[SweepRow]] = {}
     for row in sorted(measured, key=lambda row: row.ranks):
         by_name.setdefault(row.name, []).append(row)
@@ -304,7 +301,7 @@ def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 
 def efficiency(rows: Sequence[SweepRow]) -> list[float]:
-    """Return the speed per rank of each row, divided by the first row's. ``rows``: rows of one configuration."""
+    """Return (speed per rank) / (speed per rank of the first row) for ``rows`` of one configuration."""
     rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
     return [rate / rates[0] for rate in rates]
 

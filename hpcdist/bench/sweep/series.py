@@ -19,7 +19,7 @@ class SweepStopped(BaseException):
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """Planned run of a sweep. ``status``: "ok" or "failed" if a result is recorded, or "" if the run must be made."""
+    """Planned run of a sweep. ``status``: recorded status "ok" or "failed". "": the run must still be made."""
 
     trial: SweepTrial
     position: int
@@ -39,7 +39,7 @@ class SweepTally:
 def plan(
     trials: Sequence[SweepTrial], repeats: int, path: Path, retry_failed: bool, only: int | None = None
 ) -> list[SeriesItem]:
-    """Return the runs of a sweep in execution order. ``only``: index of a single trial, or None for all."""
+    """Return the planned runs of a sweep in execution order: ``repeats`` runs of each trial. Raises StorageError."""
     # Every second round has the reverse order, so that a machine that slows down affects all trials alike.
     statuses = results.statuses(path) if path.exists() else {}
     items = []
@@ -65,11 +65,11 @@ def run(
     measure: Measure,
     limits: SeriesLimits,
     provenance: Mapping[str, str],
-    log: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> SweepTally:
-    """Run the planned ``items`` without a status and record each result in ``path``. Return the tally. Local.
+    """Run the planned ``items`` that have no status, and record each result in the file ``path``. Local.
 
-    ``measure`` runs a trial, and raises SweepStopped to stop. A failed trial does not end the sweep.
+    ``measure``: function that runs a trial; it raises SweepStopped to stop. ``provenance``: attributes of a new file.
     """
     end = time.monotonic() + limits.budget_s
     statuses = {(item.trial.id, item.repeat): item.status for item in items if item.status}
@@ -84,19 +84,19 @@ def run(
             label = f"[{number}/{len(items)}] {item.trial.name} on {ranks}, repeat {item.repeat + 1}"
             remaining = end - time.monotonic()
             if min(_expected_s(walls_s, item.trial.id), limits.trial_s) > remaining:
-                log(f"{label}: skipped, because it would not end within the time budget")
+                print_line(f"{label}: skipped, because it would not end within the time budget")
                 continue
             outcome = measure(item.trial, min(limits.trial_s, remaining))
             if outcome.status == FAILED and time.monotonic() >= end:
-                log(f"{label}: not recorded, because the time budget ended before the trial")
+                print_line(f"{label}: not recorded, because the time budget ended before the trial")
                 continue
             results.append(path, item.trial, item.position, item.repeat, outcome, provenance.get("git_commit", ""))
             statuses[item.trial.id, item.repeat] = outcome.status
             if outcome.status == OK:
                 walls_s.setdefault(item.trial.id, []).append(outcome.wall_s)
-            log(f"{label}: {_outcome_text(outcome)}")
+            print_line(f"{label}: {_outcome_text(outcome)}")
     except SweepStopped:
-        log("stopped; the running trial is not recorded; run the same command to continue with this trial")
+        print_line("stopped; the running trial is not recorded; run the same command to continue with this trial")
     recorded = list(statuses.values())
     return SweepTally(recorded.count(OK), recorded.count(FAILED), len(items) - len(recorded))
 

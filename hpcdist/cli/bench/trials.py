@@ -91,7 +91,7 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def run_options(ranks_per_node: int | None, text: str) -> list[str]:
-    """Return the options in ``text`` (value of --run-args) and --ranks-per-node. Raises UsageError if invalid."""
+    """Return options for `hpcdist run`: those in ``text`` (see --run-args), and --ranks-per-node. Raises UsageError."""
     from hpcdist.cli.run import command as run_command
 
     place = f"--run-args {text!r}"
@@ -119,13 +119,14 @@ def run_series(
     plan: "Callable[[], list[SeriesItem]]",
     limits: "SeriesLimits",
     anonymous: bool,
-    line: "Command",
+    command_line: "Command",
     attributes: Mapping[str, str] | None = None,
     wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the items of ``plan()`` and append the results to the file ``output``, until a signal stops the sweep.
+    """Run the items that ``plan()`` returns, and append the results to the file ``output``. A signal stops the sweep.
 
-    ``line`` returns the command line of a trial. ``wrap`` replaces the function that measures a trial.
+    ``command_line``: function that returns the command line of a trial. ``attributes``: attributes of a new file.
+    ``wrap``: function that replaces the measuring function.
     """
     from hpcdist.bench.sweep import results, series, trial
     from hpcdist.telemetry.provenance import provenance
@@ -136,7 +137,7 @@ def run_series(
     def measure(chosen_trial: "SweepTrial", limit_s: float) -> "TrialOutcome":
         # Next to the results, which all nodes of a job can read; /tmp may be local to a node.
         with tempfile.TemporaryDirectory(prefix=output.name + _TRIAL_INFIX, dir=output.absolute().parent) as folder:
-            outcome = trial.run(chosen_trial, Path(folder), limit_s, line, environment)
+            outcome = trial.run(chosen_trial, Path(folder), limit_s, command_line, environment)
         return series.anonymous(outcome, hosts) if anonymous else outcome
 
     def stop(number: int, frame: object) -> None:
@@ -156,7 +157,7 @@ def run_series(
 
 
 def tally_line(tally: "SweepTally", where: str = "") -> str:
-    """Return a line with the numbers of ok, failed and missing runs. ``where``: text to append to the numbers."""
+    """Return a line with the numbers of ok, failed and missing runs. ``where``: text after the numbers."""
     hint = "; --retry-failed runs failed trials again" if tally.failed else ""
     return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{where}{hint}"
 

@@ -173,7 +173,7 @@ def hang(context: click.Context, run_dir: Path, patience: float, as_json: bool) 
     """
     damaged: dict[int, str] = {}
     with regular.damage(run_dir, regular.FIGURES):
-        report = analyse(load(run_dir, damaged), patience, damaged=damaged)
+        report = analyse(load(run_dir, damaged), patience, unreadable=damaged)
         figures = {"wrong": bool(report.findings), **jsonable(report)}
         text = json.dumps(figures) if as_json else render(report)
     click.echo(text)

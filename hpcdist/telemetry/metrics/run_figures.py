@@ -29,12 +29,12 @@ _SHARES: Final = ("compute", "update", "data", "other")
 
 @dataclass(frozen=True)
 class RunFigure(Figure[RunData]):
-    """A figure of a run. ``note`` explains its value. ``is_fact``: property of the job. ``is_counter``: 0 is normal."""
+    """A figure of a run, such as its speed. ``note``: function from a run to an explanation of the value."""
 
     note: Callable[[RunData], str] = lambda run: ""
-    is_fact: bool = False
-    is_detail: bool = False
-    is_counter: bool = False
+    is_fact: bool = False  # property of the job, in the head of a report
+    is_detail: bool = False  # tables of several runs omit the figure
+    is_counter: bool = False  # count of incidents, for which 0 is the normal value
 
     def why_unknown(self, record: RunData) -> str:
         return self.reason(record) and (record.reason or self.reason(record))
@@ -270,7 +270,7 @@ RUN: Final[Catalogue[RunData]] = Catalogue(*FIGURES)
 
 
 def measured(run: RunData) -> list[tuple[str, str, str]]:
-    """Return a list of (title, value text, note) of the known figures of ``run``. Facts and 0 counters are left out."""
+    """Return (title, value, note) texts of the known figures of ``run``, without facts and counters that are 0."""
     unknown: tuple[object, ...] = (None, 0)
     return [
         (figure.heading, figure.text(run), figure.note(run))
@@ -286,7 +286,7 @@ def zero_counters(run: RunData) -> str:
 
 
 def lines(run: RunData, head: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Return ``head``, (title, text) pairs, and the known figures as lines, then the reasons for unknown figures."""
+    """Return lines of text: the (title, text) pairs ``head``, known figures, and reasons for unknown figures."""
     rows = [*head, *((title, f"{value}  ({note})" if note else value) for title, value, note in measured(run))]
     rows += [("none", names)] if (names := zero_counters(run)) else []
     width = max((len(title) for title, _ in rows), default=0)

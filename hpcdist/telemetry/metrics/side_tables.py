@@ -118,7 +118,7 @@ CLOCK_READINGS: Final = MetricsTable(
 
 @dataclass(frozen=True)
 class ClockSession:
-    """Clock readings of one start of a run. ``wall_ns``: rank 0's wall clock time minus its monotonic time, in ns."""
+    """Clock readings of one start of a run. ``wall_ns``: (wall clock - monotonic clock) of rank 0, in ns."""
 
     number: int
     hosts: HostTable
@@ -127,10 +127,7 @@ class ClockSession:
 
 
 def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[ClockReading], wall_ns: int) -> None:
-    """Append clock ``readings`` to the open metrics ``file``, and ``hosts`` if they are missing. Local.
-
-    ``session``: number of this start of the run. ``wall_ns``: rank 0's wall clock minus its monotonic clock.
-    """
+    """Append clock ``readings`` and ``hosts`` of start number ``session`` to the open metrics ``file``. Local."""
     for table in (CLOCK_RANKS, CLOCK_READINGS):
         table.create(file)
     if session not in CLOCK_RANKS.read(file)["session"]:
@@ -195,7 +192,7 @@ class SampledMetrics:
 
 
 def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
-    """Read the metrics file ``path``. ``wide_bytes``: size of a sampled column, about. Raises StorageError."""
+    """Read the metrics file ``path``. Of columns per rank, about ``wide_bytes`` bytes are read. Raises StorageError."""
     return read_settled(path, lambda file: _read(file, wide_bytes))
 
 

@@ -170,7 +170,7 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Add the row of one step. NaN means "not measured". Keyword ``made_by``: number of ranks in this step."""
+        """Add the row of one training step. Its values are keyword arguments; NaN means "not measured"."""
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}
@@ -188,7 +188,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write the buffered rows to the file, then call each function in ``*appends`` with (file, session number)."""
+        """Write the buffered rows. Then call each function in ``*appends`` with (open file, number of this start)."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -210,11 +210,11 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call ``append(file, session)`` now: the open metrics file, and the number of earlier starts of the run."""
+        """Open the metrics file and call ``append(file, session)``. ``session``: number of this start of the run."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows to ``table`` of the metrics file. Keyword arguments: columns. The session number is added."""
+        """Append rows to ``table``. Keyword arguments are its columns. The session number is added."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
@@ -260,7 +260,7 @@ def read(path: str | Path) -> MetricsData:
 
 
 def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
-    """Return ``take(file)`` for the metrics file ``path``, also while a run writes it. Raises StorageError."""
+    """Open the metrics file ``path`` and return ``take(file)``. Repeats if a run changes it. Raises StorageError."""
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:

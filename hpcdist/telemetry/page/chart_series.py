@@ -17,7 +17,7 @@ BINS: Final = 400  # largest number of bins of an area
 
 
 def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `POINTS` points of the line ``x``, ``y``: the minimum and maximum of ``y`` in each interval."""
+    """Return at most `POINTS` points of the line (``x``, ``y``): the extremes of ``y`` in intervals of ``x``."""
     if len(x) <= POINTS:
         return x, y
     parts = (POINTS - 2) // 2
@@ -37,7 +37,7 @@ def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bin_edges(x: np.ndarray, bins: int = BINS) -> np.ndarray:
-    """Split the n rows of ``x`` evenly into at most ``bins`` bins. Return the first row of each bin, followed by n."""
+    """Split the rows of ``x`` into at most ``bins`` equal bins. Return the first row of each bin, then len(x)."""
     return np.unique(np.linspace(0, len(x), min(bins, len(x)) + 1).astype(np.int64))
 
 
@@ -62,7 +62,7 @@ def median(values: np.ndarray) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the moving mean of the last ``window`` elements of ``values``, ignoring NaN. The first means use fewer."""
+    """Return the moving mean of the last ``window`` elements at each element of ``values``. NaN is ignored."""
     if window <= 1 or not len(values):
         return values
     finite = np.isfinite(values)
@@ -118,11 +118,11 @@ def mark_resumes(axes: Any, data: RunData, from_step: int = 0) -> None:
         axes.axvline(step, color=draw.MUTED, linewidth=0.7, alpha=0.8, linestyle=(0, (4, 3)))
 
 
-def label_step_axis(axes: Any, what: str) -> None:
-    """Label the x axis with "step" and the y axis with ``what``."""
+def label_step_axis(axes: Any, y_label: str) -> None:
+    """Label the x axis with "step" and the y axis with ``y_label``."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_ylabel(what)
+    axes.set_ylabel(y_label)
     axes.set_xlabel("step")
     axes.margins(x=0.01)
     low, high = axes.get_xlim()

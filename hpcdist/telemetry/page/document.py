@@ -92,7 +92,7 @@ def make_page(data: RunData) -> str:
 
 
 def sentence(data: RunData) -> str:
-    """Return a sentence about the model, the data and the result of a run, or "" if no step was completed."""
+    """Return a sentence on the model, the data and the result of a run, or "" if no step was completed."""
     if data.run is None:
         return ""
     values = {title: value for title, value, _ in run_figures.measured(data)}
@@ -175,7 +175,7 @@ def page_facts(data: RunData) -> list[tuple[str, str]]:
 
 
 def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | None = None) -> None:
-    """Write the page of the run in ``run_dir`` to ``file`` atomically. Raises StorageError."""
+    """Write the HTML page of the run in ``run_dir`` to ``file``. ``external``: other data. Raises StorageError."""
     plotting.require_matplotlib()
     with regular.damage(run_dir, regular.FIGURES):
         data = run_data.read(Path(run_dir), external)
@@ -185,7 +185,7 @@ def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | N
 def write_table_page(
     file: Path, title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], svg: str, alt: str
 ) -> None:
-    """Write a page with a table (headings first), ``notes`` and the plot ``svg`` to ``file``. Raises StorageError."""
+    """Write an HTML page with the table ``rows`` (headings first) and the plot ``svg``. Raises StorageError."""
     chart = Chart("plot", "", svg, alt=alt, wide=True)
     page = _render("table.html.j2", title=title, rows=rows, notes=notes, chart=chart)
     atomic.save(file, page.encode(errors="replace"), CURE)

@@ -39,12 +39,12 @@ class RankLane:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """Operations of one step on selected ranks. If there are none, ``reason`` is set. ``clocks``: accuracy as text."""
+    """Recorded operations of one step, one `RankLane` per rank. ``reason``: set if there are no operations."""
 
     step: int = 0
     lanes: Sequence[RankLane] = ()
-    world: int = 0
-    clocks: str = ""
+    world: int = 0  # number of all ranks
+    clocks: str = ""  # text on the accuracy of the clocks
     left_out: int = 0  # number of spans too short to draw
     reason: str = NO_FILES
 
@@ -62,14 +62,14 @@ class StepSpans:
         return totals
 
 
-def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the operations of a step of median duration on at most `MAX_RANKS` ranks, with the rank ``slowest``."""
+def read(run_dir: Path, metrics_path: Path | None = None, slowest_rank: int | None = None) -> StepSpans:
+    """Return the operations of a step of median duration on some ranks. ``slowest_rank``: a rank to include."""
     # The median is over the last `LAST_STEPS` steps. The first and the last rank are always included.
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
         return StepSpans()
     ranks, damaged = [], []
-    for number in select_evenly(sorted(paths), slowest):
+    for number in select_evenly(sorted(paths), slowest_rank):
         try:
             ranks.append(spans.read(paths[number]))
         except StorageError as error:
@@ -88,7 +88,7 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = 
 
 
 def select_evenly(numbers: Sequence[int], slowest: int | None) -> list[int]:
-    """Return at most `MAX_RANKS` evenly spaced elements of ``numbers``, with the first, the last and ``slowest``."""
+    """Return at most `MAX_RANKS` evenly spaced elements of ``numbers``, including ``slowest`` (None: no element)."""
     if len(numbers) <= MAX_RANKS:
         return list(numbers)
     selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, MAX_RANKS).round().astype(int)]
@@ -224,7 +224,7 @@ class RunEnergy:
 
 
 def read_energy(run_dir: Path, attributes: Mapping[str, Any], last_step: int = 0) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``. ``attributes``: of its metrics file. ``last_step``: newest step."""
+    """Return the energy of the run in ``run_dir``, whose metrics file has these ``attributes``."""
     # If the totals of the two files differ, the energy record `USAGE` is used. ``attributes``: of the metrics file.
     usage = regular.json_or_none(run_dir / USAGE)
     record = usage.get("joules") if isinstance(usage, dict) else None
@@ -370,7 +370,7 @@ UTILISATION_BINS: Final = 300
 
 @dataclass(frozen=True)
 class UtilisationCurves:
-    """Utilisation over time: {name, such as "cpu": values at ``hours``}. Pauses between starts are left out."""
+    """Utilisation over time. ``shares``: {name, such as "cpu": values at the times ``hours``}, without pauses."""
 
     hours: np.ndarray
     shares: Mapping[str, np.ndarray]

@@ -29,7 +29,7 @@ UNKNOWN: Final = "not known"
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run. ``began`` and ``seen`` (last heartbeat): s since 1970. ``end``: "finished", "stopped", ""."""
+    """One start of a run. ``began``, ``seen`` (last heartbeat): seconds since 1970. ``end``: how it ended, or ""."""
 
     began: float
     seen: float
@@ -59,7 +59,7 @@ class JobEntry:
 
 @dataclass(frozen=True)
 class RunState:
-    """State of the run. ``kind`` is a constant such as RUNNING or FINISHED; ``detail`` is a sentence or ""."""
+    """State of the run. ``kind``: a constant such as RUNNING or FINISHED. ``detail``: an explanation, or ""."""
 
     kind: str
     detail: str
@@ -85,7 +85,7 @@ class RunState:
 
 
 def read_state(run_dir: Path, now_ns: int) -> RunState:
-    """Return the state of the run in ``run_dir`` at time ``now_ns``. Reads small files, skips unreadable ones."""
+    """Return the state of the run in ``run_dir`` at the time ``now_ns``. Unreadable files are skipped."""
     starts, jobs = _read_starts(run_dir / STARTS), _read_jobs(run_dir / JOBS)
     words, world, gone = _last_records(run_dir / "recorder")
     kind, detail = _verdict(starts, words, now_ns, gone)

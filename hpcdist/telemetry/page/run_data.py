@@ -165,7 +165,7 @@ class RunData:
 
 
 def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> RunData:
-    """Return the data of the run in ``run_dir``. ``external``: data collected by the caller. Raises StorageError."""
+    """Return the data of the run in ``run_dir``, with ``external`` data from the caller. Raises StorageError."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
         raise StorageError(f"{run_dir} is not the directory of a run; give the --out directory of a training")

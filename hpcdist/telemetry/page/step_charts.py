@@ -60,7 +60,7 @@ def _end(data: RunData) -> list[Chart]:
 
 
 def draw_loss(axes: Any, data: RunData, first: int = 0) -> None:
-    """Draw the training loss from row ``first`` on, its moving mean, and the validation loss."""
+    """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss."""
     assert data.run is not None
     rows, evaluations = data.run.steps, data.run.sample.evaluations
     steps, loss, window = rows["step"][first:], rows["loss"][first:], _window(len(rows["step"]))
@@ -299,7 +299,7 @@ def _step(data: RunData) -> Chart:
         font = {"va": "center_baseline", "fontsize": 6.5, "color": draw.PAPER}
         character = NAMED_SHARE * step.seconds * 1e3
         draw.draw_gantt(axes, bars, LANE_STYLES, edge=draw.PAPER, character=character, font=font)
-        draw.label_rows(axes, [f"rank {lane.rank}" for lane in step.lanes], most=16)
+        draw.label_rows(axes, [f"rank {lane.rank}" for lane in step.lanes], max_labels=16)
         axes.set_xlim(0, step.seconds * 1e3)
         axes.set_xlabel("ms since the first rank began the step")
         axes.grid(axis="y", visible=False)

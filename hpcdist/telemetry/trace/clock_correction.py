@@ -96,7 +96,7 @@ class HostClock:
         return own_ns - self.offset_ns(own_ns)
 
     def bound_ns(self, own_ns: int) -> int | None:
-        """Return the largest error of ``reference_ns(own_ns)`` in ns, or None if unknown. Assumes steady drift."""
+        """Return the largest error of ``reference_ns(own_ns)`` in ns, or None if unknown."""
         if not self._knots:
             return 0
         if self.source == WALL:
@@ -126,7 +126,7 @@ class ClockCorrections:
 def find_corrections(
     logs: Mapping[int, RankLog], sessions: Sequence[ClockSession], matches: Matches
 ) -> ClockCorrections:
-    """Return the clock corrections of all hosts, from clock readings (``sessions``) or from message times. Local."""
+    """Return the clock corrections of all hosts: from clock readings (``sessions``), or from message times. Local."""
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
     if measured is not None:
@@ -256,7 +256,7 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Numbers of checked pairs of communication calls, and of pairs whose recorded order is impossible."""
+    """Numbers of pairs (cause, effect) of communication calls, and of pairs whose recorded order is impossible."""
 
     pairs: int
     wrong: int
@@ -276,7 +276,7 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Count receives and collectives that end before their cause. ``bounds_ns``: largest clock error by rank. Local."""
+    """Count receives and collectives that end before the calls that they waited for. Local."""
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:
         last = meeting.released_by()

@@ -35,7 +35,7 @@ class MatchedCollective:
     root: int | None = None
 
     def released_by(self) -> RecordedCall | None:
-        """Return the call for which the others waited: the root's in a broadcast, else the last. None: unknown."""
+        """Return the call that released the others: of the root in a broadcast, else the last. None: unknown."""
         if self.root is not None:
             return next((call for call in self.calls if call.rank == self.root), None)
         return max(self.calls, key=lambda call: call.begin_ns)
@@ -51,7 +51,7 @@ class Matches:
 
 
 def match(logs: Mapping[int, RankLog], world: int) -> Matches:
-    """Match sends with receives, and calls of each collective. ``logs``: {rank: log}. ``world``: number of ranks."""
+    """Match sends with receives, and the calls of each collective. ``logs``: {rank: log}. ``world``: ranks."""
     members: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(logs):
         for comm in logs[rank].comms:

@@ -57,7 +57,7 @@ class _Row:
 
 
 def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a row number for each bar (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
+    """Return a row number for each (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
     stacks: list[list[int]] = []
     numbers = []
     for begin, end in bars:
@@ -240,7 +240,7 @@ _PATH: Final = "#222222"
 
 
 def draw(trace: Trace, file: Path) -> int:
-    """Plot the step with the median critical path; return its number. Raises UsageError if no step is complete."""
+    """Plot a step, whose critical path has the median length. Return its number. Raises UsageError without steps."""
     matplotlib = plotting.check_plot(file)
     if not trace.paths:
         raise UsageError(f"{trace.run_dir} has no complete record of any selected step; select other steps")

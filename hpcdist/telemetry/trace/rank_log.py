@@ -71,7 +71,10 @@ class RankLogs:
 
 
 def load(run_dir: Path) -> RankLogs:
-    """Read all record files of a run. Damaged files become notes. Raises UsageError without files, and StorageError."""
+    """Read the record files of a run. Damaged files are skipped, with a note for the user.
+
+    Raises UsageError if there are no files, and StorageError if all files are damaged.
+    """
     folder = run_dir / "recorder" if (run_dir / "recorder").is_dir() else run_dir
     paths = sorted([*folder.glob("rank-*.spans"), *folder.glob("rank-*.rec")])
     if not paths:
@@ -189,7 +192,10 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 
 
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return the steps to show (``requested``, or the ``last`` ones), and notes on missing steps. Raises UsageError."""
+    """Return (steps to show, notes on missing steps). Raises UsageError.
+
+    ``requested``: steps that the user selected. If it is None, the ``last`` steps in all ``logs`` are shown.
+    """
     stepping = [log for log in logs if log.steps]
     if not stepping:
         if requested is not None:

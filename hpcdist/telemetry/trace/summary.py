@@ -35,13 +35,13 @@ class StepPath:
 
 @dataclass(frozen=True)
 class Trace:
-    """Timeline of some steps of a run, with critical paths, overlaps and waits. ``pieces``: intervals of each rank."""
+    """Timeline of some steps of a run, with critical paths, overlaps and waits."""
 
     run_dir: Path
     world: int
     timeline: RunTimeline
     corrections: ClockCorrections
-    pieces: Mapping[int, Sequence[TimelinePiece]]
+    pieces: Mapping[int, Sequence[TimelinePiece]]  # consecutive intervals of each rank, with one activity each
     paths: tuple[StepPath, ...]
     overlaps: Mapping[int, CommunicationOverlap]
     longest_waits: Sequence[tuple[TimelinePiece, str]]  # with the activity of the awaited rank
@@ -54,9 +54,9 @@ class Trace:
 
 
 def collect(
-    run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, most: int = MAX_PIECES
+    run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, max_intervals: int = MAX_PIECES
 ) -> Trace:
-    """Return the trace of the run in ``run_dir``, of the last steps and all ranks by default. Raises HpcdistError."""
+    """Return the trace of the run in ``run_dir``, by default of its last steps and all ranks. Raises HpcdistError."""
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
     matches = matching.match(logs.ranks, logs.world)
@@ -64,7 +64,7 @@ def collect(
     chosen = _of_ranks(logs, ranks)
     numbers, selection_notes = rank_log.select_steps(list(chosen.values()), steps, DEFAULT_STEPS)
     notes += [*selection_notes, *corrections.notes]
-    numbers, chosen = _bounded(chosen, numbers, most, notes)
+    numbers, chosen = _bounded(chosen, numbers, max_intervals, notes)
     tail = steps is None and not all(log.ended for log in chosen.values())
     if tail and numbers:
         notes.append(f"the run did not end: what came after {steps_text(numbers[-1:])} is shown, too")

@@ -305,11 +305,11 @@ def test_ranks_and_steps_can_be_selected(tmp_path):
 
 def test_trace_size_is_limited_for_viewers(tmp_path, rng):
     write_run(tmp_path, rng)
-    summaries = summary.collect(tmp_path, most=200)
+    summaries = summary.collect(tmp_path, max_intervals=200)
     assert 0 < len(summaries.timeline.steps) < 20 and summaries.timeline.steps[-1] == 24
     assert any("too many for a viewer" in note for note in summaries.notes)
     assert sum(len(line.spans) + len(line.calls) for line in summaries.timeline.lines.values()) <= 220
-    few = summary.collect(tmp_path, most=10)
+    few = summary.collect(tmp_path, max_intervals=10)
     assert few.timeline.steps == (24,) and sorted(few.timeline.lines) == [0]
     assert any("only rank 0" in note for note in few.notes)
 
