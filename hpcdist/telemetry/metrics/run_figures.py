@@ -69,13 +69,8 @@ def _shares(run: RunData) -> str:
     return f"share of a step, waiting included; {', '.join(texts)}"
 
 
-def _hidden_share(run: RunData) -> float | None:
-    share = finite_number(run.figures.get("communication_hidden_share"))
-    return None if share is None else max(0.0, share)
-
-
 def _overlap_note(run: RunData) -> str:
-    if _hidden_share(run):
+    if run.figures["communication_hidden_share"] > 0:
         return "of the time of reductions was not waited for"
     return "starting and waiting took at least as long as the reductions themselves"
 
@@ -226,7 +221,8 @@ FIGURES: Final = (
               note=lambda run: f"median; 95 % within {format_seconds(run.figures.get('step_s_p95'), 4)}"),
     RunFigure("comm_fraction", _number("comm_fraction"), ".1%", title="communication", unit="1",
               meaning="share of a step in communication that nothing hid", reason=lambda run: NO_WARM, note=_shares),
-    RunFigure("communication_hidden_share", _hidden_share, ".0%", title="overlap", unit="1",
+    RunFigure("communication_hidden_share", _number("communication_hidden_share"),
+              lambda value, run: f"{max(0.0, value):.0%}", title="overlap", unit="1",
               meaning="share of the time of reductions that nobody waited for", reason=_no_overlap, is_detail=True,
               note=_overlap_note),
     RunFigure("imbalance", lambda run: None if run.world < 2 else finite_number(run.figures.get("imbalance")), ".2f",
