@@ -37,7 +37,7 @@ _VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 class LoadSample(NamedTuple):
-    """Load of a machine: its one-minute load average (NaN: unknown), this job's threads on it, and its cores."""
+    """Load of a machine: its load average (NaN: unknown), and the numbers of its cores and of this job's threads."""
 
     load: float
     threads: int
@@ -192,13 +192,13 @@ def run(
     )
 
 
-def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return a description of this machine and of rank 0's device. ``on``: "cpu" or "gpu". Collective."""
+def machine(comm: Communicator, device_kind: str, mpi_library: str, processor: str) -> CalibratedMachine:
+    """Return a description of this machine and of rank 0's device, a "cpu" or a "gpu". Collective."""
     nodes, threads = comm.nodes(), threads_of_rank()
     ranks_per_host = max(len(members) for members in nodes.members)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device, memory_bytes, devices = processor, host_bytes, len(os.sched_getaffinity(0))
-    if on == "gpu":
+    if device_kind == "gpu":
         from hpcdist.arrays.gpu import device as gpus  # late: only with a GPU
 
         properties = gpus.cupy().cuda.runtime.getDeviceProperties(gpus.index())
@@ -208,7 +208,7 @@ def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> Ca
         memory_bytes = host_bytes // devices
     return CalibratedMachine(
         device=device,
-        on=on,
+        on=device_kind,
         hosts=nodes.count,
         ranks_per_host=ranks_per_host,
         devices_per_host=max(ranks_per_host, devices),

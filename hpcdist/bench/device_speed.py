@@ -176,26 +176,30 @@ def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
     )
 
 
-def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
-    """Return shapes (m, k, n) of matrix products to time. ``on``: "cpu" or "gpu"."""
-    products = [(side, side, side) for side in SIDES[on]]
-    for width in WIDTHS[on]:
-        for tokens in TOKENS[on]:
+def shapes(device_kind: str) -> tuple[tuple[int, int, int], ...]:
+    """Return the shapes (m, k, n) of matrix products to time. ``device_kind``: "cpu" or "gpu"."""
+    products = [(side, side, side) for side in SIDES[device_kind]]
+    for width in WIDTHS[device_kind]:
+        for tokens in TOKENS[device_kind]:
             for inner, outer in ((1, 3), (1, 1), (1, 4), (4, 1)):
                 products += [(tokens, inner * width, outer * width), (inner * width, tokens, outer * width)]
     return tuple(dict.fromkeys(products))
 
 
-def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure products of matrices of the `shapes` for ``seconds`` seconds. ``on``: "cpu" or "gpu". Collective."""
+def products(comm: Communicator, dtype: str, device_kind: str, seconds: float) -> tuple[ProductPoint, ...]:
+    """Measure products of matrices of the `shapes` for ``seconds`` seconds on "cpu" or "gpu". Collective."""
     draw, item = np.random.default_rng(0), dtype_of(dtype)
     calls = []
-    for m, k, n in shapes(on):
+    for m, k, n in shapes(device_kind):
         factors = [draw.standard_normal(shape, np.float32).astype(item) for shape in ((m, k), (k, n))]
-        target = backend.empty((m, n), item, on)
-        multiply = partial(namespace(target).matmul, *(backend.place(factor, on) for factor in factors), out=target)
+        target = backend.empty((m, n), item, device_kind)
+        multiply = partial(
+            namespace(target).matmul, *(backend.place(factor, device_kind) for factor in factors), out=target
+        )
         calls.append(_synchronised(multiply, target))
-    return tuple(ProductPoint(*shape, busy) for shape, busy in zip(shapes(on), both(comm, calls, seconds), strict=True))
+    return tuple(
+        ProductPoint(*shape, busy) for shape, busy in zip(shapes(device_kind), both(comm, calls, seconds), strict=True)
+    )
 
 
 def _synchronised(operation: Call, result: Any) -> Call:
@@ -206,12 +210,12 @@ def _synchronised(operation: Call, result: Any) -> Call:
     return call
 
 
-def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
-    """Measure copies and sums of arrays for ``seconds`` seconds on device ``on`` ("cpu" or "gpu"). Collective."""
-    nbytes, most = MOVED[on]
+def moves(comm: Communicator, device_kind: str, seconds: float) -> tuple[MovePoint, ...]:
+    """Measure copies and sums of arrays for ``seconds`` seconds on "cpu" or "gpu". Collective."""
+    nbytes, most = MOVED[device_kind]
     calls: list[tuple[str, int, Call]] = []
     while nbytes <= most:
-        source, target = (backend.zeros(nbytes // 4, np.dtype(np.float32), on) for _ in range(2))
+        source, target = (backend.zeros(nbytes // 4, np.dtype(np.float32), device_kind) for _ in range(2))
         add = partial(namespace(target).add, source, target, out=target)
         calls.append(("copy", 2 * nbytes, _synchronised(partial(target.__setitem__, ..., source), target)))
         calls.append(("add", 3 * nbytes, _synchronised(add, target)))
@@ -254,14 +258,16 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
     return list(zip(*slowest.tolist(), strict=True))
 
 
-def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Time training steps of a model. ``samples``: sequences of ``context`` tokens. ``on``: device. Collective."""
+def model(comm: Communicator, config: ModelConfig, context: int, samples: int, device_kind: str) -> ModelPoint:
+    """Time training steps of a model with ``samples`` sequences of ``context`` tokens. Collective."""
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
-    run = TimedRun(solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, on)
+    run = TimedRun(
+        solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, device_kind
+    )
     rows: list[dict[tuple[str, str], float]] = []
     for works in ([nodes.intra.rank == 0, True])[: 1 + (nodes.intra.size > 1)]:
         comm.barrier()
-        times = _profile(run, config, context, samples, on) if works else {}
+        times = _profile(run, config, context, samples, device_kind) if works else {}
         comm.barrier()
         rows.append(_slowest(comm, times))
     alone, together = rows[0], rows[-1]

@@ -60,19 +60,19 @@ class _Bracket(NamedTuple):
         return round((self.left * self.right) ** 0.5 / MULTIPLE) * MULTIPLE
 
 
-def borders(series: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
+def borders(durations: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
     """Measure more sizes where durations jump between two sizes. Return the new durations.
 
-    ``series``: {name: {size: seconds}} of at least four sizes. ``measure`` returns the durations of all series at the
+    ``durations``: {name: {size: seconds}} of at least four sizes. ``measure`` returns the durations of all names at the
     given sizes, equal on all ranks. Collective if ``measure`` is.
     """
     border_times = BorderTimes({}, {})
-    jumps = {name: _jumps(times) for name, times in series.items()}
+    jumps = {name: _jumps(times) for name, times in durations.items()}
     sizes_to_repeat = sorted({size for pairs in jumps.values() for pair in pairs for size in pair})
     if not sizes_to_repeat:
         return border_times
     repeated = measure(sizes_to_repeat)
-    best = {name: dict(times) for name, times in series.items()}
+    best = {name: dict(times) for name, times in durations.items()}
     for name, pairs in jumps.items():
         if pairs:
             lower = {size: min(best[name][size], repeated[name][size]) for pair in pairs for size in pair}
@@ -124,11 +124,11 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 
 
 def links(
-    comm: Communicator, bounds: tuple[int, int], seconds: float, on: str, print_line: Report
+    comm: Communicator, bounds: tuple[int, int], seconds: float, device_kind: str, print_line: Report
 ) -> tuple[LinkPoint, ...]:
     """Measure messages within nodes and between nodes. Collective over ``comm``.
 
-    ``bounds``: (smallest, largest) message in bytes. ``seconds``: time to spend. ``on``: memory of "cpu" or "gpu".
+    ``bounds``: (smallest, largest) message in bytes. ``device_kind``: memory of "cpu" or "gpu".
     """
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
@@ -137,7 +137,7 @@ def links(
     for level in levels:
         print_line(f"messages, level {level}")
         visit_s = seconds / len(levels) / len(message_sizes)
-        points += _Level(comm, level, max(message_sizes), visit_s, on).points(message_sizes)
+        points += _Level(comm, level, max(message_sizes), visit_s, device_kind).points(message_sizes)
     return tuple(points)
 
 

@@ -37,11 +37,11 @@ class SweepTally:
 
 
 def plan(
-    trials: Sequence[SweepTrial], repeats: int, path: Path, retry_failed: bool, only: int | None = None
+    trials: Sequence[SweepTrial], repeats: int, results_path: Path, retry_failed: bool, only: int | None = None
 ) -> list[SeriesItem]:
-    """Return the planned runs of a sweep in execution order: ``repeats`` runs of each trial. Raises StorageError."""
+    """Return the runs of a sweep in execution order. ``only``: index of a single trial, or None for all trials."""
     # Every second round has the reverse order, so that a machine that slows down affects all trials alike.
-    statuses = results.statuses(path) if path.exists() else {}
+    statuses = results.statuses(results_path) if results_path.exists() else {}
     items = []
     for repeat in range(repeats):
         for position, trial in list(enumerate(trials))[:: -1 if repeat % 2 else 1]:
@@ -61,21 +61,21 @@ class SeriesLimits:
 
 def run(
     items: Sequence[SeriesItem],
-    path: Path,
+    results_path: Path,
     measure: Measure,
     limits: SeriesLimits,
     provenance: Mapping[str, str],
     print_line: Callable[[str], None],
 ) -> SweepTally:
-    """Run the planned ``items`` that have no status, and record each result in the file ``path``. Local.
+    """Run the planned ``items`` that have no status, and append each result to ``results_path``. Local.
 
     ``measure``: function that runs a trial; it raises SweepStopped to stop. ``provenance``: attributes of a new file.
     """
     end = time.monotonic() + limits.budget_s
     statuses = {(item.trial.id, item.repeat): item.status for item in items if item.status}
     try:
-        results.prepare(path, provenance)
-        configurations = results.read(path).configurations
+        results.prepare(results_path, provenance)
+        configurations = results.read(results_path).configurations
         walls_s = {trial.id: [repeat.wall_s for repeat in trial.good] for trial in configurations}
         for number, item in enumerate(items, 1):
             if item.status:
@@ -90,7 +90,9 @@ def run(
             if outcome.status == FAILED and time.monotonic() >= end:
                 print_line(f"{label}: not recorded, because the time budget ended before the trial")
                 continue
-            results.append(path, item.trial, item.position, item.repeat, outcome, provenance.get("git_commit", ""))
+            results.append(
+                results_path, item.trial, item.position, item.repeat, outcome, provenance.get("git_commit", "")
+            )
             statuses[item.trial.id, item.repeat] = outcome.status
             if outcome.status == OK:
                 walls_s.setdefault(item.trial.id, []).append(outcome.wall_s)

@@ -156,10 +156,10 @@ def run_series(
                 signal.signal(number, handler)
 
 
-def tally_line(tally: "SweepTally", where: str = "") -> str:
-    """Return a line with the numbers of ok, failed and missing runs. ``where``: text after the numbers."""
+def tally_line(tally: "SweepTally", ending: str = "") -> str:
+    """Return a line with the numbers of ok, failed and missing runs. ``ending``: text after the numbers."""
     hint = "; --retry-failed runs failed trials again" if tally.failed else ""
-    return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{where}{hint}"
+    return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{ending}{hint}"
 
 
 def item_line(item: "SeriesItem") -> str:

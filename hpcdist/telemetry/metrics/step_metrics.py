@@ -259,12 +259,12 @@ def read(path: str | Path) -> MetricsData:
     return read_settled(path, take)
 
 
-def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
-    """Open the metrics file ``path`` and return ``take(file)``. Repeats if a run changes it. Raises StorageError."""
+def read_settled(path: str | Path, read_file: Callable[[Any], Result]) -> Result:
+    """Return ``read_file(file)`` for the metrics file ``path``, also while a run writes it. Raises StorageError."""
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
-                return take(file)
+                return read_file(file)
             except regular.BROKEN_LIBRARY_ERRORS as error:
                 if attempt == READ_ATTEMPTS - 1:
                     raise StorageError(f"the metrics file {path} is damaged: {error}") from error

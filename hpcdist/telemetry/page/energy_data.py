@@ -87,15 +87,15 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest_rank: int | No
     return StepSpans(step, shown, newest.world, worth, left_out, "")
 
 
-def select_evenly(numbers: Sequence[int], slowest: int | None) -> list[int]:
-    """Return at most `MAX_RANKS` evenly spaced elements of ``numbers``, including ``slowest`` (None: no element)."""
+def select_evenly(numbers: Sequence[int], included: int | None) -> list[int]:
+    """Return at most `MAX_RANKS` evenly spaced elements of ``numbers``. ``included``: another element to return."""
     if len(numbers) <= MAX_RANKS:
         return list(numbers)
     selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, MAX_RANKS).round().astype(int)]
-    if slowest in numbers and slowest not in selected:
-        assert slowest is not None
-        nearest = min(selected[1:-1], key=lambda number: abs(number - slowest))
-        selected[selected.index(nearest)] = slowest
+    if included in numbers and included not in selected:
+        assert included is not None
+        nearest = min(selected[1:-1], key=lambda number: abs(number - included))
+        selected[selected.index(nearest)] = included
     return sorted(selected)
 
 

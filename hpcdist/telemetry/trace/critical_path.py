@@ -126,11 +126,13 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
     return spent.most_common(1)[0][0] if spent else UNKNOWN
 
 
-def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return the overlap of communication (``transfers``) and computation (in the timeline ``row``) of a rank."""
-    computing = union([(piece.begin_ns, piece.end_ns) for piece in row if piece.phase in COMPUTES])
-    exposed = sum(piece.end_ns - piece.begin_ns for piece in row if piece.phase == "communication")
-    waited = sum(piece.waited_ns for piece in row if piece.phase == "communication")
+def communication_overlap(
+    timeline: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]
+) -> CommunicationOverlap:
+    """Return the communication time of a rank, hidden by computation and exposed. ``timeline``: of this rank."""
+    computing = union([(piece.begin_ns, piece.end_ns) for piece in timeline if piece.phase in COMPUTES])
+    exposed = sum(piece.end_ns - piece.begin_ns for piece in timeline if piece.phase == "communication")
+    waited = sum(piece.waited_ns for piece in timeline if piece.phase == "communication")
     return CommunicationOverlap(intersection_ns(computing, union(transfers)), exposed, waited)
 
 

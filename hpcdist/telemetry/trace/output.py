@@ -177,11 +177,11 @@ def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -
         yield {"ph": "C", "name": SENDING, "pid": pid, "ts": (ns - zero) / 1000, "args": {"bytes": in_flight}}
 
 
-def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of the trace file: description ``about`` of the run, clock corrections, and notes."""
+def metadata(trace: Trace, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of the trace file: a ``description`` of the run, clock corrections, and notes."""
     return {
         "run": str(trace.run_dir),
-        **about,
+        **description,
         "world": trace.world,
         "ranks": sorted(trace.timeline.lines),
         "steps": list(trace.timeline.steps),
@@ -192,15 +192,15 @@ def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
-    """Write the trace, with metadata ``about`` the run, to ``file`` (.gz: compressed). Return the number of events."""
+def write(trace: Trace, file: Path, description: Mapping[str, Any]) -> int:
+    """Write the trace and a ``description`` of the run to ``file`` (.gz: compressed). Return the number of events."""
     try:
         with (
             atomic.replacing(file) as raw,
             gzip.open(raw, "wb") if file.suffix == ".gz" else nullcontext(raw) as whole,
             io.TextIOWrapper(whole, encoding="utf-8") as out,
         ):
-            count = _write(out, events(trace.timeline), metadata(trace, about))
+            count = _write(out, events(trace.timeline), metadata(trace, description))
     except OSError as error:
         raise StorageError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
     return count
