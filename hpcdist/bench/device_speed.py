@@ -158,10 +158,10 @@ class CalibrationRequest:
             )
 
 
-def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
-    """Return sizes in bytes from ``least`` to ``most``, multiples of 64. ``per_octave``: sizes per factor of 2."""
+def sizes(smallest: int, largest: int, per_octave: int = 4) -> tuple[int, ...]:
+    """Return sizes in bytes from ``smallest`` to ``largest``, multiples of 64. ``per_octave``: per factor of 2."""
     rounded, step = [], 0
-    while (size := least * 2 ** (step / per_octave)) <= most * 1.0001:
+    while (size := smallest * 2 ** (step / per_octave)) <= largest * 1.0001:
         rounded.append(max(64, round(size / 64) * 64))
         step += 1
     return tuple(dict.fromkeys(rounded))
@@ -212,9 +212,9 @@ def _synchronised(operation: Call, result: Any) -> Call:
 
 def moves(comm: Communicator, device_kind: str, seconds: float) -> tuple[MovePoint, ...]:
     """Measure copies and sums of arrays for ``seconds`` seconds on "cpu" or "gpu". Collective."""
-    nbytes, most = MOVED[device_kind]
+    nbytes, largest_bytes = MOVED[device_kind]
     calls: list[tuple[str, int, Call]] = []
-    while nbytes <= most:
+    while nbytes <= largest_bytes:
         source, target = (backend.zeros(nbytes // 4, np.dtype(np.float32), device_kind) for _ in range(2))
         add = partial(namespace(target).add, source, target, out=target)
         calls.append(("copy", 2 * nbytes, _synchronised(partial(target.__setitem__, ..., source), target)))

@@ -142,7 +142,7 @@ def links(
 
 
 class _Level:
-    def __init__(self, comm: Communicator, level: str, most: int, seconds: float, on: str) -> None:
+    def __init__(self, comm: Communicator, level: str, largest_bytes: int, seconds: float, device_kind: str) -> None:
         nodes = comm.nodes()
         self._comm, self._name, self._seconds = comm, level, seconds
         if level == INSIDE:
@@ -153,7 +153,7 @@ class _Level:
             is_first = nodes.intra.rank == 0
         is_in_first_pair = is_first and self._across is not None and self._across.rank < 2
         self._alone = self._across if is_in_first_pair else None
-        self._memory = [backend.zeros(most, np.dtype(np.uint8), on) for _ in range(2)]
+        self._memory = [backend.zeros(largest_bytes, np.dtype(np.uint8), device_kind) for _ in range(2)]
         for array in self._memory:
             array[...] = 1  # unwritten pages all map to one page of zeros, which fits into any cache
 

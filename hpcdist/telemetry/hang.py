@@ -168,8 +168,8 @@ def analyse(
     world = records[0].world
     records = _until_first_deadline(records)
     states = _states(records, now)
-    unread = {rank: reason for rank, reason in (unreadable or {}).items() if rank < world}
-    missing = tuple(sorted(set(range(world)) - states.keys() - unread.keys()))
+    unreadable_ranks = {rank: reason for rank, reason in (unreadable or {}).items() if rank < world}
+    missing = tuple(sorted(set(range(world)) - states.keys() - unreadable_ranks.keys()))
     ranks = tuple(
         _rank_state(record, states[record.rank], now) for record in sorted(records, key=lambda record: record.rank)
     )
@@ -178,7 +178,7 @@ def analyse(
     if missing:
         text = "no record: this rank did not reach its first operation, or wrote to another directory"
         findings.append(Finding("missing", missing, text))
-    findings += [Finding("damaged", (rank,), f"is not known: {reason}") for rank, reason in unread.items()]
+    findings += [Finding("damaged", (rank,), f"is not known: {reason}") for rank, reason in unreadable_ranks.items()]
     findings += suspects.absent()
     findings += suspects.deadlock()
     findings = findings or suspects.unexplained()
@@ -192,17 +192,23 @@ def analyse(
 
 def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
     # Later events mislead: the end of the job wakes stopped ranks.
-    cut = min((record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None)
-    if cut is None:
+    first_deadline_ns = min(
+        (record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None
+    )
+    if first_deadline_ns is None:
         return list(records)
     truncated = []
     for record in records:
         events = tuple(
-            event if event.ended_ns is None or event.ended_ns <= cut else replace(event, ended_ns=None)
+            event if event.ended_ns is None or event.ended_ns <= first_deadline_ns else replace(event, ended_ns=None)
             for event in record.events
-            if event.started_ns <= cut
+            if event.started_ns <= first_deadline_ns
         )
-        notes = {k: note for k, note in record.notes.items() if k in ("deadline", "frozen") or note.time_ns <= cut}
+        notes = {
+            k: note
+            for k, note in record.notes.items()
+            if k in ("deadline", "frozen") or note.time_ns <= first_deadline_ns
+        }
         truncated.append(replace(record, events=events, notes=notes))
     return truncated
 

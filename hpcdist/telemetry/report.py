@@ -41,8 +41,8 @@ def text(run: RunData) -> str:
     rows = [(label, str(value)) for label, value in head.items() if value]
     rows.append(("steps", steps + (f" in {sessions} sessions" if sessions > 1 else "")))
     if not run.run.complete:
-        part = f"{len(run.run.chosen):,} of {len(run.run.steps['step']):,} steps"
-        rows.append(("rows", f"times and bytes are from {part}, spread evenly"))
+        sampled = f"{len(run.run.chosen):,} of {len(run.run.steps['step']):,} steps"
+        rows.append(("rows", f"times and bytes are from {sampled}, spread evenly"))
     return "\n".join([*run_figures.lines(run, rows), "", *_curve(run.run.steps)])
 
 
@@ -51,10 +51,12 @@ def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
     ends = np.unique(np.linspace(0, len(steps), min(CURVE_ROWS, len(steps)) + 1).astype(int))
     means = [float(loss[start:stop].mean()) for start, stop in itertools.pairwise(ends)]
     finite = [mean for mean in means if math.isfinite(mean)]
-    unit = (max(finite) - min(finite)) / BAR_WIDTH if finite else 0.0
+    loss_per_character = (max(finite) - min(finite)) / BAR_WIDTH if finite else 0.0
     lines = ["    step     loss  learning rate"]
     for stop, mean in zip(ends[1:], means, strict=True):
-        bar = "█" * round((mean - min(finite)) / unit) if unit and math.isfinite(mean) else ""
+        bar = (
+            "█" * round((mean - min(finite)) / loss_per_character) if loss_per_character and math.isfinite(mean) else ""
+        )
         line = f"{steps[stop - 1]:8d} {mean:8.4f} {columns['learning_rate'][stop - 1]:14.3g}  {bar}"
         lines.append(line.rstrip())
     return lines

@@ -52,8 +52,8 @@ def crc32c(records: Sequence[bytes]) -> np.ndarray:
     going_on = np.searchsorted(-lengths[order], -np.arange(longest), side="left")
     remainder = np.full(len(records), 0xFFFFFFFF, np.uint32)
     for column, count in zip(columns, going_on, strict=True):
-        part = remainder[:count]
-        remainder[:count] = table[(part ^ column[:count]) & 0xFF] ^ (part >> np.uint32(8))
+        remainders = remainder[:count]
+        remainder[:count] = table[(remainders ^ column[:count]) & 0xFF] ^ (remainders >> np.uint32(8))
     crcs = np.empty_like(remainder)
     crcs[order] = remainder ^ np.uint32(0xFFFFFFFF)
     return crcs

@@ -105,13 +105,13 @@ class BufferContents:
         """Write the test input of ``rank`` into each row of the array ``slots``. Row k starts with element k. Local."""
         # Rows are written in order, so that the cache holds the last rows.
         count, size = slots.shape
-        whole = 0
+        num_grouped = 0
         if size <= PERIOD * _REPEATS:
             # A pool can have a million small slots: the PERIOD different rows are written in one assignment.
             rows = np.lib.stride_tricks.sliding_window_view(self._tile(rank), size)[:PERIOD]
-            whole = count - count % PERIOD
-            slots[:whole].reshape(-1, PERIOD, size)[...] = rows
-        for slot in range(whole, count):
+            num_grouped = count - count % PERIOD
+            slots[:num_grouped].reshape(-1, PERIOD, size)[...] = rows
+        for slot in range(num_grouped, count):
             self.fill(slots[slot], rank, slot)
 
     def first_difference(self, buffer: np.ndarray, rank: int | None, first_element: int) -> int:

@@ -148,9 +148,9 @@ def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell
     for dtype in request.dtypes:
         for op in request.operations:
             parts = ranks if op == "all_to_all" or op.startswith(UNEVEN) else 1
-            unit = dtype_of(dtype).itemsize * parts
+            granularity = dtype_of(dtype).itemsize * parts
             for nbytes in request.bytes:
-                rounded = max(unit, nbytes // unit * unit)
+                rounded = max(granularity, nbytes // granularity * granularity)
                 if rounded != nbytes:
                     elements = f"{dtype} elements" + (f" for each of {ranks} ranks" if parts > 1 else "")
                     notes.append(f"{op}: {nbytes} bytes are no whole number of {elements}; {rounded} are measured")

@@ -155,8 +155,8 @@ class PoolMemory:
 
     def slots(self, nbytes: int) -> int:
         """Return the number of buffers of ``nbytes`` bytes to use in turn."""
-        most = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
-        return min(most, contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
+        available = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
+        return min(available, contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
 
 
 def take_memory(comm: Communicator, request: results.CollectivesRequest, notes: list[str]) -> PoolMemory:

@@ -122,9 +122,9 @@ def text(results: StepResults) -> str:
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
     """Return the median seconds per step by (kind of operation, pass). ("other", "step"): the remaining time."""
     seconds = dict(case.operation_s)
-    whole = seconds.pop(("all", "step"), None)
-    if whole is not None:
-        seconds["other", "step"] = whole - sum(seconds.values())
+    step_s = seconds.pop(("all", "step"), None)
+    if step_s is not None:
+        seconds["other", "step"] = step_s - sum(seconds.values())
     return {key: float(np.median(values)) for key, values in seconds.items()}
 
 

@@ -93,8 +93,8 @@ def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarra
 
 def most_of_ranks(samples: np.ndarray) -> np.ndarray:
     """Return the maximum over the ranks of ``samples``, of shape (iterations, ranks), without NaN."""
-    most = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
-    finite: np.ndarray = most[np.isfinite(most)]
+    maxima = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
+    finite: np.ndarray = maxima[np.isfinite(maxima)]
     return finite
 
 

@@ -326,12 +326,12 @@ def _joined_sessions(
         session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)
         for session, kinds in parts.items()
     }
-    whole = sum(lasted.values()) or 1.0
+    total_s = sum(lasted.values()) or 1.0
     curves: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     names = list(dict.fromkeys(kind for kinds in parts.values() for kind in kinds))
     base, at = dict.fromkeys(names, 0.0), 0.0
     for session in sorted(parts):
-        points = max(3, round(CURVE_POINTS * lasted[session] / whole))
+        points = max(3, round(CURVE_POINTS * lasted[session] / total_s))
         seconds = np.linspace(0.0, lasted[session], points)
         for kind in names:
             joules = np.zeros(points) if kind in parts[session] else np.full(points, np.nan)
@@ -399,12 +399,12 @@ def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
     # At least two samples per node and bin, so that no bin is empty by its alignment.
     count = int(np.clip(np.unique(rows["node"], return_counts=True)[1].max() // 2, 1, UTILISATION_BINS))
     width = max(at, 1e-9) / count
-    part = np.minimum((seconds / width).astype(np.int64), count - 1)
+    bin_of_row = np.minimum((seconds / width).astype(np.int64), count - 1)
     shares = {}
     for name in UTILISATION_NAMES:
         if name in rows and np.isfinite(rows[name]).any():
             is_known = np.isfinite(rows[name])
-            sums = np.bincount(part[is_known], rows[name][is_known], minlength=count)
-            number = np.bincount(part[is_known], minlength=count)
+            sums = np.bincount(bin_of_row[is_known], rows[name][is_known], minlength=count)
+            number = np.bincount(bin_of_row[is_known], minlength=count)
             shares[name] = np.where(number > 0, sums / np.maximum(number, 1), np.nan)
     return UtilisationCurves((np.arange(count) + 0.5) * width / 3600, shares)

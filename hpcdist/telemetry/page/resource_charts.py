@@ -57,18 +57,18 @@ def _sent(data: RunData) -> Chart:
     if run is None:
         return Chart("sent", title, reason=data.reason)
     sent = run.sample.steps["sent_bytes"]
-    most = most_over_ranks(sent)
-    if not np.nansum(most) > 0:
+    most_bytes = most_over_ranks(sent)
+    if not np.nansum(most_bytes) > 0:
         return Chart("sent", title, reason=NO_BYTES)
 
     def picture(axes: Any) -> None:
-        axes.plot(*chart_series.decimate(run.sample.steps["step"], most / MIB), color=draw.RED)
+        axes.plot(*chart_series.decimate(run.sample.steps["step"], most_bytes / MIB), color=draw.RED)
         chart_series.mark_resumes(axes, data)
-        axes.set_ylim(0, draw.robust_upper_limit(most / MIB, 99.5))
+        axes.set_ylim(0, draw.robust_upper_limit(most_bytes / MIB, 99.5))
         chart_series.label_step_axis(axes, "MiB, the rank that sends most")
         draw.format_thousands(axes.yaxis)
 
-    alt = f"Bytes sent a step by the rank that sends most, median {np.nanmedian(most) / MIB:.3g} MiB"
+    alt = f"Bytes sent a step by the rank that sends most, median {np.nanmedian(most_bytes) / MIB:.3g} MiB"
     return Chart("sent", title, draw.draw_svg("sent", picture), chart_series.rows_note(run), alt)
 
 
@@ -83,8 +83,8 @@ def _power(data: RunData) -> Chart:
 
 def _joules(data: RunData) -> Chart:
     curves = {kind: course for kind, course in data.curves.by_kind.items() if np.isfinite(course.joules).any()}
-    most = max((float(np.nanmax(course.joules)) for course in curves.values()), default=0.0)
-    unit, name = (3.6e6, "kWh") if most > 3.6e6 else (1e3, "kJ") if most > 1e4 else (1.0, "J")
+    total_joules = max((float(np.nanmax(course.joules)) for course in curves.values()), default=0.0)
+    unit, name = (3.6e6, "kWh") if total_joules > 3.6e6 else (1e3, "kJ") if total_joules > 1e4 else (1.0, "J")
     ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in curves.items())
     lines = {kind: (course.hours, course.joules / unit) for kind, course in curves.items()}
     alt = f"Energy so far by source: {ends}"

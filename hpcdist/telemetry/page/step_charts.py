@@ -211,8 +211,8 @@ def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]
     works = np.nansum(rows["compute_s"], axis=0) > 0
     parts = {name: chart_series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
     if "step_s" in rows:
-        whole = chart_series.means(mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
-        parts["rest"] = np.maximum(whole - np.sum([np.nan_to_num(part) for part in parts.values()], axis=0), 0)
+        step_ms = chart_series.means(mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
+        parts["rest"] = np.maximum(step_ms - np.sum([np.nan_to_num(part) for part in parts.values()], axis=0), 0)
     return rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)], parts
 
 

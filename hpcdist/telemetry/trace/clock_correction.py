@@ -284,8 +284,8 @@ def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> Causa
         if last is not None and ended:
             pairs.append((last, min(ended, key=lambda call: call.end_ns)))
     wrong = [(a, b, a.begin_ns - b.end_ns) for a, b in pairs if a.begin_ns > b.end_ns]
-    most = max((by for _, _, by in wrong), default=0)
+    largest_ns = max((by for _, _, by in wrong), default=0)
     bounds = [(bounds_ns[a.rank], bounds_ns[b.rank], by) for a, b, by in wrong]
     if any(x is None or y is None for x, y, _ in bounds):
-        return CausalOrder(len(pairs), len(wrong), most, None)
-    return CausalOrder(len(pairs), len(wrong), most, sum(by > (x or 0) + (y or 0) for x, y, by in bounds))
+        return CausalOrder(len(pairs), len(wrong), largest_ns, None)
+    return CausalOrder(len(pairs), len(wrong), largest_ns, sum(by > (x or 0) + (y or 0) for x, y, by in bounds))

@@ -81,8 +81,8 @@ class CommunicationOverlap:
     @property
     def hidden_share(self) -> float | None:
         """Share of the communication time, without waits, that computation hides, or None without such time."""
-        whole = self.hidden_ns + self.exposed_ns - self.waited_ns
-        return self.hidden_ns / whole if whole > 0 else None
+        total_ns = self.hidden_ns + self.exposed_ns - self.waited_ns
+        return self.hidden_ns / total_ns if total_ns > 0 else None
 
 
 def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str], Counter[str]]:

@@ -107,7 +107,7 @@ def _in_order(
         return list(zip(sends, receives, strict=False))  # complete records; the last message may be in flight
     of_steps, in_steps = _by_step(sends), _by_step(receives)
     steps = sorted(of_steps.keys() | in_steps.keys())
-    whole = [
+    complete_steps = [
         step
         for step in steps
         if step != NO_STEP
@@ -115,7 +115,7 @@ def _in_order(
         and receiver.steps.get(step, (-1, 0))[0] >= receiver.covered_ns
     ]
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
-    for step in whole:
+    for step in complete_steps:
         a, b = of_steps.get(step, []), in_steps.get(step, [])
         if len(a) != len(b):
             return []  # messages that cross steps cannot be matched by counting
@@ -139,10 +139,10 @@ def _rounds(
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):
         groups = [turns]  # complete records
     else:
-        whole = [
+        complete_rows = [
             row for step, row in _by_step(calls).items() if not any(_is_cut(logs[call.rank], step) for call in row)
         ]
-        groups = [_turns(row) for row in whole]
+        groups = [_turns(row) for row in complete_rows]
     for together in chain.from_iterable(groups):
         by_rank = {call.rank: call for call in together}
         to = [ranks[call.comm][call.peer] for call in together]

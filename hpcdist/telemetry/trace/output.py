@@ -197,8 +197,8 @@ def write(trace: Trace, file: Path, description: Mapping[str, Any]) -> int:
     try:
         with (
             atomic.replacing(file) as raw,
-            gzip.open(raw, "wb") if file.suffix == ".gz" else nullcontext(raw) as whole,
-            io.TextIOWrapper(whole, encoding="utf-8") as out,
+            gzip.open(raw, "wb") if file.suffix == ".gz" else nullcontext(raw) as compressed,
+            io.TextIOWrapper(compressed, encoding="utf-8") as out,
         ):
             count = _write(out, events(trace.timeline), metadata(trace, description))
     except OSError as error:

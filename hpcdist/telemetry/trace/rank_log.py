@@ -217,8 +217,8 @@ def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) ->
                 f"of the steps {requested.start} to {requested.stop - 1}, {len(chosen)} are still in the records"
             )
     else:
-        whole = [step for step in common if all(log.steps[step][0] >= log.covered_ns for log in stepping)]
-        chosen = (whole or common[-1:])[-last:]
+        complete_steps = [step for step in common if all(log.steps[step][0] >= log.covered_ns for log in stepping)]
+        chosen = (complete_steps or common[-1:])[-last:]
     partly = [step for step in chosen if any(log.steps[step][0] < log.covered_ns for log in stepping)]
     if partly:
         notes.append(f"the messages of {steps_text(partly)} are no longer all in the records")
