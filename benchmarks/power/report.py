@@ -16,9 +16,8 @@ from hpcdist.bench.sweep.report import SweepRow
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults
 from hpcdist.bench.sweep.trial import TrialOutcome
 from hpcdist.errors import UsageError
-from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING, aligned
+from hpcdist.reporting.table import MISSING, Catalogue, Figure, aligned
 from hpcdist.reporting.units import counted, format_joules
 
 GROUP: Final = "power"  # group of the figures in the summary of a trial

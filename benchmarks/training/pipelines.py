@@ -30,8 +30,7 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Results
 from hpcdist import models
-from hpcdist.bench.step.timed_training import TimedTraining
-from hpcdist.bench.timing import without_collection
+from hpcdist.bench.timing import TimedTraining, without_collection
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads.communicator import solo

@@ -22,7 +22,7 @@ from hpcdist.bench.sweep import results
 from hpcdist.bench.sweep.report import most_of_ranks
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5 import files
-from hpcdist.reporting.figures import Catalogue, Figure
+from hpcdist.reporting.table import Catalogue, Figure
 
 REGRESSION: Final = "slower"
 IMPROVEMENT: Final = "faster"
@@ -35,10 +35,7 @@ _BATCH_ELEMENTS: Final = 1 << 22  # largest number of resampled times in memory
 
 @dataclass(frozen=True)
 class CompareSide:
-    """Measurements of one configuration in one file: duration of each iteration, and number of its process.
-
-    ``reference``: True for a memory copy or an exchange between nodes. ``wrong``: True if a result was wrong.
-    """
+    """Durations of the iterations of one configuration in one file. ``session``: number of each iteration's process."""
 
     times_s: np.ndarray
     session: np.ndarray
@@ -48,44 +45,33 @@ class CompareSide:
 
 @dataclass(frozen=True)
 class CompareRule:
-    """Settings of a comparison of two results files.
+    """Settings of a comparison of two results files."""
 
-    ``threshold``: tolerated slowdown; 0.05 means 5 %. ``confidence``: level of the bootstrap interval. ``resamples``:
-    number of bootstrap samples. ``seed``: random seed.
-    """
-
-    threshold: float = 0.05
-    confidence: float = 0.95
-    resamples: int = 2000
+    threshold: float = 0.05  # tolerated slowdown; 0.05 means 5 %
+    confidence: float = 0.95  # level of the bootstrap interval
+    resamples: int = 2000  # number of bootstrap samples
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class MedianChange:
-    """Change of a configuration from the first file to the second. ``ratio`` above 1 means slower.
-
-    ``low``, ``high``: confidence interval of the ratio. Durations, ratio and interval are None if the second result is
-    wrong. ``iterations``, ``sessions``: numbers of iterations and processes in (first file, second file).
-    """
+    """Change of a configuration from the first file to the second. ``ratio`` above 1 means slower."""
 
     name: str
     verdict: str
-    ratio: float | None
-    low: float | None
+    ratio: float | None  # this figure and the next four are None if the second result is wrong
+    low: float | None  # confidence interval of the ratio: low to high
     high: float | None
     before_s: float | None
     after_s: float | None
-    iterations: tuple[int, int]
+    iterations: tuple[int, int]  # numbers of iterations in (first file, second file)
     sessions: tuple[int, int]
     reference: bool
 
 
 @dataclass(frozen=True)
 class ResultsComparison:
-    """Comparison of two results files: changes of the common configurations, and names that only one file has.
-
-    ``wrong_before``: names of configurations that are wrong in the first file and correct in the second.
-    """
+    """Comparison of two results files: changes of the common configurations, and names in only one file."""
 
     changes: tuple[MedianChange, ...]
     only_before: tuple[str, ...]
@@ -95,20 +81,17 @@ class ResultsComparison:
 
     @property
     def regressions(self) -> list[MedianChange]:
-        """Changes to a slower or wrong result in the second file, without memcpy and exchange between nodes."""
+        """Changes to a slower or wrong result, without memory copies and exchanges between nodes."""
         return [change for change in self.changes if change.verdict in (REGRESSION, WRONG) and not change.reference]
 
     @property
     def judged(self) -> list[MedianChange]:
-        """Changes with enough iterations for a verdict, without memcpy and exchange between nodes."""
+        """Changes with enough iterations for a verdict, without memory copies and exchanges between nodes."""
         return [change for change in self.changes if change.verdict != FEW and not change.reference]
 
 
 def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
-    """Compare two results files, both of `bench collectives` or both of `bench sweep`. ``rule``: settings.
-
-    Raises StorageError for another kind of file, and UsageError if the files have no configuration in common.
-    """
+    """Compare two results files of the same benchmark. Raises StorageError and UsageError."""
     schemas = [_schema(path) for path in (before, after)]
     if schemas[0] != schemas[1]:
         raise UsageError(f"{before} has schema {schemas[0]}, {after} has {schemas[1]}; give two files of one benchmark")
@@ -133,7 +116,7 @@ def compare(before: Path, after: Path, rule: CompareRule) -> ResultsComparison:
 
 
 def change(name: str, before: CompareSide, after: CompareSide, rule: CompareRule) -> MedianChange:
-    """Return the change of the configuration ``name`` from the measurements ``before`` to ``after``. Deterministic."""
+    """Return the change of the configuration ``name`` from ``before`` to ``after``. The result is deterministic."""
     counts = (len(before.times_s), len(after.times_s))
     sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
     if after.wrong:
@@ -237,12 +220,12 @@ _FIGURES: Final[Catalogue[MedianChange]] = Catalogue(
 
 
 def text(comparison: ResultsComparison) -> str:
-    """Return the text table of ``comparison``, followed by the configurations in one file only and the notes."""
+    """Return the table of ``comparison`` as text, and below it the names in only one file and the notes."""
     return "\n".join([*_FIGURES.aligned(comparison.changes, (0, -1)), *_footer(comparison)])
 
 
 def markdown(comparison: ResultsComparison) -> str:
-    """Return ``comparison`` as a Markdown table, followed by configurations in one file only and notes."""
+    """Return ``comparison`` as a Markdown table, and below it the names in only one file and the notes."""
     lines = _FIGURES.markdown(comparison.changes)
     return "\n".join([*lines, *(f"\n{line}" for line in _footer(comparison))])
 

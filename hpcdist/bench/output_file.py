@@ -25,7 +25,7 @@ Record = TypeVar("Record")
 
 
 class SampleColumn:
-    """Description of an HDF5 dataset: ``meaning`` as text, names of its dimensions (``*axes``) and their unit."""
+    """Description of an HDF5 dataset: ``meaning``, names of its dimensions (``*axes``), and unit."""
 
     def __init__(self, meaning: str, *axes: str, units: str = "s") -> None:
         self.meaning, self.axes, self.units = meaning, axes, units
@@ -41,11 +41,7 @@ class ResultsFormat:
 
     @contextmanager
     def edit(self, path: Path, provenance: Mapping[str, Any]) -> Iterator[Any]:
-        """Open or create the results file ``path``, as a context manager that yields the group of its records.
-
-        ``provenance``: root attributes of a new file. All changes of the `with` block reach the disk together. Raises
-        StorageError; the file then keeps its old content.
-        """
+        """Open or create the results file ``path``, and yield the group of its records. Raises StorageError."""
         created = not path.exists()
         with files.edit(path, self.schema, self.version) as file:
             if created:
@@ -56,10 +52,7 @@ class ResultsFormat:
 
     @contextmanager
     def read(self, path: Path) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Open the results file ``path``, as a context manager that yields its provenance and the group of its records.
-
-        Raises StorageError if the file is invalid or unreadable, or if h5py raises an error inside the `with` block.
-        """
+        """Open the results file ``path``. Yield (provenance, group of its records). Raises StorageError."""
         with files.open_read(path, self.schema, self.version) as file:
             try:
                 header = ("schema", "schema_version", "NX_class")
@@ -76,10 +69,7 @@ def plain(value: Any) -> Any:
 
 
 def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
-    """Write the dataclass object ``record`` into the empty HDF5 ``group``.
-
-    Keyword-only ``grows``: True if `extend_record` may append to it later.
-    """
+    """Write the dataclass object ``record`` into the empty HDF5 ``group``. Keyword ``grows``: it may be extended."""
     group.attrs.update(_attributes(record))
     columns = {name: (getattr(record, name), column) for name, column in _sample_columns(type(record)).items()}
     if columns:
@@ -87,10 +77,7 @@ def write_record(group: Any, record: Any, *, grows: bool = False) -> None:
 
 
 def write_samples(group: Any, columns: Mapping[str, tuple[np.ndarray, SampleColumn]], *, grows: bool = False) -> None:
-    """Write a dataset for each entry of ``columns`` into the HDF5 ``group``, with dimension scales.
-
-    ``columns``: dict from name to (values, description). Keyword-only ``grows``: True for an unlimited first dimension.
-    """
+    """Write the datasets ``columns``, {name: (values, description)}, into the HDF5 ``group``."""
     # NeXus viewers show the first dataset. A dataset can be the scale of another dataset.
     for name, (values, column) in columns.items():
         options: dict[str, Any] = {}
@@ -111,10 +98,7 @@ def write_samples(group: Any, columns: Mapping[str, tuple[np.ndarray, SampleColu
 
 
 def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
-    """Attach HDF5 dimension scales to the datasets of ``group``.
-
-    ``axes``: dict from the name of a dataset to the names of its scales, which are datasets of ``group``, too.
-    """
+    """Attach dimension scales to datasets of ``group``. ``axes``: {dataset name: names of its scales}."""
     for scale in dict.fromkeys(axis for names in axes.values() for axis in names):
         group[scale].make_scale(scale)
     for name, scales in axes.items():
@@ -124,7 +108,7 @@ def attach_scales(group: Any, axes: Mapping[str, Sequence[str]]) -> None:
 
 
 def extend_record(group: Any, record: Any) -> None:
-    """Append the arrays of the dataclass object ``record`` to the datasets of ``group``, along the first dimension."""
+    """Append the arrays of the dataclass object ``record`` to the datasets of ``group``."""
     for name, column in _sample_columns(type(record)).items():
         values, dataset, scale = getattr(record, name), group[name], group[column.axes[0]]
         length = len(dataset) + len(values)
@@ -135,7 +119,7 @@ def extend_record(group: Any, record: Any) -> None:
 
 
 def read_record(group: Any, kind: type[Record], **values: Any) -> Record:
-    """Return an object of the dataclass ``kind``: fields stored in the HDF5 ``group``, and fields in ``**values``."""
+    """Return an object of the dataclass ``kind``, with fields from the HDF5 ``group`` and from ``**values``."""
     for name, hint in _hints(kind).items():
         if name in values:
             continue

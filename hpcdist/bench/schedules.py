@@ -13,9 +13,10 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting.figures import Catalogue, Figure
-from hpcdist.reporting.plotting import drawing
+from hpcdist.errors import UsageError
+from hpcdist.reporting import atomic
+from hpcdist.reporting.plotting import GanttBar, GanttStyle, draw_gantt, drawing
+from hpcdist.reporting.table import Catalogue, Figure
 from hpcdist.strategies.core.grid import ProcessGrid
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.schedule import registry
@@ -27,13 +28,13 @@ from hpcdist.strategies.schedule.timeline import StepTimeline
 from hpcdist.strategies.schedule.verify import liveness
 from hpcdist.strategies.schedule.verify.proof import verify
 
-# Kind of pass -> (letter, meaning, colour of a bar, colour of the number in the bar).
+# Kind of pass -> (letter, meaning, colour of a bar).
 STYLES: Final = {  # the bars also differ in brightness, for black-and-white prints
-    FORWARD: ("F", "forward", "#cfe2f3", "black"),
-    BACKWARD: ("B", "backward", "#d1693a", "black"),
-    INPUT: ("I", "input gradient", "#f0b35a", "black"),
-    WEIGHT: ("W", "weight gradients", "#3d6b53", "white"),
-    AGAIN: ("F again", "recomputed forward", "#b5c9da", "black"),
+    FORWARD: ("F", "forward", "#cfe2f3"),
+    BACKWARD: ("B", "backward", "#d1693a"),
+    INPUT: ("I", "input gradient", "#f0b35a"),
+    WEIGHT: ("W", "weight gradients", "#3d6b53"),
+    AGAIN: ("F again", "recomputed forward", "#b5c9da"),
 }
 NUMBERED: Final = 2000  # largest number of bars in a panel whose bars have numbers
 PROVEN: Final = 20_000  # largest number of passes whose operation lists are verified, which takes about a second
@@ -42,12 +43,10 @@ _WIDTH: Final = 14.0  # of a plot, in inches
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """Settings of simulated pipeline schedules: number of stages and micro-batches, and costs of one micro-batch.
+    """Settings of simulated pipeline schedules.
 
-    - ``costs``: seconds of (forward, input gradient, weight gradients) of a stage: one tuple for all stages, or one
-      each.
-    - ``message_s``: seconds for which a message occupies its link.
-    - ``recompute``: run the forward pass again before each backward pass.
+    ``costs``: seconds of (forward, input gradient, weight gradients), for all stages or for each stage. ``message_s``:
+    seconds for which a message occupies its link.
     """
 
     stages: int
@@ -68,7 +67,7 @@ class ScheduleRequest:
             raise UsageError(f"--message-s {self.message_s}: the seconds must be finite")
 
     def step_costs(self, placement: StagePlacement) -> StepCosts:
-        """Return the simulation costs of each model chunk of ``placement``, which maps chunks to ranks."""
+        """Return the costs of each model chunk. ``placement``: rank of each chunk."""
         forward_s, input_s, weight_s = (
             [self.costs[rank % len(self.costs)][kind] / placement.ranks.count(rank) for rank in placement.ranks]
             for kind in range(3)
@@ -84,45 +83,37 @@ class ScheduleRequest:
 
 @dataclass(frozen=True)
 class SimulatedSchedule:
-    """Result of a simulated pipeline schedule: forward and backward passes, timeline, and memory of each rank.
-
-    ``memory``: largest number of micro-batches in progress, by rank. ``closed``: idle share by a formula, or None
-    without a formula. ``operations``: True if all operations were verified, not only the passes.
-    """
+    """Result of a simulated pipeline schedule."""
 
     name: str
     written: ScheduleText
     timeline: StepTimeline
-    memory: tuple[Peak, ...]
-    closed: float | None
-    operations: bool
+    memory: tuple[Peak, ...]  # largest number of micro-batches in progress, by rank
+    closed: float | None  # idle share by a formula, or None without a formula
+    operations: bool  # all operations were verified, not only the passes
 
 
-def simulate_schedule(name: str, written: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
-    """Check that a pipeline schedule is valid, and simulate it. Local.
-
-    ``name``: name of the schedule. ``written``: its list of passes per rank. ``request``: costs. Raises ScheduleError
-    if the schedule is invalid or deadlocks, and UsageError if it does not support recomputation.
-    """
-    if request.recompute and written.keeps:
+def simulate_schedule(name: str, schedule: ScheduleText, request: ScheduleRequest) -> SimulatedSchedule:
+    """Verify and simulate a ``schedule``, the passes of each rank. Raises ScheduleError and UsageError. Local."""
+    if request.recompute and schedule.keeps:
         raise UsageError(
             f"--recompute does not work with {name}, which keeps all activations until the backward pass; remove "
             "--recompute, or choose gpipe, 1f1b or interleaved"
         )
-    placement = written.place([range(n, n + 1) for n in range(request.stages * written.chunks)])
-    operations = sum(map(len, written.passes)) <= PROVEN
+    placement = schedule.place([range(n, n + 1) for n in range(request.stages * schedule.chunks)])
+    operations = sum(map(len, schedule.passes)) <= PROVEN
     if operations:
-        _verify(written, placement, request)
+        _verify(schedule, placement, request)
     else:
-        liveness.prove(written.passes, placement, request.microbatches)
-    rows = [simulate_timeline.compact(row) for row in written.passes]
+        liveness.prove(schedule.passes, placement, request.microbatches)
+    rows = [simulate_timeline.compact(row) for row in schedule.passes]
     costs = request.step_costs(placement)
     timeline = simulate_timeline.simulate_passes(rows, placement, costs, recompute=request.recompute)
     closed = None
     if len(set(request.costs)) == 1 and not request.message_s and not request.recompute:  # else no formula
         seconds = dict(zip(("forward_s", "input_s", "weight_s"), request.costs[0], strict=True))
-        closed = registry.bubble(name, request.stages, request.microbatches, chunks=written.chunks, **seconds)
-    return SimulatedSchedule(name, written, timeline, simulate_timeline.peaks(timeline.program), closed, operations)
+        closed = registry.bubble(name, request.stages, request.microbatches, chunks=schedule.chunks, **seconds)
+    return SimulatedSchedule(name, schedule, timeline, simulate_timeline.peaks(timeline.program), closed, operations)
 
 
 def _verify(written: ScheduleText, placement: StagePlacement, request: ScheduleRequest) -> None:
@@ -188,33 +179,26 @@ _FIGURES: Final[Catalogue[SimulatedSchedule]] = Catalogue(
 
 @dataclass(frozen=True)
 class PassBar:
-    """Bar of a timeline: one pass of a micro-batch through one model chunk, with its start and end time.
-
-    ``work``: kind of the pass, a key of `STYLES`. ``chunk``: number of the model chunk in the model. ``local``: number
-    of the chunk on its rank.
-    """
+    """Bar of a timeline: one pass of a micro-batch through a model chunk."""
 
     rank: int
-    work: int
+    work: int  # kind of the pass: a key of `STYLES`
     microbatch: int
-    chunk: int
-    local: int
+    chunk: int  # number of the chunk in the model
+    local: int  # number of the chunk on its rank
     begin_s: float
     end_s: float
 
 
 @dataclass(frozen=True)
 class TimelinePanel:
-    """Timeline of one step: its bars, and the points (time in seconds, rank) of its critical path.
-
-    ``chunks``: largest number of model chunks on a rank.
-    """
+    """Timeline of one step, with its critical path."""
 
     title: str
     ranks: int
-    chunks: int
+    chunks: int  # largest number of model chunks on a rank
     bars: Sequence[PassBar]
-    path: Sequence[tuple[float, int]]
+    path: Sequence[tuple[float, int]]  # points (time in seconds, rank) of the critical path
 
 
 def bars(timeline: StepTimeline) -> list[PassBar]:
@@ -248,10 +232,7 @@ def panel(title: str, timeline: StepTimeline) -> TimelinePanel:
 
 
 def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
-    """Draw ``panels`` below each other with a common time axis, and save the plot as ``file`` (.png, .pdf, .svg).
-
-    Raises MissingCapabilityError if matplotlib is missing, and StorageError if the file cannot be written.
-    """
+    """Draw ``panels`` below each other, with a common time axis, into ``file``. Raises HpcdistError."""
     heights = [0.8 + 0.3 * min(panel.ranks, 24) for panel in panels]
     end_s = max((bar.end_s for panel in panels for bar in panel.bars), default=1.0)
     works = sorted({bar.work for panel in panels for bar in panel.bars})
@@ -269,20 +250,15 @@ def draw(panels: Sequence[TimelinePanel], file: Path) -> None:
 
 
 def _panel(axis: Any, shown: TimelinePanel, end_s: float) -> None:
+    styles = {letter: GanttStyle(colour, -0.42, 0.84) for letter, _, colour in STYLES.values()}
+    gantt_bars = []
+    for bar in shown.bars:
+        label = f"{bar.microbatch}.{bar.local}" if shown.chunks > 1 else str(bar.microbatch)
+        gantt_bars.append(GanttBar(bar.rank, bar.begin_s, bar.end_s, STYLES[bar.work][0], label))
+    character_s = 0.06 / (0.92 * _WIDTH) * end_s  # a character is 0.06 inches wide
     is_numbered = len(shown.bars) <= NUMBERED
-    for work, (_, _, colour, _) in STYLES.items():
-        for rank in range(shown.ranks):
-            spans = [
-                (bar.begin_s, bar.end_s - bar.begin_s) for bar in shown.bars if (bar.work, bar.rank) == (work, rank)
-            ]
-            if spans:
-                edge = {"edgecolor": "white", "linewidth": 0.4 if is_numbered else 0.0}
-                axis.broken_barh(spans, (rank - 0.42, 0.84), facecolor=colour, **edge)
-    for bar in shown.bars if is_numbered else ():
-        text = f"{bar.microbatch}.{bar.local}" if shown.chunks > 1 else str(bar.microbatch)
-        if (bar.end_s - bar.begin_s) / end_s * _WIDTH * 0.92 > 0.06 * len(text):  # a character is 0.06 inches wide
-            style = {"ha": "center", "va": "center", "fontsize": 7, "color": STYLES[bar.work][3], "clip_on": True}
-            axis.text((bar.begin_s + bar.end_s) / 2, bar.rank, text, **style)
+    font = {"fontsize": 7, "clip_on": True}
+    draw_gantt(axis, gantt_bars, styles, character=character_s if is_numbered else 0.0, font=font)
     axis.plot([s for s, _ in shown.path], [r + 0.42 for _, r in shown.path], color="black", linewidth=1.2)
     axis.set_title(shown.title, fontsize=10, loc="left")
     axis.set_ylabel("rank")
@@ -305,7 +281,4 @@ def write_trace(panels: Sequence[TimelinePanel], file: Path) -> None:
             about = {"name": f"{letter}{bar.microbatch}.{bar.local}", "cat": letter, "pid": process, "tid": bar.rank}
             times = {"ts": 1e6 * bar.begin_s, "dur": 1e6 * (bar.end_s - bar.begin_s)}  # in microseconds
             events.append({"ph": "X", **about, **times, "args": {"microbatch": bar.microbatch, "chunk": bar.chunk}})
-    try:
-        file.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written: {error.strerror}; choose another --trace file") from error
+    atomic.save(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "choose another --trace file")

@@ -9,8 +9,8 @@ import click
 from hpcdist.cli.common import DIRECTORY, EXISTING_FILE, FILE, json_option
 from hpcdist.errors import HpcdistError, UsageError
 from hpcdist.reporting.jsonable import jsonable
+from hpcdist.reporting.schema import toml_lines
 from hpcdist.reporting.table import aligned
-from hpcdist.reporting.toml_text import toml_lines
 
 
 @click.command("modulefile")

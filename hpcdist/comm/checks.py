@@ -23,7 +23,7 @@ from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.transport import Request, attributed, call_site_outside
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
-from hpcdist.reporting.hostlist import format_ranges
+from hpcdist.reporting.units import format_ranges
 
 if TYPE_CHECKING:  # communicator.py imports this module
     from hpcdist.comm.communicator import Communicator

@@ -31,9 +31,9 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new binary file that replaces ``path`` after the block, unless the block raises. Raises OSError.
+    """Yield a new binary file, which replaces ``path`` after the block. Raises OSError.
 
-    If the keyword-only ``durable`` is True, the file and its directory are also synced to disk (fsync).
+    If the block raises, ``path`` stays unchanged. Keyword ``durable``: also sync the file and its directory to disk.
     """
     new = temporary_path(path)
     descriptor = create(new, mode)
@@ -58,10 +58,7 @@ def write(path: Path, content: str | bytes, *, mode: int = 0o666, durable: bool 
 
 
 def save(path: Path, content: str | bytes, cure: str = "", *, parents: bool = False) -> None:
-    """Replace the file ``path`` by ``content`` atomically. Raises StorageError, with the advice ``cure``, on failure.
-
-    Keyword-only ``parents``: True to create the directory of ``path`` first.
-    """
+    """Replace ``path`` by ``content`` atomically. On failure, raises StorageError with the advice ``cure``."""
     try:
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,19 +86,19 @@ def set_aside(path: Path) -> Path | None:
 
 
 def own_directory(path: Path) -> None:
-    """Create the directory ``path`` and its parents; first remove ``path`` if it is a symbolic link. Raises OSError."""
+    """Create the directory ``path``. If ``path`` is a symbolic link, it is removed first. Raises OSError."""
     if path.is_symlink():
         with suppress(FileNotFoundError, IsADirectoryError):  # another process has replaced it
             path.unlink()
     path.mkdir(parents=True, exist_ok=True)
 
 
-def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
+def sweep(directory: Path, older_s: float = LEFT_S, target_name: str = "") -> None:
     """Remove temporary files in ``directory`` that are at least ``older_s`` seconds old. Ignores failures.
 
-    ``of``: name of a file, to remove only its temporary files. Do not pass ``older_s=0`` if other processes write.
+    ``target_name``: remove only temporary files of this file. Do not pass ``older_s=0`` if other processes write.
     """
-    prefix = f".{of}." if of else "."
+    prefix = f".{target_name}." if target_name else "."
     with suppress(OSError):
         for entry in list(os.scandir(directory)):
             if not (_NAME.fullmatch(entry.name) and entry.name.startswith(prefix)):

@@ -24,15 +24,12 @@ SYNONYMS: Final = {
 
 
 def synonym(name: str) -> str:
-    """Return hpcdist's name for the setting ``name`` of other tools, such as "lr", or "" if there is no such name."""
+    """Return the key of hpcdist for the setting ``name`` of other tools, such as "lr", or ""."""
     return SYNONYMS.get(name.lower().replace("-", "_"), "")
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the `synonym` of ``name`` if it is in ``candidates``, else the most similar candidate.
-
-    Return None if no candidate is similar enough. ``cutoff``: lowest similarity, from 0 to 1.
-    """
+    """Return the candidate that is most similar to ``name``, or its `synonym`. None: no candidate is similar."""
     from difflib import get_close_matches  # late: needed only for errors
 
     names, here = list(candidates), synonym(name)
@@ -40,13 +37,10 @@ def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | 
     return next(iter(same or get_close_matches(name, names, 1, cutoff)), None)
 
 
-def suggestion(name: str, candidates: Iterable[str], more: str = "", prefix: str = "") -> str:
-    """Return a hint for an unknown ``name``: the most similar candidate, or a list of all ``candidates``.
-
-    ``more``: text after the list. ``prefix``: text before the similar candidate.
-    """
+def suggestion(name: str, candidates: Iterable[str], ending: str = "", prefix: str = "") -> str:
+    """Return a hint for an unknown ``name``: the most similar candidate, or a list of all ``candidates``."""
     names = list(candidates)
     near = nearest(name, names)
     if near is not None:
         return f"the nearest known is {prefix + near!r}"
-    return f"known are: {', '.join([*names, *([more] if more else [])])}"
+    return f"known are: {', '.join([*names, *([ending] if ending else [])])}"

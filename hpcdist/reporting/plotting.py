@@ -31,10 +31,7 @@ def require_matplotlib() -> Any:
 
 
 def check_plot(file: Path) -> Any:
-    """Check that a plot can be saved as ``file``, and return the module ``matplotlib.figure``.
-
-    Raises MissingCapabilityError without matplotlib, UsageError for a wrong suffix, StorageError if not writable.
-    """
+    """Check that a plot can be saved as ``file``, and return the module ``matplotlib.figure``. Raises HpcdistError."""
     figure = require_matplotlib()
     formats = figure.Figure().canvas.get_supported_filetypes()
     if file.suffix.removeprefix(".").lower() not in formats:
@@ -74,7 +71,7 @@ class GanttBar(NamedTuple):
 
 
 class GanttStyle(NamedTuple):
-    """Style of one kind of bar. In row y, a bar extends from y + ``low`` to y + ``low`` + ``height`` on the y axis."""
+    """Style of one kind of bar. A bar in row y extends from y + ``low`` to y + ``low`` + ``height``."""
 
     colour: str
     low: float = -0.38
@@ -91,10 +88,7 @@ def draw_gantt(
     character: float = 0.0,  # width of a label character on the time axis; 0: no labels
     font: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Draw ``bars`` on ``axes``, later bars on top. Return the drawn kinds of bars, in the order of ``styles``.
-
-    ``styles``: style of each kind of bar.
-    """
+    """Draw ``bars`` on ``axes``. Return the drawn kinds of bars, in the order of ``styles`` ({kind: style})."""
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
         spans.setdefault((bar.kind, bar.row), []).append((bar.begin, bar.end - bar.begin))
@@ -111,10 +105,10 @@ def draw_gantt(
     return [kind for kind in styles if kind in kinds]
 
 
-def label_rows(axes: Any, rows: Sequence[str], most: int | None = None) -> None:
-    """Label the y axis of a Gantt chart, first row at the top. ``rows``: names. ``most``: maximum number of labels."""
+def label_rows(axes: Any, rows: Sequence[str], max_labels: int | None = None) -> None:
+    """Label the y axis of a Gantt chart with the names ``rows``, first row at the top. At most ``max_labels``."""
     count = len(rows)
-    shown = count if most is None else min(count, most)
+    shown = count if max_labels is None else min(count, max_labels)
     named = [position * (count - 1) // max(1, shown - 1) for position in range(shown)]
     axes.set_ylim(count - 0.45, -0.55)
     axes.set_yticks(named, [rows[row] for row in named], fontsize=8)
@@ -122,14 +116,14 @@ def label_rows(axes: Any, rows: Sequence[str], most: int | None = None) -> None:
 
 
 def kind_handles(kinds: Iterable[str], styles: Mapping[str, GanttStyle], meanings: Mapping[str, str]) -> list[Any]:
-    """Return one legend handle per kind of bar in ``kinds``. ``meanings``: dict from kind to legend text."""
+    """Return a legend handle for each of ``kinds``. ``styles``, ``meanings``: {kind: style}, {kind: legend text}."""
     from matplotlib.patches import Patch
 
     return [Patch(facecolor=styles[kind].colour, label=meanings.get(kind, kind)) for kind in kinds]
 
 
 def readable_on(colour: str) -> str:
-    """Return "black" or "white", whichever is readable on background ``colour`` (#rrggbb), by luma of ITU-R BT.601."""
+    """Return "black" or "white": the more readable text colour on the background ``colour`` (#rrggbb)."""
     red, green, blue = (int(colour[offset : offset + 2], 16) for offset in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
 
@@ -210,7 +204,7 @@ class Chart:
 
 @contextmanager
 def chart_style() -> Iterator[None]:
-    """Context manager that gives charts drawn in its block the common style."""
+    """Context manager that gives the charts drawn in its block a common style."""
     import matplotlib as mpl
 
     with mpl.rc_context(_STYLE):
@@ -223,10 +217,7 @@ def draw_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float] = 
 
 
 def figure_svg(key: str, draw: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """Return an SVG element, ``size`` inches, drawn by ``draw(figure)``. ``key``: prefix of its element ids.
-
-    Raises MissingCapabilityError without matplotlib.
-    """
+    """Return an SVG element, ``size`` inches, drawn by ``draw(figure)``. ``key``: prefix of its element ids."""
     matplotlib = require_matplotlib()
     text = io.StringIO()
     with chart_style(), warnings.catch_warnings():

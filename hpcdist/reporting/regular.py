@@ -42,10 +42,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
-    """Rename the file ``path`` if ``error``, raised while reading the file, shows that the file is damaged.
-
-    Return (True if damaged, text to append to a warning).
-    """
+    """Rename the file ``path`` if ``error`` shows damage. Return (True if damaged, text to append to a warning)."""
     if not is_damage(error):
         return False, "; it stays as it is, and this start is not in it"
     aside = atomic.set_aside(path)
@@ -54,11 +51,8 @@ def set_aside_damaged(path: Path, error: BaseException) -> tuple[bool, str]:
 
 
 @contextmanager
-def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
-    """Convert errors of a ``with`` block that reads the file ``path`` to DamagedFileError.
-
-    ``what``: text in the error message. Errors of the operating system (e.g. no permission) become StorageError.
-    """
+def damage(path: str | os.PathLike[str], message: str = "is damaged") -> Iterator[None]:
+    """Convert errors of a block that reads ``path`` to DamagedFileError with ``message``, or to StorageError."""
     try:
         yield
     except HpcdistError:
@@ -66,11 +60,11 @@ def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[N
     except BROKEN_LIBRARY_ERRORS as error:
         if not is_damage(error):
             raise StorageError(f"{path}: cannot be read: {str(error) or type(error).__name__}"[:1000]) from error
-        raise DamagedFileError(f"{path}: {what}: {type(error).__name__}: {error}"[:1000]) from error
+        raise DamagedFileError(f"{path}: {message}: {type(error).__name__}: {error}"[:1000]) from error
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open the regular file ``path`` and return a read descriptor. Raises OSError if it is missing or not regular."""
+    """Open ``path`` for reading, and return the descriptor. Raises OSError if it is no regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -104,25 +98,22 @@ def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, A
     return toml_of(text(path, most_bytes))
 
 
-def settings(path: Path, what: str) -> dict[str, Any]:
-    """Parse a user's TOML file at ``path``. ``what`` names the file in error messages.
-
-    Raises StorageError if the file cannot be read, and ConfigurationError if its content is not TOML.
-    """
+def settings(path: Path, file_kind: str) -> dict[str, Any]:
+    """Parse the user's TOML file ``path``, called ``file_kind`` in errors. Raises StorageError, ConfigurationError."""
     try:
         return toml(path)
     except FileNotFoundError:
-        raise StorageError(f"{what} {path}: there is no such file") from None
+        raise StorageError(f"{file_kind} {path}: there is no such file") from None
     except OSError as error:
-        raise StorageError(f"{what} {path} cannot be read: {error.strerror or error}") from error
+        raise StorageError(f"{file_kind} {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ConfigurationError(f"{what} {path} is not valid TOML: {error}") from error
+        raise ConfigurationError(f"{file_kind} {path} is not valid TOML: {error}") from error
 
 
-def toml_of(written: str) -> dict[str, Any]:
-    """Parse the TOML text ``written``. Raises ValueError if it is not TOML, or nested too deeply."""
+def toml_of(toml_text: str) -> dict[str, Any]:
+    """Parse ``toml_text``. Raises ValueError if it is not TOML, or is nested too deeply."""
     try:
-        tables = tomllib.loads(written.removeprefix("\ufeff"))  # some editors write a byte order mark
+        tables = tomllib.loads(toml_text.removeprefix("\ufeff"))  # some editors write a byte order mark
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     level: list[Any] = [tables]  # not recursive: tomllib reads dotted names of any depth, and readers of tables recurse
@@ -155,7 +146,7 @@ def json_or_none(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> 
 
 
 def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object on each line of ``path``; skip other lines. A missing file has no lines. Raises OSError."""
+    """Yield the JSON object of each line of ``path``. Other lines are skipped. A missing file has no lines."""
     try:
         lines = read(path, most_bytes).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -168,10 +159,7 @@ def json_objects(path: str | os.PathLike[str], most_bytes: int = 64 << 20) -> It
 
 
 def save_all(files: Mapping[Path, str], *, force: bool) -> None:
-    """Write the text files in ``files``, a dict from path to text, and create their directories.
-
-    Raises UsageError before any write if a file exists with other content and keyword-only ``force`` is False.
-    """
+    """Write each file of ``files``, {path: text}. Without the keyword ``force``, differing files raise UsageError."""
     try:
         differing = [str(path) for path, text in files.items() if path.exists() and read(path) != text.encode()]
     except OSError as error:

@@ -21,7 +21,7 @@ _TERM: Final = re.compile(r"([^=!<>~?]+)(!=|!~|=|<|>|~|\?|)(.*?)(?:->(.*))?")
 
 
 def written(value: Any) -> str:
-    """Format ``value`` for an error message: booleans and lists as in a recipe, other values as in Python."""
+    """Format ``value`` for an error message, as in a recipe: booleans are true or false, and tuples are lists."""
     if isinstance(value, tuple):
         return repr(list(value))
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -94,10 +94,9 @@ def _text(text: Text, values: list[Any]) -> str:
 def rule(
     terms: str, why: Text = "", cure: Text = "", relation: Callable[..., object] | None = None, **sets: Iterable[str]
 ) -> Rule:
-    """Return the `Rule` (forbidden combination of settings) that the text ``terms`` describes.
+    """Return the `Rule` that ``terms`` describes, such as "run.steps>1 with run.mode=fast|slow".
 
-    Example: "run.steps>1 with run.mode=fast|slow". ``why``, ``cure``: reason and advice in the error message.
-    ``relation``: function of the values that must also return true.
+    ``why``, ``cure``: reason and advice in the error message. ``relation``: function of the values that must hold, too.
     """
     # " with " and " where " join conditions, which must all hold. The message omits the conditions after " where ".
     # {NAME} stands for the values of the keyword NAME, joined by "|". Conditions on the value of KEY:
@@ -110,10 +109,7 @@ def rule(
 
 
 def each_of(form: str, why: Text, *terms: str, cure: Text = "") -> Iterator[Rule]:
-    """Yield one `Rule` (forbidden combination of settings) for each text in ``*terms`` (positional arguments).
-
-    The text replaces * in ``form``, a pattern for `rule`. ``why``: reason in the error message.
-    """
+    """Yield a `Rule` for each text in ``*terms``, which replaces * in ``form``. ``why``: reason in messages."""
     for term in terms:
         yield rule(form.replace("*", term), why, cure)
 
@@ -152,17 +148,17 @@ def _switch_off(key: str, value: Any) -> str:
 
 
 def other_than(*values: Any) -> Condition:
-    """Return a `Condition` that is satisfied by values other than ``*values`` (positional arguments)."""
+    """Return a `Condition` that all values except ``*values`` satisfy."""
     cure = f" to one of {', '.join(map(str, values))}" if len(values) > 1 else f" = {written(*values)}"
     return Condition(lambda value: value not in values, lambda key, _: key + cure, "!=", values)
 
 
-def no_effect(key: str, default: Any, other: str, needed: Iterable[Any], cure: Text = "") -> Rule:
-    """Return a `Rule` that forbids values of key ``key`` other than ``default`` if they have no effect.
+def no_effect(key: str, default: Any, other: str, required_values: Iterable[Any], cure: Text = "") -> Rule:
+    """Return the `Rule` that ``key`` has no effect, unless the key ``other`` has one of ``required_values``.
 
-    They have an effect only if key ``other`` has a value in ``needed``. ``cure``: advice in the error message.
+    ``default``: allowed value of ``key`` in any case. ``cure``: advice in the error message.
     """
-    return Rule({key: other_than(default), other: other_than(*needed)}, NO_EFFECT, cure)
+    return Rule({key: other_than(default), other: other_than(*required_values)}, NO_EFFECT, cure)
 
 
 def one_of(key: str, choices: Iterable[str]) -> Rule:
@@ -177,12 +173,12 @@ def one_of(key: str, choices: Iterable[str]) -> Rule:
 
 
 def must(key: str, holds: Callable[[Any], object], expected: str) -> Rule:
-    """Return the rule that ``holds(value)`` must be true for the value of ``key``. ``expected``: text for messages."""
+    """Return the `Rule` that ``holds(value)`` is true for ``key``. ``expected``: advice in the error message."""
     return Rule({key: Condition(lambda value: not holds(value))}, cure=expected)
 
 
 def refusals(rules: Iterable[Rule], values: Values) -> Iterator[str]:
-    """Yield the error message of each broken rule. Rules with keys missing in ``values`` (key to value) are skipped."""
+    """Yield the error message of each broken rule. ``values``: {key: value}. Rules on other keys are skipped."""
     yield from filter(None, (rule.refusal(values) for rule in rules if rule.is_known(values)))
 
 
@@ -193,5 +189,5 @@ def check(rules: Iterable[Rule], values: Values) -> None:
 
 
 def section_values(name: str, section: Any) -> dict[str, Any]:
-    """Return the fields of the dataclass ``section`` as a dict from "<section name>.<field name>" to value."""
+    """Return {"<name>.<field>": value} for the fields of the dataclass ``section``."""
     return {f"{name}.{key}": value for key, value in vars(section).items()}

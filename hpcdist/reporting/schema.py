@@ -12,6 +12,7 @@ Light: imports `msgspec`, but no NumPy.
 """
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,6 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.reporting.jsonable import plain_number
 from hpcdist.reporting.nearest import suggestion
 from hpcdist.reporting.rules import Rule, check, must, one_of, section_values, written
-from hpcdist.reporting.toml_text import toml_value
 
 T = TypeVar("T")
 INTERNAL: Final = "internal"  # metadata of dataclass fields that are not in the file
@@ -98,10 +98,7 @@ class Key:
 
 
 def key(default: T, meaning: str, **limits: Any) -> T:
-    """Return the dataclass field of a configuration key with the default value ``default``.
-
-    ``meaning``: description for users. ``**limits`` (keyword arguments): other fields of `Key`, such as ``ge=0``.
-    """
+    """Return a dataclass field that declares a configuration key. ``**limits``: fields of `Key`, such as ``ge=0``."""
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **limits)})
 
 
@@ -115,15 +112,12 @@ def _number(value: float) -> str:
 
 
 class Field(NamedTuple):
-    """Field ``name`` of a configuration class: its type, its default, and its declaration ``key``.
-
-    ``key``: the `Key`; for an Annotated field its second argument, which `TableFormat.leaf` reads; or None.
-    """
+    """Field of a configuration class: name, type, default, and the declaration ``key``."""
 
     name: str
     type: Any
     default: Any
-    key: Any
+    key: Any  # a `Key`, or the second argument of Annotated, or None
 
     @property
     def is_list(self) -> bool:
@@ -132,7 +126,7 @@ class Field(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """True if the value is a table (dict) with free names, whose values have the same type."""
+        """True if the value is a table (dict) with free names and values of one type."""
         return get_origin(self.type) is Mapping
 
     @property
@@ -168,7 +162,7 @@ class Field(NamedTuple):
         return f"{self.kind} {key.bounds(signs=True)}".rstrip() + (f" or {key.word}" if key.word else "")
 
     def rule(self, section: str) -> Rule | None:
-        """Return the `Rule` that this key of section ``section`` must have a valid value, or None if all are valid."""
+        """Return the `Rule` that this key of ``section`` has a valid value, or None if all values are valid."""
         key, label = self.key, f"{section}.{self.name}"
         names, bounds = ", ".join(map(str, key.choices)), key.bounds(signs=False)
         if key.valid is not None:
@@ -187,10 +181,10 @@ class Field(NamedTuple):
         is_valid = (lambda items: all(map(key.is_valid, items))) if self.is_list else key.is_valid
         return must(label, is_valid, f"{text}. Meaning: {meaning}")
 
-    def convert(self, value: Any, label: str, place: str, base: Path) -> Any:
-        """Return ``value``, read from ``place``, in the type of this key. ``label``: name of the key in messages.
+    def convert(self, value: Any, label: str, source: str, base: Path) -> Any:
+        """Return ``value`` in the type of this key. Raises ConfigurationError if its type is wrong.
 
-        Relative paths are relative to ``base``. Raises ConfigurationError if the type is wrong.
+        ``label``, ``source``: names of the key and of its file in errors. ``base``: directory of relative paths.
         """
         value = plain_number(value)
         if value == self.key.word and self.key.word:
@@ -203,7 +197,7 @@ class Field(NamedTuple):
             expected = TYPES[self.type] + (f" or {self.key.word!r}" if self.key.word else "")
             example = f". Meaning: {self.key.meaning}" if self.is_list else f", such as {written(self.default)}"
             raise ConfigurationError(
-                f"{label} = {value!r} in {place} has the wrong type: expected {expected}{example}"
+                f"{label} = {value!r} in {source} has the wrong type: expected {expected}{example}"
             ) from None
         if self.key.path and value and (self.key.path is True or self.key.path in value):
             return os.path.abspath(base / Path(value).expanduser())
@@ -212,10 +206,7 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(kind: Any) -> Mapping[str, Field]:
-    """Return the `Field` of each key of the dataclass ``kind``, by name in the file, except internal fields.
-
-    The name in the file is the attribute ``key`` of an Annotated field's second argument, else the name of the field.
-    """
+    """Return {name in the file: `Field`} for the keys of the dataclass ``kind``."""
     result = {}
     for item in dataclasses.fields(kind):
         hint, key = get_args(item.type) if get_origin(item.type) is Annotated else (item.type, item.metadata.get("key"))
@@ -234,10 +225,7 @@ def _rules_of(kind: Any, section: str) -> tuple[Rule, ...]:
 
 
 def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any) -> None:
-    """Raise ConfigurationError if the dataclass ``section`` has an invalid value or breaks one of ``rules``.
-
-    ``name``: name of the section. ``**derived`` (keyword arguments): values of other keys that ``rules`` use.
-    """
+    """Raise ConfigurationError if ``section``, with the ``name``, has an invalid value or breaks one of ``rules``."""
     check((*_rules_of(section.__class__, name), *rules), section_values(name, section) | derived)
 
 
@@ -245,10 +233,9 @@ def check_section(rules: Iterable[Rule], name: str, section: Any, **derived: Any
 class TableFormat:
     """TOML format of nested dataclasses.
 
-    - ``leaf(raw, field, where)`` converts the TOML value ``raw``, or None if it is missing, and raises
-      ConfigurationError. ``where``: name of the value in messages.
+    - ``leaf(raw, field, where)`` converts a TOML value, or None if it is missing. ``where``: its name in messages.
     - ``literal(value, field)`` returns a value as TOML text.
-    - ``names``: valid names in tables of alike values, by the key of the table. Other tables have any names.
+    - ``names``: {key of a table: valid names in this table}. Other tables may have any names.
     """
 
     leaf: Callable[[Any, Field, str], Any]
@@ -256,10 +243,7 @@ class TableFormat:
     names: Mapping[str, Iterable[str]] = dataclasses.field(default_factory=dict)
 
     def read(self, kind: Any, table: Mapping[str, Any], place: str = "") -> Any:
-        """Return an object of dataclass ``kind`` from the parsed TOML ``table``. Raises ConfigurationError.
-
-        ``place``: text before the names of the keys in messages, such as "device.".
-        """
+        """Return an object of the dataclass ``kind`` from a TOML ``table``. ``place``: prefix of keys in errors."""
         fields = fields_of(kind)
         check_names(table, fields, place)
         values = {
@@ -315,7 +299,30 @@ class TableFormat:
 
 
 def check_names(table: Iterable[str], names: Iterable[str], place: str) -> None:
-    """Raise ConfigurationError if ``table`` has a key not in ``names``. ``place``: text before the key in messages."""
+    """Raise ConfigurationError for a key of ``table`` that is not in ``names``. ``place``: text before this key."""
     for key in table:
         if key not in names:
             raise ConfigurationError(f"unknown field {place}{key}; {suggestion(key, names)}")
+
+
+def toml_value(value: Any) -> str:
+    """Return a number, text, bool, sequence or mapping as TOML text. Raises ConfigurationError for invalid Unicode."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{toml_value(name)} = {toml_value(item)}' for name, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)  # inf, nan and exponents have the same form in both languages
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the path {value!r} is not valid Unicode; rename the file or directory") from None
+    # A TOML basic string is a JSON string in which DEL is escaped too.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_lines(values: Mapping[str, Any]) -> list[str]:
+    """Return one line ``key = value`` for each entry of ``values``."""
+    return [f"{name} = {toml_value(value)}" for name, value in values.items()]

@@ -1,16 +1,21 @@
-"""Text tables with aligned columns, or in Markdown. A missing figure is a dash.
+"""Tables of texts, and figures of records: each figure is defined once, and rendered as text, Markdown, JSON and CSV.
 
-A table is a list of rows of texts, the head first.
+A table is a list of rows of texts, the head first. A record is any object with measured values, such as a training run.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Final
+import csv
+import io
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from hpcdist.reporting.jsonable import jsonable
 
 MISSING: Final = "-"
 
 
 def text_of(value: float | None, form: str, unit: float = 1.0) -> str:
-    """Return ``value`` divided by ``unit`` as text in the format ``form``. A ``value`` of None becomes "-"."""
+    """Format ``value`` / ``unit`` with the format specification ``form``. None becomes "-"."""
     return MISSING if value is None else format(value / unit, form)
 
 
@@ -26,10 +31,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list
 
 
 def spaced(lines: Sequence[str], groups: Sequence[object]) -> list[str]:
-    """Insert an empty line into a text table wherever ``groups`` changes. Return the new lines.
-
-    ``lines``: the head, then the rows. ``groups``: group of each row.
-    """
+    """Insert empty lines into a text table. ``groups``: group of each row; an empty line separates groups."""
     shown = [lines[0]]
     for at, line in enumerate(lines[1:]):
         if at and groups[at] != groups[at - 1]:
@@ -44,3 +46,103 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     marks = ["---", *["---:"] * (len(head) - 2), "---"]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in body]
     return ["| " + " | ".join(row) + " |" for row in (head, marks, *escaped)]
+
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Figure(Generic[Record]):
+    """A figure (value) of a record, such as the loss of a run.
+
+    ``name``: key in JSON and CSV. ``value``: function from a record to a number or text, or to None if the figure is
+    unknown. ``form``: format specification such as ".4f", or function from the value and the record to a text.
+    ``scale``: number by which a value is divided before ``form`` is applied. ``title``: heading in a table, by default
+    the name. ``unit``: UCUM code of the value. ``meaning``: definition for readers. ``reason``: function from a record
+    to the reason why its value is unknown; "" if the figure does not apply to the record.
+    """
+
+    name: str
+    value: Callable[[Record], Any]
+    form: str | Callable[[Any, Record], str] = ""
+    scale: float | None = None
+    title: str = ""
+    unit: str = ""
+    meaning: str = ""
+    reason: Callable[[Record], str] = lambda record: ""
+
+    def text(self, record: Record) -> str:
+        """Return the formatted value of ``record``, or "-" if the value is unknown."""
+        value = self.value(record)
+        if value is None:
+            return MISSING
+        if callable(self.form):
+            return self.form(value, record)
+        return format(value if self.scale is None else value / self.scale, self.form)
+
+    def why_unknown(self, record: Record) -> str:
+        """Return the reason why the value of ``record`` is unknown, or "" if the figure does not apply to it."""
+        return self.reason(record)
+
+    @property
+    def heading(self) -> str:
+        """Heading of the figure in a table."""
+        return self.title or self.name
+
+
+class Catalogue(Generic[Record]):
+    """Table of ``figures``, one column per figure.
+
+    ``name``: function from a record to its name in notes. By default, this is the text of the first figure.
+    """
+
+    def __init__(self, *figures: Figure[Record], name: Callable[[Record], str] | None = None) -> None:
+        self.figures, self._name = figures, name or figures[0].text
+
+    def rows(self, records: Sequence[Record]) -> list[list[str]]:
+        """Return a row of headings, followed by one row of texts per record."""
+        head = [figure.heading for figure in self.figures]
+        return [head, *([figure.text(record) for figure in self.figures] for record in records)]
+
+    def aligned(self, records: Sequence[Record], left: Collection[int] = (0,)) -> list[str]:
+        """Return the lines of a text table, and the notes of `missing`. ``left``: indices of left-aligned columns."""
+        notes = self.missing(records)
+        return [*aligned(self.rows(records), left), *([""] if notes else []), *notes]
+
+    def markdown(self, records: Sequence[Record]) -> list[str]:
+        """Return the lines of a Markdown table, with the notes of `missing` below."""
+        return [*markdown(self.rows(records)), *(f"\n{note}" for note in self.missing(records))]
+
+    def jsonable(self, records: Sequence[Record]) -> list[dict[str, Any]]:
+        """Return one dict per record, from the name of each figure to its value as a JSON value."""
+        return [{figure.name: jsonable(figure.value(record)) for figure in self.figures} for record in records]
+
+    def csv(self, records: Sequence[Record]) -> str:
+        """Return CSV text: a line of names, then one line per record. Unknown values are empty."""
+        return csv_text([figure.name for figure in self.figures], self.jsonable(records))
+
+    def unknown(self, record: Record) -> dict[str, str]:
+        """Return {heading: reason why its value is unknown} for ``record``."""
+        without = [figure for figure in self.figures if figure.value(record) is None]
+        return {figure.heading: reason for figure in without if (reason := figure.why_unknown(record))}
+
+    def missing(self, records: Sequence[Record]) -> list[str]:
+        """Return a line per reason why values are unknown, with figures and names of records."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for record in records:
+            for heading, reason in self.unknown(record).items():
+                names.setdefault((reason, heading), []).append(self._name(record))
+        headings: dict[tuple[str, str], list[str]] = {}
+        for (reason, heading), of in names.items():
+            whose = f" of {', '.join(dict.fromkeys(of))}" if len(of) < len(records) else ""
+            headings.setdefault((whose, reason), []).append(heading)
+        return [f"no {', '.join(titles)}{whose}: {reason}" for (whose, reason), titles in headings.items()]
+
+
+def csv_text(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    """Return CSV text with the columns ``names``. ``rows``: dicts from a name to a value; unknown values are empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -44,7 +44,7 @@ def templates(
 
 
 def extended(existing: Templates, name: str, base: str, text: str) -> Templates:
-    """Return the environment ``existing`` plus a template ``name``: template ``base`` with the blocks in ``text``."""
+    """Return ``existing`` with a new template ``name``, which is template ``base`` with the blocks in ``text``."""
     assert existing.loader is not None
     over = jinja2.DictLoader({name: f'{{% extends "{base}" %}}\n{text}'})
     return existing.overlay(loader=jinja2.ChoiceLoader([over, existing.loader]))

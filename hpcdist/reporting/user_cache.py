@@ -27,10 +27,7 @@ JOB_SETTINGS: Final = ("OMPI_MCA_btl_sm_backing_directory",)
 
 
 def mpi_settings(environment: Mapping[str, str], *more: str) -> dict[str, str]:
-    """Return the variables in ``environment`` that change how MPI sends messages.
-
-    ``*more`` (further positional arguments): prefixes of other variables to include.
-    """
+    """Return the variables in ``environment`` that change how MPI sends messages. ``*more``: further prefixes."""
     begin = (*MPI_SETTINGS, *more)
     return {
         name: text for name, text in sorted(environment.items()) if name.startswith(begin) and name not in JOB_SETTINGS
@@ -43,10 +40,7 @@ def software() -> dict[str, str]:
 
 
 def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the cache directory ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default ``~/.cache/hpcdist/<kind>``.
-
-    Raises StorageError if the home directory is unknown.
-    """
+    """Return the directory ``$XDG_CACHE_HOME/hpcdist/<kind>``, by default below ``~/.cache``. Raises StorageError."""
     base = environment.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / kind
@@ -57,7 +51,7 @@ def directory(kind: str, environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def digest(key: Mapping[str, Any]) -> str:
-    """Return a hash of the mapping ``key`` for use in a file name. The hash is the same in every process."""
+    """Return a hash of the mapping ``key``, which is the same in every process."""
     return hashlib.blake2b(json.dumps(dict(key), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

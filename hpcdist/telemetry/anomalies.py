@@ -45,11 +45,7 @@ class Anomaly:
 
 
 class Anomalies:
-    """Detector of anomalies in the steps of a run since its last start. Steps must be passed in order.
-
-    ``loss_spike``: minimum height of a loss spike, in robust standard deviations. ``throughput_drop``: relative
-    decrease. 0 disables a check.
-    """
+    """Detector of anomalies in the steps of a run since its last start. Steps must be passed in order."""
 
     def __init__(self, *, loss_spike: float = 5.0, throughput_drop: float = 0.5, unit: str = "tokens") -> None:
         self.counts: Counter[str] = Counter()  # anomalies so far, by kind
@@ -69,10 +65,7 @@ class Anomalies:
         skipped: bool = False,
         held_up: bool = False,
     ) -> list[Anomaly]:
-        """Return a list of the anomalies that begin in ``step``. ``tokens``: number of tokens in the step.
-
-        ``figures``: figures of the step by name, as computed by `DerivedFigures`.
-        """
+        """Return the anomalies that begin in ``step``. ``figures``: figures of this step from `DerivedFigures`."""
         # ``skipped``: the step made no update. ``held_up``: the step includes a checkpoint or a validation, so its
         # speed does not count.
         self._rows += 1

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.reporting.figures import csv_text
+from hpcdist.reporting.table import csv_text
 from hpcdist.telemetry.metrics.quantities import PER_RANK, QUANTITIES, DerivedFigures, StepRow, split
 from hpcdist.telemetry.metrics.run_figures import RUN
 from hpcdist.telemetry.page.run_data import RunData
@@ -24,11 +24,7 @@ BATCH: Final = 1000  # largest number of metrics in one call of MLflow
 
 
 def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
-    """Return {step: {key of a quantity: value}} for the steps of ``run``.
-
-    Times are known only for sampled steps (see `sampling.read`), other quantities only for steps that recorded them.
-    Raises UsageError if no step was completed.
-    """
+    """Return {step: {key of a quantity: value}}. Only sampled steps have times. Raises UsageError without steps."""
     if run.run is None:
         raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to export")
     narrow, sample, lock_step = run.run.steps, run.run.sample.steps, bool(run.attributes.get("lock_step", 1))
@@ -36,7 +32,10 @@ def step_metrics(run: RunData) -> dict[int, dict[str, float]]:
         "training_loss_nats": narrow["loss"],
         "learning_rate": narrow["learning_rate"],
         "tokens_total": np.cumsum(narrow["tokens"]),
+        "world_ranks": narrow["world"],
     }
+    if run.run.complete:
+        columns["sent_bytes_total"] = np.cumsum(np.sum(run.run.sample.steps["sent_bytes"], axis=1))
     rows: dict[int, dict[str, float]] = {
         int(step): {name: float(column[index]) for name, column in columns.items()}
         for index, step in enumerate(narrow["step"])
@@ -70,10 +69,7 @@ def csv(run: RunData) -> str:
 
 
 def to_wandb(run: RunData, folder: Path) -> Path:
-    """Write ``run`` as an offline run of Weights & Biases below ``folder``. Return the directory of the offline run.
-
-    `wandb sync DIRECTORY` uploads the run. Raises MissingCapabilityError without the package wandb.
-    """
+    """Write ``run`` as an offline run of Weights & Biases below ``folder``. Return its directory, for `wandb sync`."""
     wandb, rows = _package("wandb"), step_metrics(run)
     with _writing(folder), _environment(WANDB_MODE="offline", WANDB_SILENT="true"):
         log = wandb.init(project=PROJECT, name=run.name, dir=str(folder), config=_settings(run), mode="offline")
@@ -86,10 +82,7 @@ def to_wandb(run: RunData, folder: Path) -> Path:
 
 
 def to_mlflow(run: RunData, folder: Path) -> Path:
-    """Write ``run`` into the MLflow file store ``folder``. Return the directory of the run.
-
-    `mlflow ui --backend-store-uri FOLDER` shows the run. Raises MissingCapabilityError without the package mlflow.
-    """
+    """Write ``run`` into the MLflow file store ``folder``. Return the directory of the run."""
     mlflow, rows = _package("mlflow"), step_metrics(run)
     with _writing(folder), _environment(MLFLOW_ALLOW_FILE_STORE="true"):
         client = mlflow.MlflowClient(tracking_uri=folder.absolute().as_uri())

@@ -44,7 +44,7 @@ def _signature(event: RecordedEvent) -> tuple[object, ...]:
 
 
 def first_mismatch(records: Sequence[RankRecord]) -> list[Finding]:
-    """Return [finding] about the earliest collective whose arguments differ between ranks, or []. Local."""
+    """Return [finding] on the first collective whose arguments differ between ranks, or []. Local."""
     calls: dict[tuple[str, int], dict[int, RecordedEvent]] = defaultdict(dict)
     for record in records:
         for event in record.events:
@@ -129,11 +129,10 @@ class HangReport:
     ranks: tuple[RankState, ...]
 
 
-def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
-    """Return the flight recorder files of the run in ``directory``, as one `RankRecord` per rank.
+def load(directory: Path, unreadable: dict[int, str] | None = None) -> list[RankRecord]:
+    """Return a `RankRecord` per rank from the flight recorder files in ``directory``. Raises UsageError without files.
 
-    ``damaged``: dict to fill with {rank: error} of unreadable files. None: raise StorageError for an unreadable file.
-    Raises UsageError if there are no files.
+    ``unreadable``: dict to fill with {rank: error}. If it is None, an unreadable file raises StorageError.
     """
     # With ``damaged``, StorageError is raised only if no file is readable.
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
@@ -143,9 +142,9 @@ def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRec
             records.append(read(path))
         except StorageError as error:
             rank = path.stem.removeprefix("rank-")
-            if damaged is None or not rank.isdecimal():
+            if unreadable is None or not rank.isdecimal():
                 raise
-            damaged[int(rank)], last = str(error), error
+            unreadable[int(rank)], last = str(error), error
     if not records and last is not None:
         raise last
     if not records:
@@ -162,19 +161,15 @@ def analyse(
     records: Sequence[RankRecord],
     patience_s: float = 10.0,
     now_ns: int | None = None,
-    damaged: Mapping[int, str] | None = None,
+    unreadable: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Diagnose a run from the flight recorder ``records`` of its ranks.
-
-    A live rank counts as waiting after ``patience_s`` seconds in one operation. ``now_ns``: current time (None: system
-    clock). ``damaged``: {rank: error} of unreadable records.
-    """
+    """Diagnose a run from the ``records`` of its ranks. ``unreadable``: {rank: error} of damaged records."""
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
     states = _states(records, now)
-    unread = {rank: reason for rank, reason in (damaged or {}).items() if rank < world}
-    missing = tuple(sorted(set(range(world)) - states.keys() - unread.keys()))
+    unreadable_ranks = {rank: reason for rank, reason in (unreadable or {}).items() if rank < world}
+    missing = tuple(sorted(set(range(world)) - states.keys() - unreadable_ranks.keys()))
     ranks = tuple(
         _rank_state(record, states[record.rank], now) for record in sorted(records, key=lambda record: record.rank)
     )
@@ -183,7 +178,7 @@ def analyse(
     if missing:
         text = "no record: this rank did not reach its first operation, or wrote to another directory"
         findings.append(Finding("missing", missing, text))
-    findings += [Finding("damaged", (rank,), f"is not known: {reason}") for rank, reason in unread.items()]
+    findings += [Finding("damaged", (rank,), f"is not known: {reason}") for rank, reason in unreadable_ranks.items()]
     findings += suspects.absent()
     findings += suspects.deadlock()
     findings = findings or suspects.unexplained()
@@ -197,17 +192,23 @@ def analyse(
 
 def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
     # Later events mislead: the end of the job wakes stopped ranks.
-    cut = min((record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None)
-    if cut is None:
+    first_deadline_ns = min(
+        (record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None
+    )
+    if first_deadline_ns is None:
         return list(records)
     truncated = []
     for record in records:
         events = tuple(
-            event if event.ended_ns is None or event.ended_ns <= cut else replace(event, ended_ns=None)
+            event if event.ended_ns is None or event.ended_ns <= first_deadline_ns else replace(event, ended_ns=None)
             for event in record.events
-            if event.started_ns <= cut
+            if event.started_ns <= first_deadline_ns
         )
-        notes = {k: note for k, note in record.notes.items() if k in ("deadline", "frozen") or note.time_ns <= cut}
+        notes = {
+            k: note
+            for k, note in record.notes.items()
+            if k in ("deadline", "frozen") or note.time_ns <= first_deadline_ns
+        }
         truncated.append(replace(record, events=events, notes=notes))
     return truncated
 
@@ -298,10 +299,7 @@ def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Wait
 
 
 class WaitGraph:
-    """Graph of ranks that wait for other ranks, for at least ``patience_s`` seconds in one operation.
-
-    Attribute ``culprits``: {rank: first operation it missed}, for ranks that do not wait and that other ranks wait for.
-    """
+    """Graph of ranks that wait for other ranks. ``culprits``: {rank that others wait for: missed operation}."""
 
     # ``waits``: dict from a waiting rank to {awaited rank: operation}.
     def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:

@@ -25,10 +25,7 @@ def provenance(
     anonymous: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Return versions, machine and job as a dict of texts, without unknown values. Local.
-
-    Keyword-only ``anonymous`` omits the node names.
-    """
+    """Return versions, machine and job as a dict of texts, without unknown values. Local."""
     # The keys are stable: created_utc, git_commit, numpy_version, ...
     values = {"created_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     values |= {f"{name}_version": version for name in PACKAGES if (version := package_version(name))}
@@ -80,7 +77,7 @@ def job_number(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def job_owner(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a dict: user, account, partition and QOS of the job ("" if unknown). Outside of a job, only the user."""
+    """Return a dict: user, account, partition and QOS of the job. An unknown value is ""."""
     owner = {label: _first_set(names, environment) for label, names in OWNER_VARIABLES.items()}
     if not owner["user"]:
         try:

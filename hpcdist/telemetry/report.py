@@ -1,20 +1,21 @@
-"""Text report and plot of one run."""
+"""Text reports and plots of a run, and of several runs next to each other."""
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.constants import METRICS_FILE
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.reporting import plotting
+from hpcdist.reporting.table import Catalogue, Figure, aligned, markdown, text_of
 from hpcdist.reporting.units import counted
 from hpcdist.telemetry.metrics import run_figures
-from hpcdist.telemetry.page import run_data
-from hpcdist.telemetry.page.charts import over_steps
+from hpcdist.telemetry.metrics.run_figures import FIGURES
+from hpcdist.telemetry.page import run_data, step_charts
 from hpcdist.telemetry.page.run_data import ExternalData, RunData
 
 CURVE_ROWS: Final = 12
@@ -23,10 +24,7 @@ _HEAD: Final = {"started": "created_utc", "layout": "architecture", "commit": "g
 
 
 def report(run_dir: str | Path, external: ExternalData | None = None) -> RunData:
-    """Read the run in ``run_dir``, which may be running. Raises StorageError if it has no readable metrics file.
-
-    ``external``: data about the run that the caller has collected.
-    """
+    """Read the run in ``run_dir``, which may be running. Raises StorageError without a readable metrics file."""
     if not (Path(run_dir) / METRICS_FILE).is_file():
         raise StorageError(f"{run_dir} holds no {METRICS_FILE}; give the directory that a training wrote (its --out)")
     return run_data.read(Path(run_dir), external)
@@ -42,14 +40,10 @@ def text(run: RunData) -> str:
     head |= {label: figures.get(key) for label, key in _HEAD.items()}
     rows = [(label, str(value)) for label, value in head.items() if value]
     rows.append(("steps", steps + (f" in {sessions} sessions" if sessions > 1 else "")))
-    rows += [(title, f"{value}  ({note})" if note else value) for title, value, note in run_figures.measured(run)]
-    rows += [("none", names)] if (names := run_figures.zero_counters(run)) else []
     if not run.run.complete:
-        part = f"{len(run.run.chosen):,} of {len(run.run.steps['step']):,} steps"
-        rows.append(("rows", f"times and bytes are from {part}, spread evenly"))
-    width = max(len(title) for title, _ in rows)
-    lines = [f"{title:{width}}  {value}" for title, value in rows]
-    return "\n".join([*lines, *run_figures.RUN.missing([run]), "", *_curve(run.run.steps)])
+        sampled = f"{len(run.run.chosen):,} of {len(run.run.steps['step']):,} steps"
+        rows.append(("rows", f"times and bytes are from {sampled}, spread evenly"))
+    return "\n".join([*run_figures.lines(run, rows), "", *_curve(run.run.steps)])
 
 
 def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
@@ -57,28 +51,122 @@ def _curve(columns: Mapping[str, np.ndarray]) -> list[str]:
     ends = np.unique(np.linspace(0, len(steps), min(CURVE_ROWS, len(steps)) + 1).astype(int))
     means = [float(loss[start:stop].mean()) for start, stop in itertools.pairwise(ends)]
     finite = [mean for mean in means if math.isfinite(mean)]
-    unit = (max(finite) - min(finite)) / BAR_WIDTH if finite else 0.0
+    loss_per_character = (max(finite) - min(finite)) / BAR_WIDTH if finite else 0.0
     lines = ["    step     loss  learning rate"]
     for stop, mean in zip(ends[1:], means, strict=True):
-        bar = "█" * round((mean - min(finite)) / unit) if unit and math.isfinite(mean) else ""
+        bar = (
+            "█" * round((mean - min(finite)) / loss_per_character) if loss_per_character and math.isfinite(mean) else ""
+        )
         line = f"{steps[stop - 1]:8d} {mean:8.4f} {columns['learning_rate'][stop - 1]:14.3g}  {bar}"
         lines.append(line.rstrip())
     return lines
 
 
 def plot(run: RunData, file: str | Path) -> None:
-    """Plot the loss and the phases of a step into ``file``. The suffix of ``file`` selects the format.
-
-    Raises MissingCapabilityError without matplotlib, and StorageError if ``file`` cannot be written.
-    """
+    """Plot the loss and the phases of a step of ``run`` into ``file``. Raises HpcdistError."""
     matplotlib = plotting.require_matplotlib()
     if run.run is None:
         raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to plot")
     with plotting.chart_style():
         figure = matplotlib.Figure(figsize=(8, 7), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        over_steps.draw_loss(above, run)
-        over_steps.draw_phases(below, run)
+        step_charts.draw_loss(above, run)
+        step_charts.draw_phases(below, run)
         above.set_xlabel("")
         figure.suptitle(f"{run.name}, {counted(run.world, 'rank')}", fontsize=10)
         plotting.save(figure, file)
+
+
+MAX_PLOTTED_RUNS: Final = 10  # more runs cannot be told apart in one plot
+PLOTTED: Final = ("step_s_median", "peak_bytes_total", "moved_bytes_per_step")  # figures drawn as bars
+PLOT_INCHES: Final = (10.0, 4.5)
+
+
+def _names(runs: Sequence[RunData]) -> list[str]:
+    parts = [run.run_dir.absolute().parts for run in runs]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UsageError("a run is given twice; give each run once")
+
+
+def catalogue(runs: Sequence[RunData], *, details: bool = True) -> Catalogue[RunData]:
+    """Return the `Catalogue` to compare ``runs``, a column per figure. Keyword ``details``: False omits details."""
+    names = {run.run_dir: name for run, name in zip(runs, _names(runs), strict=True)}
+    name: Figure[RunData] = Figure("run", lambda run: names[run.run_dir], meaning="last parts of the run directory")
+    return Catalogue(name, *(figure for figure in FIGURES if details or not figure.is_detail))
+
+
+def runs_table(runs: Sequence[RunData]) -> tuple[list[list[str]], list[str]]:
+    """Return (table rows, headings first; notes on unknown values) for ``runs``. Empty columns are omitted."""
+    figures = catalogue(runs, details=False)
+    shown = [figure for figure in figures.figures if any(figure.value(run) not in (None, 0) for run in runs)]
+    return Catalogue(*shown).rows(runs), figures.missing(runs)
+
+
+def runs_text(runs: Sequence[RunData]) -> str:
+    """Return a table with one line per run, followed by the reasons why values are unknown."""
+    rows, notes = runs_table(runs)
+    return "\n".join([*aligned(rows, left=(0, 1)), *([""] if notes else []), *notes])
+
+
+def comparison(before: RunData, after: RunData) -> list[dict[str, Any]]:
+    """Return a dict per figure: name, values in both runs, and their ratio. Unknown values are None."""
+    rows = []
+    for figure in FIGURES:
+        old, new = figure.value(before), figure.value(after)
+        is_ratio = not figure.is_fact and isinstance(old, int | float) and isinstance(new, int | float) and old
+        rows.append({"figure": figure.name, "before": old, "after": new, "ratio": new / old if is_ratio else None})
+    return [row for row in rows if not row["before"] is row["after"] is None]
+
+
+def comparison_text(
+    before: RunData, after: RunData, keys: Mapping[str, tuple[str, str]], *, as_markdown: bool = False
+) -> str:
+    """Return the figures of two runs as a table, and a table of the differing recipe ``keys`` with both values."""
+    names, figures = _names([before, after]), {figure.name: figure for figure in FIGURES}
+    rows = [["", *names, "ratio"]]
+    for row in comparison(before, after):
+        figure = figures[row["figure"]]
+        if not figure.is_counter or row["before"] or row["after"]:
+            rows.append([figure.heading, figure.text(before), figure.text(after), text_of(row["ratio"], ".3f")])
+    settings = [["recipe", *names], *([key, *values] for key, values in keys.items())]
+    tables = [markdown(rows), markdown(settings)] if as_markdown else [aligned(rows), aligned(settings, left=(0, 1, 2))]
+    return "\n\n".join("\n".join(table) for table in (tables if keys else tables[:1]))
+
+
+def draw_runs(picture: Any, runs: Sequence[RunData]) -> None:
+    """Draw losses, and bars of time, memory and bytes, into the figure ``picture``. Raises UsageError."""
+    if len(runs) > MAX_PLOTTED_RUNS:
+        raise UsageError(f"a plot of {len(runs)} runs cannot be read; give at most {MAX_PLOTTED_RUNS}")
+    names = _names(runs)
+    grid = picture.add_gridspec(len(PLOTTED), 2, width_ratios=(3, 2))
+    losses, colours = (
+        picture.add_subplot(grid[:, 0]),
+        [plotting.CYCLE[n % len(plotting.CYCLE)] for n in range(len(runs))],
+    )
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        if run.run is None:
+            raise UsageError(f"{run.run_dir}: no step was completed, so there is nothing to plot")
+        width = 1.5 + 2 * (len(runs) - index - 1)  # equal curves stay visible
+        losses.plot(run.run.steps["step"], run.run.steps["loss"], color=colours[index], label=name, linewidth=width)
+    losses.set_xlabel("step")
+    losses.set_ylabel("training loss")
+    losses.legend()
+    for row, figure in enumerate(figure for figure in FIGURES if figure.name in PLOTTED):
+        axes = picture.add_subplot(grid[row, 1])
+        values = [figure.value(run) or 0.0 for run in runs]
+        bars = axes.barh(names, values, color=colours)
+        axes.bar_label(bars, [figure.text(run) for run in runs], padding=3, fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.3 * max([*filter(math.isfinite, values), 1e-9]))
+        axes.set_xticks([])
+        axes.set_title(figure.heading, fontsize=9, loc="left")
+
+
+def plot_runs(runs: Sequence[RunData], file: Path) -> None:
+    """Plot the comparison of ``runs`` to ``file``. Raises UsageError, StorageError and MissingCapabilityError."""
+    plotting.check_plot(file)
+    with plotting.chart_style(), plotting.drawing(file, *PLOT_INCHES) as picture:
+        draw_runs(picture, runs)

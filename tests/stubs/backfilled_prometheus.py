@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpcdist.telemetry.event_stream import RunInfo
 from hpcdist.telemetry.metrics.observations import RunEvent
-from hpcdist.telemetry.sinks.prometheus import CounterTotals, LatestFigures
-from hpcdist.telemetry.sinks.stream import RunInfo
+from hpcdist.telemetry.prometheus import CounterTotals, LatestFigures
 
 START_S = 60.0  # generous: a loaded machine must not fail a test
 Moment = tuple[float, Mapping[str, float]]  # Unix time, figures by their keys in the catalogue

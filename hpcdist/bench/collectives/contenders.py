@@ -49,17 +49,14 @@ VALUES: Final = 5  # contents are 0 to 4: sums are exact in float32 for millions
 _REPEATS: Final = 128
 
 
-def last_level_cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
-    """Return the size of the largest CPU cache in bytes, or None if unknown. Local.
-
-    ``root``: directory in which Linux describes the caches.
-    """
-    texts = [path.read_text().strip() for path in root.glob("index*/size")]
+def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
+    """Return the size of the largest CPU cache in bytes, or None if unknown. Local."""
+    texts = [path.read_text().strip() for path in folder.glob("index*/size")]
     return max((parse_bytes(text) for text in texts if re.fullmatch(r"[1-9]\d*[KMG]", text)), default=None)
 
 
 def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
-    """Return the available memory of this node in bytes. ``path``: the memory report of Linux. Local."""
+    """Return the available memory of this node in bytes. ``path``: Linux's report on its memory. Local."""
     # Without MemAvailable in the report, half of the physical memory counts as available.
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", path.read_text(), re.MULTILINE)
@@ -69,16 +66,12 @@ def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
 
 
 def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
-    """Return the number of buffers of ``nbytes`` bytes to cycle through in a benchmark, at least 1.
-
-    Together they exceed the CPU cache of ``cache_bytes`` bytes, but not ``limit_bytes`` bytes. If ``hot`` is True, the
-    number is 1, so that the buffer stays in the cache.
-    """
+    """Return the number of buffers of ``nbytes`` bytes to use in turn: 1 if ``hot``, else more than the cache holds."""
     return 1 if hot else max(1, min(1 + -(-CACHES * cache_bytes // nbytes), limit_bytes // nbytes))
 
 
 class BufferContents:
-    """Test data for collectives: the periodic input of each of ``ranks`` ranks, and the sum of all inputs."""
+    """Test data for collectives: a periodic input for each of ``ranks`` ranks, and the sum of all inputs."""
 
     def __init__(self, ranks: int, dtype: np.dtype) -> None:
         index = np.arange(PERIOD, dtype=np.int64)
@@ -103,30 +96,30 @@ class BufferContents:
             piece = buffer[start : start + step]
             yield start, piece, tile[: piece.size]
 
-    def fill(self, buffer: np.ndarray, rank: int, phase: int) -> None:
-        """Write the test input of ``rank`` into ``buffer``, beginning with input element ``phase``. Local."""
-        for _, piece, values in self._pieces(buffer, rank, phase):
+    def fill(self, buffer: np.ndarray, rank: int, first_element: int) -> None:
+        """Write the test input of ``rank`` into ``buffer``, beginning with its element ``first_element``. Local."""
+        for _, piece, values in self._pieces(buffer, rank, first_element):
             piece[...] = values
 
     def fill_slots(self, slots: np.ndarray, rank: int) -> None:
         """Write the test input of ``rank`` into each row of the array ``slots``. Row k starts with element k. Local."""
         # Rows are written in order, so that the cache holds the last rows.
         count, size = slots.shape
-        whole = 0
+        num_grouped = 0
         if size <= PERIOD * _REPEATS:
             # A pool can have a million small slots: the PERIOD different rows are written in one assignment.
             rows = np.lib.stride_tricks.sliding_window_view(self._tile(rank), size)[:PERIOD]
-            whole = count - count % PERIOD
-            slots[:whole].reshape(-1, PERIOD, size)[...] = rows
-        for slot in range(whole, count):
+            num_grouped = count - count % PERIOD
+            slots[:num_grouped].reshape(-1, PERIOD, size)[...] = rows
+        for slot in range(num_grouped, count):
             self.fill(slots[slot], rank, slot)
 
-    def first_difference(self, buffer: np.ndarray, rank: int | None, phase: int) -> int:
-        """Return the first index at which ``buffer`` differs from the expected values, or -1 if there is no difference.
+    def first_difference(self, buffer: np.ndarray, rank: int | None, first_element: int) -> int:
+        """Return the first index at which ``buffer`` differs from the expected values, or -1.
 
-        The expected values are the input of ``rank`` (None: the sum of all inputs), from element ``phase`` on.
+        Expected is the input of ``rank`` (None: the sum of all inputs), beginning with element ``first_element``.
         """
-        for start, piece, values in self._pieces(buffer, rank, phase):
+        for start, piece, values in self._pieces(buffer, rank, first_element):
             differs = piece.view(self._bits) != values.view(self._bits)  # no value is a negative zero
             if differs.any():
                 return start + int(np.argmax(differs))
@@ -135,22 +128,15 @@ class BufferContents:
 
 @dataclass(frozen=True)
 class ExpectedResult:
-    """Expected values of one range, ``part``, of a collective's result.
-
-    They equal the input of ``rank``, or the sum of all inputs if ``rank`` is None. ``origin``: index of the first value
-    in that input.
-    """
+    """Expected values of a range of a result: the input of ``rank``, or the sum of all inputs (None)."""
 
     part: Range
     rank: int | None
-    origin: int
+    origin: int  # index of the first value in the input
 
 
 class BufferPool:
-    """Memory for ``count`` pairs of a buffer and a result array, which the benchmarked algorithms use in turn.
-
-    ``memory``: memory of the buffers. ``receive``: memory of the results. ``size``: number of elements of each array.
-    """
+    """Memory for ``count`` pairs of a buffer and a result array. The benchmarked algorithms use the pairs in turn."""
 
     def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
         self.stride_bytes = align_up(size * dtype.itemsize, ALIGN_BYTES)
@@ -189,11 +175,7 @@ class BufferPool:
     def first_wrong(
         self, contents: BufferContents, contender: int, expected: Sequence[ExpectedResult], *, in_result: bool = False
     ) -> str:
-        """Return an error text for the first wrong element, or "" if all elements are correct. Local.
-
-        ``contents``: test data. ``contender``: index of the algorithm whose buffers are checked. ``expected``: ranges
-        and their expected values. Keyword-only ``in_result``: check the result arrays instead.
-        """
+        """Return a text on the first wrong element of algorithm number ``contender``, or "" without a wrong one. Local."""
         for slot in (slot for slot, user in enumerate(self._users) if user == contender):
             data = self.result(slot) if in_result else self.buffer(slot)
             for item in expected:
@@ -209,10 +191,7 @@ Run = Callable[[np.ndarray, np.ndarray], None]  # (buffer, result): works in pla
 
 @dataclass(frozen=True)
 class CollectivesContender:
-    """Algorithm to benchmark, with a function that runs it. ``buffers``: kind of memory, "ordinary" or "shared".
-
-    ``expected``: expected results, or None to skip the check.
-    """
+    """Algorithm to benchmark, with a function that runs it, on "ordinary" or "shared" memory."""
 
     algorithm: str
     buffers: str
@@ -273,10 +252,7 @@ def algorithms(op: str) -> tuple[str, ...]:
 
 
 def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
-    """Return the kinds of memory ("ordinary", "shared") on which to measure ``algorithm`` for the collective ``op``.
-
-    ``requested``: kinds selected by the user. Local.
-    """
+    """Return those kinds of memory in ``requested`` on which ``algorithm`` is measured for ``op``. Local."""
     # "native" and all-to-all use ordinary memory only. If both kinds are requested, only algorithms that read shared
     # memory are measured on it.
     if algorithm == NATIVE:
@@ -286,20 +262,16 @@ def kinds(algorithm: str, op: str, requested: Sequence[str]) -> list[str]:
 
 
 def contender(
-    comm: Communicator, cell: CollectivesCell, algorithm: str, buffers: str, chosen: str = ""
+    comm: Communicator, cell: CollectivesCell, algorithm: str, memory_kind: str, chosen: str = ""
 ) -> CollectivesContender:
-    """Prepare an algorithm to benchmark. Collective over ``comm``.
-
-    ``cell``: collective, dtype and size. ``buffers``: kind of memory, "ordinary" or "shared". ``chosen``: algorithm
-    that "auto" selected, or "".
-    """
+    """Prepare ``algorithm`` (for "auto": the algorithm ``chosen``) to be benchmarked. Collective over ``comm``."""
     prepare = _OPERATIONS[cell.op][1]
     run, expected = prepare(comm, cell, chosen or algorithm)
-    return CollectivesContender(algorithm, buffers, run, tuple(expected), in_result=prepare is _all_to_all)
+    return CollectivesContender(algorithm, memory_kind, run, tuple(expected), in_result=prepare is _all_to_all)
 
 
 def references(comm: Communicator) -> list[CollectivesContender]:
-    """Return reference transfers: a memory copy, and on several nodes an exchange of two nodes. Collective."""
+    """Return transfers to compare with: a memory copy, and an exchange between two nodes. Collective."""
     contenders = [CollectivesContender(MEMCPY, ORDINARY, lambda buffer, result: np.copyto(result, buffer), None)]
     members = comm.nodes().members
     if len(members) > 1:
@@ -315,7 +287,7 @@ def references(comm: Communicator) -> list[CollectivesContender]:
 
 
 def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndarray, result: np.ndarray) -> str:
-    """Run ``contender`` (an algorithm) once. Return an error text if it is unsupported, or "". Collective."""
+    """Run ``contender`` once. Return the reason why it is unsupported, or "" if it works. Collective."""
     # An unsupported algorithm raises on every rank before it sends anything.
     reason = ""
     try:
@@ -325,15 +297,11 @@ def refusal(comm: Communicator, contender: CollectivesContender, buffer: np.ndar
     return next(filter(None, comm.allgather_object(reason)), "")
 
 
-def chosen(comm: Communicator, dtype: np.dtype, buffers: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
-    """Select the fastest allreduce algorithm for each size by measurement. Return the table. Collective over ``comm``.
-
-    ``buffers``: kind of memory, "ordinary" or "shared". ``max_bytes``: largest size. ``mpi_library``: version text of
-    the MPI library.
-    """
+def chosen(comm: Communicator, dtype: np.dtype, memory_kind: str, max_bytes: int, mpi_library: str) -> AlgorithmTable:
+    """Measure the fastest allreduce algorithm for sizes up to ``max_bytes``. Return the table. Collective."""
     request = autotune.TuningRequest(
         max_bytes=max_bytes,
         dtype=dtype,
-        allocate=(lambda size: shared_memory.allocate(comm, size, dtype)) if buffers == SHARED else None,
+        allocate=(lambda size: shared_memory.allocate(comm, size, dtype)) if memory_kind == SHARED else None,
     )
     return parse_algorithm(autotune.select(comm, comm, request, mpi_library, cached=False).text)

@@ -20,24 +20,20 @@ from hpcdist.bench.collectives.results import (
 )
 from hpcdist.errors import UsageError
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING, text_of
+from hpcdist.reporting.table import MISSING, Catalogue, Figure, text_of
 
 
 @dataclass(frozen=True)
 class CollectivesRow(ConfigurationKey):
-    """Table row for one benchmarked algorithm, with durations of the slowest rank. None means "not applicable".
-
-    ``x_native``: speed relative to the MPI library's collective on ordinary memory in the same run.
-    """
+    """Table row of one benchmarked algorithm. Durations are of the slowest rank. None: not applicable."""
 
     reference: bool
     iterations: int
     median_s: float
     quartiles_s: tuple[float, float]
     p95_s: float
-    x_native: float | None
+    x_native: float | None  # speed relative to the MPI library's collective on ordinary memory
     algorithm_bandwidth: float | None  # bytes/s
     bus_bandwidth: float | None  # bytes/s
     skew_s: float | None  # time from the first rank's begin to the last rank's begin, median over iterations
@@ -47,10 +43,7 @@ class CollectivesRow(ConfigurationKey):
 
 
 def rows(configurations: Iterable[CollectivesConfiguration]) -> list[CollectivesRow]:
-    """Return one table row per measured configuration, sorted by operation, dtype, number of ranks and size.
-
-    Within a group, the MPI library ("native") comes first, and the memory copy and exchange between nodes come last.
-    """
+    """Return a row per configuration, sorted by operation, dtype, ranks and size. The MPI library comes first."""
     configurations = list(configurations)
     native_s = {
         _cell(configuration): float(np.median(configuration.slowest_s))
@@ -161,11 +154,7 @@ def jsonable(results: CollectivesResults) -> dict[str, Any]:
 
 
 def plot(table: Sequence[CollectivesRow], file: Path) -> None:
-    """Plot duration and bus bandwidth against the size to ``file``. ``table``: rows of `rows`.
-
-    Raises UsageError without a correct result, MissingCapabilityError without matplotlib, and StorageError if ``file``
-    cannot be written.
-    """
+    """Plot duration and bus bandwidth against the size to ``file``. Raises UsageError without a correct result."""
     panels: dict[tuple[str, str, int], list[CollectivesRow]] = {}
     for row in table:
         if not row.wrong:

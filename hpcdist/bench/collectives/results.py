@@ -76,15 +76,12 @@ class CollectivesCell:
 
 @dataclass(frozen=True)
 class CellLimits:
-    """Length of the measurement of one collective and size. ``warmup``: untimed iterations per algorithm.
+    """Length of the measurement of one collective and size: ``iterations``, or else about ``seconds``."""
 
-    If ``iterations`` is None, all algorithms together take about ``seconds``, with at least ``least`` iterations each.
-    """
-
-    seconds: float
+    seconds: float  # of all algorithms together, if ``iterations`` is None
     iterations: int | None
-    warmup: int
-    least: int
+    warmup: int  # untimed iterations per algorithm
+    least: int  # minimum number of iterations per algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +99,7 @@ class CollectivesRequest(CellLimits):
 
 
 def part_sizes(op: str, size: int, ranks: int) -> list[int]:
-    """Return a list: the number of elements that every rank sends to rank 0, 1, ... in the all-to-all ``op``. Local.
-
-    ``size``: number of elements that rank 0 receives from all ranks together.
-    """
+    """Return the numbers of elements that each rank sends to rank 0, 1, ... Rank 0 receives ``size`` in total."""
     first = size // ranks
     if op.endswith("-zipf"):
         return [first // (rank + 1) for rank in range(ranks)]
@@ -115,17 +109,14 @@ def part_sizes(op: str, size: int, ranks: int) -> list[int]:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return the ratio of bus bandwidth to algorithm bandwidth of ``op`` on ``ranks`` ranks, or 0 on 1 rank."""
+    """Return (bus bandwidth) / (algorithm bandwidth) of ``op`` on ``ranks`` ranks. It is 0 on 1 rank."""
     if op == "broadcast":
         return float(ranks > 1)
     return (2.0 if op == "allreduce" else 1.0) * (ranks - 1) / ranks
 
 
 def sizes(texts: Iterable[str]) -> tuple[int, ...]:
-    """Return the sizes in ``texts`` in bytes, ascending and without duplicates. Raises UsageError.
-
-    A text has sizes (16K) and ranges (4K-64M with factor 2, 4K-64M x4), separated by commas or blanks.
-    """
+    """Return the sizes and ranges in ``texts`` ("16K", "4K-64M x4") in bytes, ascending. Raises UsageError."""
     numbers: set[int] = set()
     for text in texts:
         position, stripped = 0, text.strip()
@@ -152,17 +143,14 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
 
 
 def cells(request: CollectivesRequest, ranks: int) -> tuple[list[CollectivesCell], list[str]]:
-    """Return (combinations to measure, messages about rounded sizes). Local.
-
-    A combination has a collective, a dtype and a size. All ranks get the same random order. ``ranks``: number of ranks.
-    """
+    """Return (combinations to measure, in a random order that is equal on all ranks; messages). Local."""
     combinations, notes = [], []
     for dtype in request.dtypes:
         for op in request.operations:
             parts = ranks if op == "all_to_all" or op.startswith(UNEVEN) else 1
-            unit = dtype_of(dtype).itemsize * parts
+            granularity = dtype_of(dtype).itemsize * parts
             for nbytes in request.bytes:
-                rounded = max(unit, nbytes // unit * unit)
+                rounded = max(granularity, nbytes // granularity * granularity)
                 if rounded != nbytes:
                     elements = f"{dtype} elements" + (f" for each of {ranks} ranks" if parts > 1 else "")
                     notes.append(f"{op}: {nbytes} bytes are no whole number of {elements}; {rounded} are measured")
@@ -208,16 +196,13 @@ class ConfigurationKey:
 
 @dataclass(frozen=True)
 class CollectivesConfiguration:
-    """Measurements of one configuration. ``time_s``, ``start_s``, ``wrong`` and ``verified`` are as in `CellSamples`.
-
-    ``reference``: True for a memory copy or an exchange between nodes. ``slots``: number of buffers used in turn.
-    """
+    """Measurements of one configuration: an algorithm, or a transfer to compare with."""
 
     key: ConfigurationKey
-    reference: bool
-    slots: int
-    verified: int
-    wrong: str
+    reference: bool  # a memory copy, or an exchange between nodes
+    slots: int  # number of buffers used in turn
+    verified: int  # number of checked iterations
+    wrong: str  # text on the first wrong result, or ""
     time_s: Annotated[np.ndarray, SampleColumn("time from the barrier to the end of the call", "iteration", "rank")]
     start_s: Annotated[np.ndarray, SampleColumn(_START, "iteration", "rank")]
     session: Annotated[np.ndarray, SampleColumn("number of the process that measured it", "iteration", units="1")]
@@ -238,10 +223,7 @@ class CollectivesResults:
 
 
 def append(path: Path, configurations: Sequence[CollectivesConfiguration], provenance: Mapping[str, Any]) -> None:
-    """Append the measurements ``configurations`` to the results file ``path``. Raises StorageError.
-
-    A new file gets the attributes ``provenance``. Iterations of an existing configuration are added to it.
-    """
+    """Add measurements to the results file ``path``. ``provenance``: attributes of a new file. Raises StorageError."""
     with FORMAT.edit(path, provenance) as groups:
         for configuration in configurations:
             if configuration.key.id not in groups:

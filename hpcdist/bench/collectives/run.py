@@ -35,24 +35,16 @@ Save = Callable[[Sequence[CollectivesConfiguration]], None]
 
 @dataclass(frozen=True)
 class CellSamples:
-    """Measurements of one algorithm on rank 0: arrays of shape (iteration, rank), in seconds.
-
-    ``start_s``: delay of each rank's start after the first rank's; NaN if ranks have no common clock. ``wrong``: text
-    on the first wrong result, or "". ``verified``: number of checked iterations.
-    """
+    """Measurements of one algorithm on rank 0: arrays of shape (iteration, rank), in seconds."""
 
     time_s: np.ndarray
-    start_s: np.ndarray
-    wrong: str
-    verified: int
+    start_s: np.ndarray  # delay after the first rank's start; NaN without a common clock
+    wrong: str  # text on the first wrong result, or ""
+    verified: int  # number of checked iterations
 
 
 class CellTiming:
-    """Measurement of one collective and size with several algorithms. Constructing it is collective over ``comm``.
-
-    ``cell_contenders``: algorithms. ``pools``: buffers by kind of memory. ``contents``: test data. ``check``: True to
-    check the results.
-    """
+    """Measurement of one collective and size with several algorithms. Construction is collective over ``comm``."""
 
     def __init__(
         self,
@@ -70,11 +62,7 @@ class CellTiming:
         self._rows: list[tuple[list[float], list[float]]] = []  # per round: begin and duration of each contender
 
     def run(self, limits: CellLimits, seed: Sequence[int]) -> list[CellSamples]:
-        """Measure all algorithms. Return their measurements on rank 0, or [] on other ranks. Collective.
-
-        ``limits``: numbers of iterations, or duration. ``seed``: numbers that determine the random order of the
-        algorithms.
-        """
+        """Measure all algorithms in an order drawn with ``seed``. Return samples on rank 0, else []. Collective."""
         order = np.random.default_rng(list(seed))  # the same on every rank
         for pool in self._pools.values():
             pool.fill(self._contents, self._comm.rank)
@@ -158,30 +146,22 @@ class CellTiming:
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Memory for the buffers of a whole benchmark, allocated once. Several runs can share it.
+    """Memory for the buffers of a whole benchmark. Several runs can share it."""
 
-    ``pieces``: memory of the buffers, by kind of memory. ``result``: memory of the results. ``chosen``: the algorithm
-    table of "auto" for each (dtype, kind of memory).
-    """
-
-    pieces: dict[str, np.ndarray]
-    result: np.ndarray
+    pieces: dict[str, np.ndarray]  # buffers, by kind of memory
+    result: np.ndarray  # memory of the results
     cache_bytes: int
     hot: bool
     chosen: dict[tuple[str, str], AlgorithmTable] = field(default_factory=dict)
 
     def slots(self, nbytes: int) -> int:
         """Return the number of buffers of ``nbytes`` bytes to use in turn."""
-        most = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
-        return min(most, contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
+        available = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
+        return min(available, contenders.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
 
 
 def take_memory(comm: Communicator, request: results.CollectivesRequest, notes: list[str]) -> PoolMemory:
-    """Allocate the memory for the benchmark ``request``. Collective over ``comm``.
-
-    ``notes``: list of messages; extended if the memory is smaller than the cache. Raises UsageError if the memory is
-    too small.
-    """
+    """Allocate memory for ``request``. ``notes``: list to append warnings to. Raises UsageError. Collective."""
     kinds = dict.fromkeys([ORDINARY, *request.buffers])
     limit = int(contenders.MEMORY_SHARE * contenders.available_bytes()) // comm.nodes().intra.size // (1 + len(kinds))
     # All ranks need the same number of slots: use the minimum of the memory and the maximum of the cache.
@@ -215,11 +195,7 @@ class _ContenderChoice:
     def contenders(
         self, cell: CollectivesCell, pools: dict[str, BufferPool], contents: BufferContents
     ) -> list[CollectivesContender]:
-        """Return the supported algorithms for the combination ``cell``, or []. Collective over the ranks.
-
-        ``pools``: buffers by kind of memory. ``contents``: test data. "native" comes first, and transfers to compare
-        with come last.
-        """
+        """Return the supported algorithms for ``cell``, and transfers to compare with. Collective."""
         # Each algorithm is tried on slot 0 of ``pools``.
         names = contenders.algorithms(cell.op)
         named = [name for name in self.request.algorithms if name in names]
@@ -255,11 +231,9 @@ def run(
     print_line: Print,
     memory: PoolMemory | None = None,
 ) -> None:
-    """Run the benchmark ``request``. Collective over ``comm``.
+    """Run the benchmark ``request``. ``save`` stores results on rank 0. Collective over ``comm``.
 
-    ``mpi_library``: version text of the MPI library. ``save``: function that stores finished measurements, called on
-    rank 0. ``print_line``: function that prints a message, called on rank 0. ``memory``: result of `take_memory`, or
-    None to allocate it. Raises UsageError if a requested algorithm is unsupported.
+    ``memory``: result of `take_memory`, or None. Raises UsageError if a requested algorithm is unsupported.
     """
     order, notes = results.cells(request, comm.size)
     memory = memory or take_memory(comm, request, notes)

@@ -68,7 +68,7 @@ def _modules() -> tuple[Any, Any]:
 
 
 def torch_twin(shape: StepShape, model: Model, store: FlatStore) -> Any:
-    """Return a PyTorch module with the ``shape`` of the GPT ``model`` and the parameter values in ``store``. Local."""
+    """Return a PyTorch module like the GPT ``model``, with the parameter values in ``store``. Local."""
     torch = load_torch()
     nn, (embed, block) = torch.nn, _modules()
     layers = {"norm": nn.LayerNorm(shape.hidden), "head": nn.Linear(shape.hidden, shape.vocabulary, bias=False)}
@@ -91,11 +91,7 @@ def cross_entropy(logits: Any, targets: Any) -> Any:
 
 
 class TorchRun:
-    """Training of a PyTorch ``module``, replicated on the ranks of ``comm`` with DistributedDataParallel.
-
-    Constructing it is collective over ``comm``. ``name``: benchmark name; COMPILED uses torch.compile. ``total_steps``:
-    length of the learning rate schedule.
-    """
+    """Training of a PyTorch ``module`` with DistributedDataParallel. Construction is collective over ``comm``."""
 
     def __init__(
         self, comm: Communicator, name: str, module: Any, optimizer: OptimizerConfig, total_steps: int
@@ -114,17 +110,14 @@ class TorchRun:
             module = torch.nn.parallel.DistributedDataParallel(module)
         self._module = torch.compile(module) if name == COMPILED else module
 
-    def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
-        """Run a training step after a barrier of ``together`` (a communicator). Return its durations and loss.
-
-        Collective. ``x``: input tokens of this rank. ``targets``: labels (next tokens). Shapes: (samples, context).
-        """
+    def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
+        """Run a step on tokens ``x`` and labels ``targets`` after a barrier. Return durations and loss. Collective."""
         torch = load_torch()
         wide_x, wide_targets = (torch.from_numpy(array.astype(np.int64)) for array in (x, targets))
         self._number += 1
         for group in self._optimizer.param_groups:
             group["lr"] = rates.learning_rate(self._config, self._number, self._total)
-        together.barrier()
+        barrier_comm.barrier()
         cpu_s, times_s = time.process_time(), [time.perf_counter()]
         self._optimizer.zero_grad(set_to_none=True)
         loss = cross_entropy(self._module(wide_x), wide_targets)
@@ -143,10 +136,7 @@ class TorchRun:
 
 
 def begin_torch(comm: Communicator, folder: Path, threads: int) -> None:
-    """Set PyTorch's number of threads, and start its process group. Collective over ``comm``, once per process.
-
-    ``folder``: directory shared by all ranks, for the rendezvous. If PyTorch is missing on a rank, the others hang.
-    """
+    """Set PyTorch's number of threads, and start its process group, once per process. Collective."""
     load_torch().set_num_threads(threads)
     if comm.size > 1:
         begin_torch_group(comm, folder)
@@ -159,7 +149,7 @@ def try_compile() -> None:
 
 
 def torch_product(side: int) -> Callable[[], float]:
-    """Return a function that multiplies two ``side`` x ``side`` matrices in PyTorch. It returns the seconds."""
+    """Return a function that multiplies two ``side`` x ``side`` matrices in PyTorch and returns the seconds."""
     torch = load_torch()
     a, b = torch.randn(2, side, side)
     product = torch.empty(side, side)
@@ -173,10 +163,7 @@ def torch_product(side: int) -> Callable[[], float]:
 
 
 def begin_jax(threads: int) -> None:
-    """Import JAX. Raises MissingCapabilityError if JAX is not installed.
-
-    ``threads``: 1 restricts JAX to one thread; with another value, JAX chooses the number of threads.
-    """
+    """Import JAX, restricted to one thread if ``threads`` is 1. Raises MissingCapabilityError."""
     if threads == 1:  # JAX reads XLA_FLAGS when it is imported
         one_thread = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {one_thread}".strip()
@@ -187,10 +174,7 @@ def begin_jax(threads: int) -> None:
 
 
 def wrapped_jax(shape: StepShape, model: Model, store: FlatStore) -> Model:
-    """Return a GPT written in JAX as an hpcdist model, with the sizes and parameters of another model. Local.
-
-    ``shape``: sizes. ``model``: the built-in GPT of this shape. ``store``: its parameter values.
-    """
+    """Return a GPT in JAX as an hpcdist model, with the sizes of ``model`` and its parameters in ``store``. Local."""
     from hpcdist.adapters.jax.model import wrap
 
     block = partial(_block, heads=shape.heads)

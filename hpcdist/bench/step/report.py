@@ -11,9 +11,8 @@ from hpcdist.bench.output_file import plain
 from hpcdist.bench.step.request import COMPARED, EAGER, PHASES, SAME
 from hpcdist.bench.step.results import StepCase, StepResults
 from hpcdist.reporting import table as text_table
-from hpcdist.reporting.figures import Catalogue, Figure
 from hpcdist.reporting.plotting import drawing
-from hpcdist.reporting.table import MISSING
+from hpcdist.reporting.table import MISSING, Catalogue, Figure
 from hpcdist.reporting.units import counted
 
 PASSES: Final = ("forward", "backward", "step")
@@ -21,32 +20,27 @@ PASSES: Final = ("forward", "backward", "step")
 
 @dataclass(frozen=True)
 class StepTableRow:
-    """Table row of one benchmarked implementation. Durations are medians over steps, on the slowest rank.
-
-    ``x_eager``: (duration of PyTorch eager) / (this duration). ``x_eager_cpu``: the same for CPU time. ``mfu``:
-    ``flops_per_s`` relative to the peak. ``phases_s``: None for an unmeasured phase. ``loss_difference``: largest
-    relative difference of a loss to the first implementation's loss.
-    """
+    """Table row of one benchmarked implementation. Durations are medians over steps, on the slowest rank."""
 
     name: str
     step_s: float
     quartiles_s: tuple[float, float]
     cpu_s: float
     tokens_per_s: float
-    x_eager: float | None
-    x_eager_cpu: float | None
+    x_eager: float | None  # (time of PyTorch eager) / (this time)
+    x_eager_cpu: float | None  # the same for CPU time
     flops_per_s: float
-    mfu: float
-    phases_s: Mapping[str, float | None]
+    mfu: float  # flops_per_s relative to the peak
+    phases_s: Mapping[str, float | None]  # None for an unmeasured phase
     loss_first: float
     loss_last: float
-    loss_difference: float
+    loss_difference: float  # largest relative difference to the first implementation's losses
     activation_bytes: float | None
     activation_closed_bytes: float | None
 
 
 def peak_flops_per_s(results: StepResults) -> dict[str, float]:
-    """Return a dict from library to peak speed in flop/s: number of ranks x slowest rank's matrix product speed."""
+    """Return {library: peak in flop/s}: (number of ranks) x (speed of the slowest rank)."""
     rates = results.matmul_flops_per_s
     return {name: results.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
@@ -126,14 +120,11 @@ def text(results: StepResults) -> str:
 
 
 def operations(case: StepCase) -> dict[tuple[str, str], float]:
-    """Return the median seconds per step of one implementation, by (kind of operation, "forward" or "backward").
-
-    ``case``: its measurements. Key ("other", "step") has the time outside of all measured operations.
-    """
+    """Return the median seconds per step by (kind of operation, pass). ("other", "step"): the remaining time."""
     seconds = dict(case.operation_s)
-    whole = seconds.pop(("all", "step"), None)
-    if whole is not None:
-        seconds["other", "step"] = whole - sum(seconds.values())
+    step_s = seconds.pop(("all", "step"), None)
+    if step_s is not None:
+        seconds["other", "step"] = step_s - sum(seconds.values())
     return {key: float(np.median(values)) for key, values in seconds.items()}
 
 
@@ -185,10 +176,7 @@ def jsonable(results: StepResults) -> dict[str, Any]:
 
 
 def plot(results: StepResults, file: Path) -> None:
-    """Plot the phases, operations and loss differences of ``results`` to ``file``.
-
-    Raises MissingCapabilityError without matplotlib, and UsageError or StorageError if ``file`` cannot be written.
-    """
+    """Plot phases, operations and loss differences of ``results`` to ``file``. Raises HpcdistError."""
     profiled = any(case.operation_s for case in results.cases)
     panels = [_draw_phases, *[_draw_operations] * profiled, *[_draw_losses] * (len(results.cases) > 1)]
     with drawing(file, 5.5 * len(panels), 5.0) as figure:

@@ -39,18 +39,14 @@ class StepShape:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Settings of a benchmark of training steps. ``names``: implementations to measure.
-
-    Each implementation makes ``warmup`` untimed and ``steps`` timed steps. The built-in ones then make ``profiled``
-    steps with timed operations.
-    """
+    """Settings of a benchmark of training steps."""
 
     shape: StepShape
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # implementations to measure
     ranks: int
-    steps: int
-    warmup: int
-    profiled: int
+    steps: int  # timed steps of each implementation
+    warmup: int  # untimed steps before the timed steps
+    profiled: int  # further steps of built-in models, with timed operations
     seed: int = 0
     threads: int = 1
 

@@ -31,17 +31,13 @@ _RATES: Final = SampleColumn("fastest product of square float32 matrices, by tur
 
 @dataclass(frozen=True)
 class StepSample:
-    """Measurements of a training step on one rank.
-
-    ``loss``: mean over the global batch, or over this rank's samples if ``own_loss`` is True. ``phases``: dict from
-    phase name to seconds; phases that are not measured separately are missing.
-    """
+    """Measurements of a training step on one rank."""
 
     loss: float
-    own_loss: bool
+    own_loss: bool  # the loss is the mean over this rank's samples, not over the global batch
     step_s: float
     cpu_s: float
-    phases: Mapping[str, float]
+    phases: Mapping[str, float]  # seconds by phase; phases that are not measured separately are missing
 
 
 def token_type(shape: StepShape) -> "np.dtype[Any]":
@@ -50,10 +46,7 @@ def token_type(shape: StepShape) -> "np.dtype[Any]":
 
 
 def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
-    """Yield ``steps`` batches of random tokens, arrays of shape (ranks x samples, context + 1). Local.
-
-    All ranks get equal batches. ``request``: sizes, number of ranks and seed.
-    """
+    """Yield ``steps`` batches of random tokens, equal on all ranks: arrays (ranks x samples, context + 1). Local."""
     # A token has `CHOICES` possible successors, so that the loss falls as in real training.
     shape = request.shape
     rng = np.random.default_rng([request.seed, 1])
@@ -70,20 +63,16 @@ def batches(request: StepRequest, steps: int) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True)
 class StepCase:
-    """Measurements of one implementation. Durations have shape (step, rank), phases (step, rank, phase); NaN: missing.
-
-    ``operation_s``: seconds per profiled step on rank 0, by (kind of operation, "forward", "backward" or "step").
-    ``activation_bytes``: measured peak of the activations. ``activation_closed_bytes``: peak according to a formula.
-    """
+    """Measurements of one implementation: arrays (step, rank), or (step, rank, phase). NaN: not measured."""
 
     name: str
     step_s: Annotated[np.ndarray, SampleColumn("time from a barrier to the end of the step")]
     cpu_s: Annotated[np.ndarray, SampleColumn("CPU time of the step, all threads of the rank")]
     phase_s: Annotated[np.ndarray, SampleColumn("time of each phase in /phases")]
     loss: Annotated[np.ndarray, SampleColumn("mean loss of the batch", units="nats")]
-    operation_s: Mapping[tuple[str, str], np.ndarray]
-    activation_bytes: float | None
-    activation_closed_bytes: float | None
+    operation_s: Mapping[tuple[str, str], np.ndarray]  # seconds per profiled step on rank 0, by (kind, pass)
+    activation_bytes: float | None  # measured peak of the activations
+    activation_closed_bytes: float | None  # the same peak by a formula
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from hpcdist.bench.step.request import (
     StepShape,
 )
 from hpcdist.bench.step.results import StepCase, StepResults, StepSample, batches
-from hpcdist.bench.step.timed_training import TimedTraining
-from hpcdist.bench.timing import without_collection
+from hpcdist.bench.timing import TimedTraining, without_collection
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads.communicator import solo
@@ -66,11 +65,7 @@ _NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
 
 
 class TimedRun(TimedTraining):
-    """Training of ``model`` to be timed, replicated on all ranks of ``comm``. Constructing it is collective.
-
-    ``name``: name in the benchmark. ``total_steps``: length of the learning rate schedule. ``initial``: initial
-    parameters, or None for random ones. ``on``: device, "cpu" or "gpu".
-    """
+    """Timed training of ``model``, replicated on all ranks of ``comm``. Construction is collective."""
 
     def __init__(
         self,
@@ -97,28 +92,22 @@ class TimedRun(TimedTraining):
         )
         super().__init__(context, ParallelConfig(), initial)
 
-    def step(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> StepSample:
-        """Run a training step after a barrier of ``together``. Return its durations and global loss. Collective.
-
-        ``x``: input tokens of this rank. ``targets``: labels (next tokens). Both have shape (samples, context).
-        """
-        done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, together)
+    def step(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> StepSample:
+        """Run a step on tokens ``x`` and labels ``targets``. Return durations and the global loss. Collective."""
+        done, _, step_s, cpu_s = self.timed_step([(x, targets)], len(x) * self._comm.size, barrier_comm)
         phases: defaultdict[str, float] = defaultdict(float)
         for operation, (first_s, last_s) in zip(self.operations, self.timer.timed, strict=True):
             phases[_phase(operation)] += last_s - first_s
         return StepSample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 
-    def profile(self, x: np.ndarray, targets: np.ndarray, together: Communicator) -> Seconds:
-        """Run a training step with timed operations. Return seconds by (kind of operation, pass), a dict. Collective.
-
-        ``x``: input tokens. ``targets``: labels. ``together``: communicator for a barrier before the step.
-        """
+    def profile(self, x: np.ndarray, targets: np.ndarray, barrier_comm: Communicator) -> Seconds:
+        """Run a training step with timed operations. Return {(kind of operation, pass): seconds}. Collective."""
         # Further keys are "clipping" (with the gradient norm), "update", "communication" and "all" (the whole step).
         seconds: Seconds = defaultdict(float)
         before = self.model.operations
         self.model.operations = timed_operations(before, seconds)
         try:
-            sample = self.step(x, targets, together)
+            sample = self.step(x, targets, barrier_comm)
         finally:
             self.model.operations = before
         for phase in ("clipping", "update", "communication"):
@@ -142,7 +131,7 @@ def _phase(operation: Operation) -> str:
 
 
 def timed_operations(table: Operations, seconds: Seconds) -> Operations:
-    """Return a copy of ``table`` whose operations add their durations to the dict ``seconds``, by (kind, pass)."""
+    """Return a copy of ``table`` whose operations add their durations to ``seconds``, {(kind, pass): sum}."""
     entries = {field.name: getattr(table, field.name) for field in fields(table)}
     return replace(table, **{name: _Timed(entry, KINDS.get(name, name), seconds) for name, entry in entries.items()})
 
@@ -169,11 +158,7 @@ class _Timed:
 
 
 def run(comm: Communicator, request: StepRequest, provenance: dict[str, Any], print_line: Print) -> StepResults | None:
-    """Benchmark all implementations of ``request``. Return the results on rank 0, else None. Collective over ``comm``.
-
-    ``provenance``: description of the run, to store in the results. ``print_line``: function that prints a message on
-    rank 0. Raises UsageError if no implementation can run.
-    """
+    """Benchmark the implementations of ``request``. Return the results on rank 0, else None. Collective."""
     config = model_config(request.shape)
     with tempfile.TemporaryDirectory() as folder:  # for the rendezvous of PyTorch's ranks
         runs, left_out = _contenders(comm, request, config, Path(folder), print_line)

@@ -28,59 +28,48 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.reporting import regular
+from hpcdist.reporting import regular, schema
 from hpcdist.reporting.nearest import nearest
-from hpcdist.reporting.schema import check_names
+from hpcdist.reporting.schema import Field, TableFormat, check_section, fields_of, toml_value
 from hpcdist.reporting.table import aligned
-from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import counted
 
 
 class ResolvedTrial(NamedTuple):
-    """Complete training configuration (recipe): its TOML text, and its values by dotted key such as "model.layers"."""
+    """Complete recipe of a trial: its TOML text, and its values by dotted key such as "model.layers"."""
 
     text: str
     values: Mapping[str, Any]
 
 
 class RecipeResolver(Protocol):
-    """Interface to check and complete the recipes (training configurations) of a sweep. Raises ConfigurationError."""
+    """Interface to check and complete the recipes of a sweep."""
 
     def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return ``settings`` (a dict by dotted recipe key) in the recipe's types. Raises ConfigurationError."""
 
     def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> ResolvedTrial:
-        """Return the base recipe with the values in ``settings`` (values by dotted recipe key).
-
-        Raises ConfigurationError if the recipe is invalid, or cannot be trained on ``ranks`` MPI ranks (None: any
-        number).
-        """
+        """Return the base recipe with ``settings``, checked for ``ranks`` MPI ranks. Raises ConfigurationError."""
 
 
 class TrialCandidate(NamedTuple):
-    """Trial of a sweep before the ``[[exclude]]`` tables are applied. ``variant``: name of its ``[[trial]]`` table.
-
-    ``settings``: values by dotted recipe key, as in the file. ``values``: the same, converted to the recipe's types.
-    """
+    """Trial of a sweep before the ``[[exclude]]`` tables are applied."""
 
     name: str
-    variant: str
+    variant: str  # name of its ``[[trial]]`` table
     ranks: int
-    settings: Mapping[str, Any]
-    values: Mapping[str, Any]
+    settings: Mapping[str, Any]  # by dotted recipe key, as in the file
+    values: Mapping[str, Any]  # the same in the recipe's types
 
 
 @dataclass(frozen=True)
 class TrialVariant:
-    """``[[trial]]`` table of a sweep file. ``settings``: values by dotted recipe key.
-
-    ``ranks``: numbers of ranks to run on; if empty, the numbers of the whole sweep.
-    """
+    """``[[trial]]`` table of a sweep file. Empty ``ranks``: the numbers of ranks of the whole sweep."""
 
     name: str
     settings: Mapping[str, Any]
@@ -89,11 +78,7 @@ class TrialVariant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Content of the sweep file ``path``. ``recipe``: path of the base recipe, or its inline tables.
-
-    ``ranks``: numbers of ranks. ``axes``: dict from recipe key to a list of values. ``variants``: ``[[trial]]`` tables.
-    ``excludes``: ``[[exclude]]`` tables.
-    """
+    """Content of the sweep file ``path``. ``recipe``: path of the base recipe, or its inline tables."""
 
     path: Path
     ranks: tuple[int, ...]
@@ -106,10 +91,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepTrial:
-    """Training to run in a sweep: a complete recipe (TOML text) and a number of MPI ranks.
-
-    ``id``: hash of both. ``settings``: values that differ from the base recipe, by dotted recipe key.
-    """
+    """Training to run in a sweep: a complete recipe (TOML text) and a number of MPI ranks. ``id``: hash of both."""
 
     id: str
     name: str
@@ -118,42 +100,77 @@ class SweepTrial:
     recipe: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepSection:
+    """Section ``[sweep]`` of a sweep file. ``ranks`` may be one number or a list."""
+
+    ranks: tuple[int, ...] = schema.key((), "Numbers of MPI ranks.", ge=1)
+    repeats: int = schema.key(1, "Number of runs of each trial.", ge=1)
+    recipe: str = schema.key(
+        "", "Base recipe: a file. Without it, the tables [recipe.*] are the base recipe.", path=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFile:
+    """Sections of a sweep file. The keys of all sections except ``[sweep]`` are recipe keys."""
+
+    sweep: SweepSection = SweepSection()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    trial: tuple[Mapping[str, Any], ...] = ()
+    exclude: tuple[Mapping[str, Any], ...] = ()
+
+
 def read(path: Path) -> Sweep:
     """Read the sweep file ``path``. Raises StorageError if reading fails, ConfigurationError for invalid content."""
-    tree = regular.settings(path, "sweep")
-    check_names(tree, ("sweep", "recipe", "axes", "trial", "exclude"), f"sweep file {path}: ")
-    head = _table(tree, "sweep", path)
-    check_names(head, ("ranks", "repeats", "recipe"), f"sweep file {path}: sweep.")
-    repeats = head.get("repeats", 1)
-    if not _is_count(repeats):
-        raise ConfigurationError(f"sweep.repeats = {repeats!r} in {path} is invalid; give a whole number, at least 1")
-    axes = dict(flat(_table(tree, "axes", path)))
-    for key, values in axes.items():
+    tree, place = regular.settings(path, "sweep"), f"sweep file {path}"
+
+    def leaf(raw: Any, item: Field, where: str) -> Any:
+        if item.key is not None:
+            listed = item.is_list and not isinstance(raw, list)
+            return item.convert([raw] if listed else raw, where.removeprefix(f"{place}: "), str(path), path.parent)
+        if item.is_list and not (isinstance(raw, list) and all(isinstance(table, dict) and table for table in raw)):
+            raise ConfigurationError(f"{where} is invalid; write non-empty tables, each below a line [[{item.name}]]")
+        return raw
+
+    file: SweepFile = TableFormat(leaf).read(SweepFile, tree, f"{place}: ")
+    try:
+        check_section((), "sweep", file.sweep)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{place}: {error}") from None
+    axes = dict(flat(file.axes))
+    for name, values in axes.items():
         if not isinstance(values, list) or not values:
-            raise ConfigurationError(f"axes.{key} = {values!r} in {path} is invalid; give a list of at least one value")
-    variants = tuple(_variants(tree.get("trial", []), axes, path))
+            raise ConfigurationError(
+                f"axes.{name} = {values!r} in {path} is invalid; give a list of at least one value"
+            )
+    variants = tuple(_variants(file.trial, axes, path))
     # The sweep needs no ranks if every [[trial]] table sets ranks.
     is_optional = bool(variants) and all(variant.ranks for variant in variants)
-    ranks = () if is_optional and "ranks" not in head else _ranks(head.get("ranks"), "sweep.ranks", str(path))
-    excludes = tuple(dict(flat(table)) for table in _list_of_tables(tree.get("exclude", []), "exclude", path))
-    recipe, inline = head.get("recipe"), _table(tree, "recipe", path)
-    if recipe is not None and (not isinstance(recipe, str) or inline):
+    head = tree.get("sweep", {})
+    if not file.sweep.ranks and ("ranks" in head or not is_optional):
+        given = head.get("ranks")
+        raise ConfigurationError(f"sweep.ranks = {given!r} in {path} is invalid; give numbers of ranks, such as [2, 4]")
+    if file.sweep.recipe and file.recipe:
         raise ConfigurationError(
-            f"sweep.recipe = {recipe!r} in {path} is invalid; give one recipe file, or only write [recipe.*] tables"
+            f"sweep.recipe = {head['recipe']!r} in {path} is set next to tables [recipe.*]; give one recipe file, or "
+            "only write [recipe.*] tables"
         )
-    base = inline if recipe is None else path.parent / Path(recipe).expanduser()
-    return Sweep(path, ranks, repeats, base, axes, variants, excludes)
+    base = Path(file.sweep.recipe) if file.sweep.recipe else file.recipe
+    excludes = tuple(dict(flat(table)) for table in file.exclude)
+    return Sweep(path, file.sweep.ranks, file.sweep.repeats, base, axes, variants, excludes)
 
 
-def _variants(tables: Any, axes: Mapping[str, Any], path: Path) -> Iterator[TrialVariant]:
+def _variants(tables: Sequence[Mapping[str, Any]], axes: Mapping[str, Any], path: Path) -> Iterator[TrialVariant]:
     names: set[str] = set()
-    for number, table in enumerate(_list_of_tables(tables, "trial", path), 1):
+    for number, table in enumerate(tables, 1):
         settings = dict(table)
         name = settings.pop("name", None)
         if not isinstance(name, str) or not name or name in names:
             raise ConfigurationError(f"[[trial]] {number} of {path} has name = {name!r}; give each trial a unique name")
         names.add(name)
-        ranks = _ranks(settings.pop("ranks"), "ranks", f"trial {name!r} of {path}") if "ranks" in settings else ()
+        ranks = _ranks(settings.pop("ranks"), f"trial {name!r} of {path}") if "ranks" in settings else ()
         values = dict(flat(settings))
         if duplicates := sorted(values.keys() & axes.keys()):
             raise ConfigurationError(
@@ -162,12 +179,16 @@ def _variants(tables: Any, axes: Mapping[str, Any], path: Path) -> Iterator[Tria
         yield TrialVariant(name, values, ranks)
 
 
-def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
-    """Return the trials of ``sweep`` in the order of the sweep file. ``recipes``: checks and completes each recipe.
+def _ranks(value: Any, place: str) -> tuple[int, ...]:
+    declared = fields_of(SweepSection)["ranks"]
+    counts: tuple[int, ...] = declared.convert(value if isinstance(value, list) else [value], "ranks", place, Path())
+    if not counts or not all(map(declared.key.is_valid, counts)):
+        raise ConfigurationError(f"ranks = {value!r} in {place} is invalid; give numbers of ranks, such as [2, 4]")
+    return counts
 
-    Raises ConfigurationError for invalid keys, values or parallel degrees, equal trials, an exclusion without effect,
-    or if no trial remains.
-    """
+
+def expand(sweep: Sweep, recipes: RecipeResolver) -> list[SweepTrial]:
+    """Return the trials of ``sweep`` in the order of its file. Raises ConfigurationError, e.g. for equal trials."""
     candidates = list(_candidates(sweep, recipes))
     excluded = _excluded(sweep, recipes, candidates)
     trials: dict[str, SweepTrial] = {}
@@ -232,7 +253,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
     if value == []:
         raise ConfigurationError(f"{key} = [] in {place} matches no trial; give at least one value")
     if key == "ranks":
-        return list(_ranks(value, key, place))
+        return list(_ranks(value, place))
     values = value if isinstance(value, list) else [value]
     if key == "trial":
         return values
@@ -243,10 +264,7 @@ def _condition(key: str, value: Any, recipes: RecipeResolver, place: str) -> lis
 
 
 def labels(choice: Mapping[str, Any]) -> list[str]:
-    """Return a list of texts "key=value" for the items of ``choice``, a dict by dotted key.
-
-    A key is shortened to its last component if no other key has the same last component.
-    """
+    """Return a text "key=value" for each item of ``choice``. Unique last components stand for dotted keys."""
     names = [key.rpartition(".")[2] for key in choice]
     return [
         f"{name if names.count(name) == 1 else key}={value}"
@@ -255,7 +273,7 @@ def labels(choice: Mapping[str, Any]) -> list[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix`` is put before each key."""
+    """Yield (dotted key, value) for each value in the nested dict ``tree``. ``prefix``: text before each key."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -263,35 +281,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + name, value
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _ranks(value: Any, key: str, place: str) -> tuple[int, ...]:
-    counts = value if isinstance(value, list) else [value]
-    if not counts or not all(_is_count(count) for count in counts):
-        raise ConfigurationError(f"{key} = {value!r} in {place} is invalid; give numbers of ranks, such as [2, 4]")
-    return tuple(counts)
-
-
-def _table(tree: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
-    table = tree.get(name, {})
-    if not isinstance(table, dict):
-        raise ConfigurationError(f"{name} = {table!r} in {path} is not a table; write a table [{name}]")
-    return table
-
-
-def _list_of_tables(tables: Any, name: str, path: Path) -> list[Mapping[str, Any]]:
-    if not isinstance(tables, list) or not all(isinstance(table, dict) and table for table in tables):
-        raise ConfigurationError(f"{name} in {path} is invalid; write non-empty tables, each below a line [[{name}]]")
-    return tables
-
-
 def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
-    """Return the index of the trial that ``text`` names by index, id or name, in this order.
-
-    ``place``: name of the sweep file, for errors. Raises UsageError if ``text`` matches no trial, or several names.
-    """
+    """Return the index of the trial whose index, id or name is ``text``. Raises UsageError if there is not one."""
     number = int(text) if re.fullmatch(r"[+-]?\d+", text, re.ASCII) else None
     last = len(trials) - 1
     if number is not None and 0 <= number <= last:
@@ -315,7 +306,7 @@ def trial_position(trials: Sequence[SweepTrial], text: str, place: str) -> int:
 
 
 def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any]]:
-    """Return a dict of JSON values for each trial: index, id, name, number of ranks, and number of repeats."""
+    """Return a dict per trial for JSON: index, id, name, number of ranks, and number of runs."""
     return [
         {"index": at, "id": trial.id, "name": trial.name, "ranks": trial.ranks, "repeats": sweep.repeats}
         for at, trial in enumerate(trials)
@@ -323,7 +314,7 @@ def trial_rows(trials: Sequence[SweepTrial], sweep: Sweep) -> list[dict[str, Any
 
 
 def trial_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Format ``rows``, the result of `trial_rows`, as a text table. The name is last, because it may hold spaces."""
+    """Format the result of `trial_rows` as a text table."""
     titles = ("index", "id", "ranks", "repeats", "name")
     return "\n".join(aligned([titles, *([str(row[title]) for title in titles] for row in rows)], (-1,)))
 

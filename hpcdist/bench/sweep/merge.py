@@ -53,11 +53,9 @@ class MergeSummary:
 
 
 def merge(output: Path, paths: Sequence[Path], *, mixed: bool = False) -> MergeSummary:
-    """Merge the sweep results files ``paths`` into the file ``output``, which may be new. Local.
+    """Merge sweep results files into the file ``output``, which may be new. Successes replace failures. Local.
 
-    If a run was measured twice, a successful result wins, else the later failure. Keyword-only ``mixed``: accept
-    several git commits. Raises StorageError for a bad file, and UsageError if two files contradict each other. After an
-    error, ``output`` is unchanged.
+    Raises StorageError for a bad file, and UsageError for contradicting files. Keyword ``mixed``: accept all commits.
     """
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise StorageError(f"{', '.join(missing)}: no such file; run the trials of these files, or leave the files out")

@@ -1,47 +1,42 @@
 """Report of a sweep: one row per configuration over its repeats, as text, Markdown, JSON or a plot."""
 
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.sweep import results
+from hpcdist.bench.sweep.definition import flat
 from hpcdist.bench.sweep.results import SweepConfiguration, SweepResults, TrialRepeat, status_text
 from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.errors import UsageError
 from hpcdist.reporting import plotting
-from hpcdist.reporting.figures import Catalogue, Figure
+from hpcdist.reporting.table import Catalogue, Figure
 from hpcdist.reporting.units import counted
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """Table row of one configuration in a sweep. An unknown figure is None; ``reasons`` has the reason by name.
-
-    Figures are medians over the runs of the configuration. ``tokens_per_s``: also minimum and maximum. ``step_s``:
-    median and percentiles of all steps except the first, on the slowest rank. ``bytes_sent_per_step``: maximum over the
-    ranks. ``bytes_moved_per_step``: also shared memory and the MPI library. ``peak_bytes``: maximum over the ranks.
-    """
+    """Table row of one configuration in a sweep. Figures are medians over its runs. None: unknown."""
 
     name: str
     ranks: int
     id: str
     ok: int
     failed: int
-    tokens_per_s: dict[str, float] | None
-    step_s: dict[str, float] | None
-    bytes_sent_per_step: float | None
-    bytes_moved_per_step: float | None
-    peak_bytes: float | None
+    tokens_per_s: dict[str, float] | None  # median, minimum and maximum
+    step_s: dict[str, float] | None  # median and percentiles of all steps but the first, on the slowest rank
+    bytes_sent_per_step: float | None  # maximum over the ranks, in messages
+    bytes_moved_per_step: float | None  # also in shared memory and by the MPI library
+    peak_bytes: float | None  # maximum over the ranks
     train_loss: float | None
     val_loss: float | None
     energy_j: float | None
     speed_unit: str = "tokens"
     counts_activations: bool = True
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # reason of each unknown figure, by name
 
     @property
     def status(self) -> str:
@@ -97,12 +92,9 @@ def _pooled(good: Iterable[TrialRepeat], name: str, first: int = 0) -> np.ndarra
 
 
 def most_of_ranks(samples: np.ndarray) -> np.ndarray:
-    """Return the maximum over the ranks for each iteration of ``samples``, of shape (iterations, ranks).
-
-    NaN is ignored. Iterations with only NaN are left out.
-    """
-    most = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
-    finite: np.ndarray = most[np.isfinite(most)]
+    """Return the maximum over the ranks of ``samples``, of shape (iterations, ranks), without NaN."""
+    maxima = np.where(np.isnan(samples), -np.inf, samples).max(axis=1, initial=-np.inf)
+    finite: np.ndarray = maxima[np.isfinite(maxima)]
     return finite
 
 
@@ -152,6 +144,7 @@ ROWS: Final[Catalogue[SweepRow]] = Catalogue(
     Figure("energy_j", lambda row: row.energy_j, ",.1f", title="energy J",
            reason=lambda row: row.reasons.get("energy_j", "")),
     Figure("status", lambda row: row.status),
+    name=lambda row: f"{row.name} ({row.ranks})",
 )  # fmt: skip
 _HEAD: Final = (("started", "created_utc"), ("commit", "git_commit"), ("processor", "processor"), ("cores", "cores"))
 
@@ -174,7 +167,7 @@ def markdown(results: SweepResults) -> str:
 
 
 def notes(results: SweepResults, table: Sequence[SweepRow]) -> list[str]:
-    """Return text lines about failed runs, and about differences that prevent a comparison. ``table``: rows."""
+    """Return text lines about failed runs, and about different versions. ``table``: result of `rows`."""
     by_reason: dict[str, list[str]] = {}
     for row in table:
         if "failed" in row.reasons:
@@ -212,10 +205,9 @@ def plot_inches(results: SweepResults) -> tuple[float, float]:
 
 
 def draw(figure: Any, results: SweepResults) -> None:
-    """Draw the results of a sweep into the matplotlib ``figure``. Raises UsageError if no run was successful.
+    """Draw the results of a sweep into ``figure``. Raises UsageError if no run was successful.
 
-    If exactly one numeric recipe key varies and changes the loss, this draws the loss over its values. Otherwise it
-    draws the speed of each configuration, with curves over the number of ranks for several numbers of ranks.
+    The plot shows the loss over the only numeric key that varies, or else the speed of each configuration.
     """
     measured = _measured(results)
     if (axis := swept(results, measured)) is not None:
@@ -243,20 +235,17 @@ def _measured(results: SweepResults) -> list[SweepRow]:
 
 @dataclass(frozen=True)
 class SweptKey:
-    """The only numeric recipe key that varies in a sweep. ``values``: its value in each row, by row id.
-
-    ``labels``: the other varying values of each row as text, by row id.
-    """
+    """The only numeric recipe key that varies in a sweep."""
 
     key: str
-    values: Mapping[str, float]
-    labels: Mapping[str, str]
+    values: Mapping[str, float]  # value of the key, by row id
+    labels: Mapping[str, str]  # the other varying values as text, by row id
     loss: str  # field of `SweepRow`: val_loss, or train_loss if a configuration has no validation
 
 
 def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | None:
-    """Return the only numeric recipe key that varies and changes the loss, or None. ``measured``: successful trials."""
-    recipes = {c.id: dict(_settings(tomllib.loads(c.recipe))) for c in results.configurations}
+    """Return the only numeric recipe key that varies, or None. ``measured``: rows of successful trials."""
+    recipes = {c.id: dict(flat(tomllib.loads(c.recipe))) for c in results.configurations}
     recipes = {row.id: recipes[row.id] | {"ranks": counted(row.ranks, "rank")} for row in measured}
     keys = dict.fromkeys(key for recipe in recipes.values() for key in recipe)
     varied = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes.values()}) > 1]
@@ -275,14 +264,6 @@ def swept(results: SweepResults, measured: Sequence[SweepRow]) -> SweptKey | Non
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _settings(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _value_text(value: float) -> str:
@@ -312,7 +293,7 @@ def _loss_over(axes: Any, axis: SweptKey, measured: Sequence[SweepRow]) -> None:
 
 
 def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """Return a dict from configuration to its rows, if measured on several numbers of ranks. ``measured``: all rows."""
+    """Return {configuration: its rows} for configurations measured on several numbers of ranks."""
     by_name: dict[str, list[SweepRow]] = {}
     for row in sorted(measured, key=lambda row: row.ranks):
         by_name.setdefault(row.name, []).append(row)
@@ -320,7 +301,7 @@ def scaling(measured: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 
 def efficiency(rows: Sequence[SweepRow]) -> list[float]:
-    """Return the speed per rank of each row, divided by the first row's. ``rows``: rows of one configuration."""
+    """Return (speed per rank) / (speed per rank of the first row) for ``rows`` of one configuration."""
     rates = [row.tokens_per_s["median"] / row.ranks for row in rows if row.tokens_per_s is not None]
     return [rate / rates[0] for rate in rates]
 
@@ -356,8 +337,3 @@ def _bars(axes: Any, ranks: int, panel: Sequence[SweepRow]) -> None:
     axes.grid(axis="y", visible=False)
     axes.invert_yaxis()
     axes.set_title(counted(ranks, "rank"), fontsize=10)
-
-
-def read(path: Path) -> SweepResults:
-    """Read the results file ``path`` of a finished or running sweep. Raises StorageError."""
-    return results.read(path)

@@ -41,10 +41,7 @@ check_place: Final = atomic.check_folder
 
 @dataclass(frozen=True)
 class TrialRepeat:
-    """One run of a sweep's configuration. ``samples``: arrays by name, of shape (iteration, rank) or (iteration,).
-
-    NaN means a missing value.
-    """
+    """One run of a configuration. ``samples``: {name: array of shape (iteration, rank) or (iteration,)}."""
 
     number: int
     status: str
@@ -78,7 +75,7 @@ class SweepConfiguration:
         return [repeat for repeat in self.repeats if repeat.status != OK]
 
     def figures(self, name: str) -> list[Any]:
-        """Return a list of the values of ``name`` in the summaries of the successful runs that have this value."""
+        """Return the values of ``name`` in the summaries of the successful runs that have it."""
         return [value for repeat in self.good if (value := repeat.summary.get(name)) is not None]
 
 
@@ -97,10 +94,7 @@ class SweepResults:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of the results file ``path`` in a ``with`` block. The lock ends with its process.
-
-    Does not wait. Raises StorageError if another process holds the lock, or if the lock file cannot be created.
-    """
+    """Hold the lock of the results file ``path``. Raises StorageError if another process holds the lock."""
     lock = path.with_name(path.name + ".lock")
     try:
         descriptor = _lock(lock)
@@ -131,7 +125,7 @@ def _lock(path: Path) -> int:
 
 
 def prepare(path: Path, provenance: Mapping[str, str]) -> None:
-    """Create the results file ``path`` with the attributes ``provenance``, or check its format. Raises StorageError."""
+    """Create the results file ``path`` with the attributes ``provenance``. If it exists, check its format."""
     if path.exists():
         files.open_read(path, SCHEMA, VERSION).close()
     else:
@@ -140,11 +134,7 @@ def prepare(path: Path, provenance: Mapping[str, str]) -> None:
 
 
 def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: TrialOutcome, git_commit: str) -> None:
-    """Write the result of one run of ``trial`` to the existing results file ``path``. Raises StorageError.
-
-    ``position``: index of the trial in the sweep. ``repeat``: number of the run. ``outcome``: result, which replaces an
-    earlier one. ``git_commit``: commit of hpcdist.
-    """
+    """Write the result ``outcome`` of run number ``repeat`` of ``trial`` to the results file. Raises StorageError."""
     if not path.exists():
         raise StorageError(f"{path} cannot be written: the file was removed while the sweep ran; run the sweep again")
     with FORMAT.edit(path, {}) as trials:
@@ -169,7 +159,7 @@ def append(path: Path, trial: SweepTrial, position: int, repeat: int, outcome: T
 
 
 def statuses(path: Path) -> dict[tuple[str, int], str]:
-    """Return a dict from (trial id, run number) to "ok" or "failed", read from ``path``. Raises StorageError."""
+    """Return {(trial id, run number): "ok" or "failed"} of the results file ``path``. Raises StorageError."""
     return {
         (configuration.id, repeat.number): repeat.status
         for configuration in read(path).configurations

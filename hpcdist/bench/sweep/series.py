@@ -19,10 +19,7 @@ class SweepStopped(BaseException):
 
 @dataclass(frozen=True)
 class SeriesItem:
-    """Planned run of a sweep: run number ``repeat`` of the trial with index ``position``.
-
-    ``status``: "ok" or "failed" if a result is recorded, or "" if the run must still be made.
-    """
+    """Planned run of a sweep. ``status``: recorded status "ok" or "failed". "": the run must still be made."""
 
     trial: SweepTrial
     position: int
@@ -40,15 +37,11 @@ class SweepTally:
 
 
 def plan(
-    trials: Sequence[SweepTrial], repeats: int, path: Path, retry_failed: bool, only: int | None = None
+    trials: Sequence[SweepTrial], repeats: int, results_path: Path, retry_failed: bool, only: int | None = None
 ) -> list[SeriesItem]:
-    """Return the runs of a sweep in execution order: ``repeats`` runs of each trial.
-
-    ``path``: results file with recorded runs; may be missing. ``retry_failed``: True to repeat failed runs. ``only``:
-    index of the single trial to plan, or None for all trials. Raises StorageError if ``path`` is another kind of file.
-    """
+    """Return the runs of a sweep in execution order. ``only``: index of a single trial, or None for all trials."""
     # Every second round has the reverse order, so that a machine that slows down affects all trials alike.
-    statuses = results.statuses(path) if path.exists() else {}
+    statuses = results.statuses(results_path) if results_path.exists() else {}
     items = []
     for repeat in range(repeats):
         for position, trial in list(enumerate(trials))[:: -1 if repeat % 2 else 1]:
@@ -68,23 +61,21 @@ class SeriesLimits:
 
 def run(
     items: Sequence[SeriesItem],
-    path: Path,
+    results_path: Path,
     measure: Measure,
     limits: SeriesLimits,
     provenance: Mapping[str, str],
-    log: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> SweepTally:
-    """Run the planned ``items`` of a sweep that have no status, and record each result in the file ``path``. Local.
+    """Run the planned ``items`` that have no status, and append each result to ``results_path``. Local.
 
     ``measure``: function that runs a trial; it raises SweepStopped to stop. ``provenance``: attributes of a new file.
-    ``log``: function that prints progress. A failed trial does not end the sweep. Returns the numbers of ok, failed and
-    missing runs.
     """
     end = time.monotonic() + limits.budget_s
     statuses = {(item.trial.id, item.repeat): item.status for item in items if item.status}
     try:
-        results.prepare(path, provenance)
-        configurations = results.read(path).configurations
+        results.prepare(results_path, provenance)
+        configurations = results.read(results_path).configurations
         walls_s = {trial.id: [repeat.wall_s for repeat in trial.good] for trial in configurations}
         for number, item in enumerate(items, 1):
             if item.status:
@@ -93,19 +84,21 @@ def run(
             label = f"[{number}/{len(items)}] {item.trial.name} on {ranks}, repeat {item.repeat + 1}"
             remaining = end - time.monotonic()
             if min(_expected_s(walls_s, item.trial.id), limits.trial_s) > remaining:
-                log(f"{label}: skipped, because it would not end within the time budget")
+                print_line(f"{label}: skipped, because it would not end within the time budget")
                 continue
             outcome = measure(item.trial, min(limits.trial_s, remaining))
             if outcome.status == FAILED and time.monotonic() >= end:
-                log(f"{label}: not recorded, because the time budget ended before the trial")
+                print_line(f"{label}: not recorded, because the time budget ended before the trial")
                 continue
-            results.append(path, item.trial, item.position, item.repeat, outcome, provenance.get("git_commit", ""))
+            results.append(
+                results_path, item.trial, item.position, item.repeat, outcome, provenance.get("git_commit", "")
+            )
             statuses[item.trial.id, item.repeat] = outcome.status
             if outcome.status == OK:
                 walls_s.setdefault(item.trial.id, []).append(outcome.wall_s)
-            log(f"{label}: {_outcome_text(outcome)}")
+            print_line(f"{label}: {_outcome_text(outcome)}")
     except SweepStopped:
-        log("stopped; the running trial is not recorded; run the same command to continue with this trial")
+        print_line("stopped; the running trial is not recorded; run the same command to continue with this trial")
     recorded = list(statuses.values())
     return SweepTally(recorded.count(OK), recorded.count(FAILED), len(items) - len(recorded))
 

@@ -48,7 +48,7 @@ class TrialSample(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Result of one run of a trial. ``summary``, ``samples``: filled after a success. ``reason``: after a failure."""
+    """Result of one run of a trial. ``summary``, ``samples``: set after a success. ``reason``: after a failure."""
 
     status: str
     started_utc: str
@@ -67,11 +67,12 @@ def command(trial: SweepTrial, recipe: Path, out: Path, options: Sequence[str] =
     return [*launcher, *options, "train", str(recipe), "--out", str(out), "--json"]
 
 
-def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environment: Mapping[str, str]) -> TrialOutcome:
-    """Run ``trial`` as a subprocess with its files in the empty directory ``folder``. Return the result. Local.
+def run(
+    trial: SweepTrial, folder: Path, limit_s: float, command_line: Command, environment: Mapping[str, str]
+) -> TrialOutcome:
+    """Run ``trial`` as a subprocess for at most ``limit_s`` seconds. Return the result. Local.
 
-    ``limit_s``: time limit in seconds, after which the trial has failed. ``line``: function that returns the command
-    line. ``environment``: environment variables. An exception, e.g. from a signal handler, ends the trial.
+    ``folder``: empty directory for its files. ``command_line``: function that returns the command line.
     """
     libc = ctypes.CDLL(None)
 
@@ -87,7 +88,7 @@ def run(trial: SweepTrial, folder: Path, limit_s: float, line: Command, environm
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             process = subprocess.Popen(
-                line(trial, recipe, out),
+                command_line(trial, recipe, out),
                 stdin=subprocess.DEVNULL,
                 stdout=to_stdout,
                 stderr=to_stderr,

@@ -71,13 +71,13 @@ def compare(before: Path, after: Path, as_json: bool, markdown: bool, **rule_opt
     its result in AFTER is wrong, 2 for usage errors (also if the files have nothing in common, or too few iterations
     for any verdict), 74 if a file cannot be read.
     """
+    if as_json and markdown:
+        raise UsageError("--json and --markdown select different output formats; choose one")
     if before.is_dir() and after.is_dir():
-        _compare_runs(before, after, as_json)
+        _compare_runs(before, after, as_json, markdown)
         return OK
     from hpcdist.bench import compare as comparing  # late: --help must not load h5py
 
-    if as_json and markdown:
-        raise UsageError("--json and --markdown select different output formats; choose one")
     rule = comparing.CompareRule(**rule_options)
     comparison = comparing.compare(before, after, rule)
     if as_json:
@@ -204,16 +204,16 @@ def _effective_keys(run_dir: Path) -> dict[str, str]:
     }
 
 
-def _compare_runs(before: Path, after: Path, as_json: bool) -> None:
+def _compare_runs(before: Path, after: Path, as_json: bool, markdown: bool) -> None:
     from hpcdist.cli.runs.report import read_runs
     from hpcdist.reporting.table import MISSING
-    from hpcdist.telemetry import side_by_side
+    from hpcdist.telemetry import report as reports
 
     runs = read_runs((before, after))
     first, second = (_effective_keys(path) for path in (before, after))
     pairs = {key: (first.get(key, MISSING), second.get(key, MISSING)) for key in first | second}
     differ = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     if as_json:
-        click.echo(json.dumps({"figures": side_by_side.comparison(*runs), "recipe": differ}))
+        click.echo(json.dumps({"figures": reports.comparison(*runs), "recipe": differ}))
     else:
-        click.echo(side_by_side.comparison_text(runs[0], runs[1], differ))
+        click.echo(reports.comparison_text(runs[0], runs[1], differ, as_markdown=markdown))

@@ -20,15 +20,12 @@ if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
 
 
 def count_option(*names: str, help: str, default: int | None = None, least: int = 1) -> Any:  # noqa: A002
-    """Return a click option with an integer value. Keyword-only ``least``: smallest valid value (default: 1)."""
+    """Return a click option with an integer value. Keyword ``least``: smallest valid value."""
     return click.option(*names, type=click.IntRange(min=least), default=default, help=help)
 
 
 def output_options(file: str, plot: str) -> Any:
-    """Return a decorator that adds the options --output, --json, --plot and --anonymous to a command.
-
-    ``file``: help text of --output. ``plot``: start of the help text of --plot.
-    """
+    """Return a decorator that adds --output, --json, --plot and --anonymous. ``file``, ``plot``: help texts."""
     return stacked(
         click.option("-o", "--output", type=FILE, help=file),
         click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object."),
@@ -61,7 +58,7 @@ class Outputs:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> "Outputs":
-        """Remove the values of --output, --json, --plot and --anonymous from the dict ``options``, and return them."""
+        """Remove --output, --json, --plot and --anonymous from the dict ``options``, and return their values."""
         return cls(*(options.pop(name) for name in ("output", "as_json", "plot", "anonymous")))
 
     def check(self) -> None:
@@ -73,11 +70,7 @@ class Outputs:
         check_plot(self.plot)
 
     def show(self, values: Callable[[], Any], text: Callable[[], str], plot: Callable[[Path], object]) -> None:
-        """Print the results as JSON or as text, and draw the plot if --plot is set. Local.
-
-        ``values``: function that returns JSON values. ``text``: function that returns text. ``plot``: function that
-        draws the plot to a path.
-        """
+        """Print ``values()`` as JSON, or else ``text()``. If --plot is set, call ``plot`` with its path. Local."""
         click.echo(json.dumps(values()) if self.as_json else text())
         if self.plot is not None:
             plot(self.plot)
@@ -89,10 +82,7 @@ def print_progress(line: str) -> None:
 
 
 def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: str = "") -> tuple[str, ...]:
-    """Check the values ``names`` of a command line option. Return them as a tuple, in the order of ``choices``.
-
-    ``option``: its name, for errors. ``context``: text to add to the error. Raises UsageError for an invalid value.
-    """
+    """Return the ``names`` that the user gave to ``option``. Raises UsageError if one is not in ``choices``."""
     valid = list(choices)
     for name in names:
         if name not in valid:
@@ -102,11 +92,7 @@ def chosen(option: str, names: Sequence[str], choices: Iterable[str], context: s
 
 
 def world(ranks: int | None, default: int) -> tuple[int, bool]:
-    """Return (number of ranks, True if a launcher such as mpirun started this process as one of several ranks).
-
-    ``ranks``: value of --ranks, or None. ``default``: number of ranks by default. Raises UsageError if ``ranks`` is not
-    the number of started ranks.
-    """
+    """Return (number of ranks, True if a launcher started them). ``ranks``: value of --ranks. Raises UsageError."""
     from hpcdist.comm.launch import environment
 
     launched = environment.launch_environment()
@@ -117,7 +103,7 @@ def world(ranks: int | None, default: int) -> tuple[int, bool]:
 
 
 def rank_arguments(call: click.Context) -> list[str]:
-    """Return the command line options of the click context ``call`` except --ranks, to start its ranks."""
+    """Return the options of the click context ``call`` as words, without --ranks."""
     line: list[str] = []
     for option in call.command.params:
         value = call.params[option.name or ""]
@@ -132,7 +118,7 @@ def rank_arguments(call: click.Context) -> list[str]:
 
 
 def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
-    """Run the command of the click context ``call`` on ``ranks`` ranks with ``*options``. Return the exit code."""
+    """Run the command of the click context ``call`` on ``ranks`` ranks. Return the exit code."""
     from hpcdist.cli import run
 
     line = ["-n", str(ranks), *options, "--grace", "5", "bench", str(call.command.name), *rank_arguments(call)]
@@ -141,10 +127,7 @@ def start_ranks(ranks: int, call: click.Context, *options: str) -> int:
 
 
 def begin(check: Callable[[], object]) -> "Session":
-    """Start MPI, call ``check`` on rank 0, and return the MPI session. Collective over the world.
-
-    If ``check`` raises an HpcdistError on rank 0, all ranks raise it.
-    """
+    """Start MPI and return the session. All ranks raise an HpcdistError of ``check`` on rank 0. Collective."""
     from hpcdist.bench import output_file
     from hpcdist.comm import start
 
@@ -154,10 +137,7 @@ def begin(check: Callable[[], object]) -> "Session":
 
 
 def origin(session: "Session", anonymous: bool, **more: Any) -> dict[str, Any]:
-    """Return a dict that describes the origin of the results on rank 0, and {} on other ranks. Collective.
-
-    ``anonymous``: True to leave out the host names. ``**more``: further entries.
-    """
+    """Return a dict on the origin of the results, with ``**more``, on rank 0, and {} on other ranks. Collective."""
     from hpcdist.telemetry.provenance import provenance
 
     places = session.comm.allgather_object((session.place.host, ",".join(map(str, session.place.cores))))

@@ -53,10 +53,7 @@ def check_alone() -> None:
 
 @dataclass(frozen=True)
 class SweepRecipes:
-    """Converter of the settings of each trial of ``sweep`` to a complete recipe (training configuration).
-
-    ``environment``: environment variables that may override values; None means the environment of this process.
-    """
+    """Recipes of the trials of ``sweep``. Variables in ``environment`` (None: of this process) may override values."""
 
     sweep: "Sweep"
     environment: Mapping[str, str] | None = None
@@ -94,10 +91,7 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def run_options(ranks_per_node: int | None, text: str) -> list[str]:
-    """Return a list of options for `hpcdist run`: the options in ``text``, and --ranks-per-node unless it is None.
-
-    ``text``: value of --run-args, quoted as for a shell. Raises UsageError if an option is invalid.
-    """
+    """Return options for `hpcdist run`: those in ``text`` (see --run-args), and --ranks-per-node. Raises UsageError."""
     from hpcdist.cli.run import command as run_command
 
     place = f"--run-args {text!r}"
@@ -125,14 +119,13 @@ def run_series(
     plan: "Callable[[], list[SeriesItem]]",
     limits: "SeriesLimits",
     anonymous: bool,
-    line: "Command",
+    command_line: "Command",
     attributes: Mapping[str, str] | None = None,
     wrap: "Callable[[Measure], Measure]" = lambda measure: measure,
 ) -> "SweepTally":
-    """Run the trials of a sweep and append the results to the file ``output``, until a signal stops the sweep.
+    """Run the items that ``plan()`` returns, and append the results to the file ``output``. A signal stops the sweep.
 
-    ``plan``: function that returns the runs, called with ``output`` locked. ``anonymous``: True to leave out host
-    names. ``line``: function that returns the command line of a trial. ``attributes``: attributes of a new file.
+    ``command_line``: function that returns the command line of a trial. ``attributes``: attributes of a new file.
     ``wrap``: function that replaces the measuring function.
     """
     from hpcdist.bench.sweep import results, series, trial
@@ -144,7 +137,7 @@ def run_series(
     def measure(chosen_trial: "SweepTrial", limit_s: float) -> "TrialOutcome":
         # Next to the results, which all nodes of a job can read; /tmp may be local to a node.
         with tempfile.TemporaryDirectory(prefix=output.name + _TRIAL_INFIX, dir=output.absolute().parent) as folder:
-            outcome = trial.run(chosen_trial, Path(folder), limit_s, line, environment)
+            outcome = trial.run(chosen_trial, Path(folder), limit_s, command_line, environment)
         return series.anonymous(outcome, hosts) if anonymous else outcome
 
     def stop(number: int, frame: object) -> None:
@@ -163,10 +156,10 @@ def run_series(
                 signal.signal(number, handler)
 
 
-def tally_line(tally: "SweepTally", where: str = "") -> str:
-    """Return a line with the numbers of ok, failed and missing runs. ``where``: text to append to the numbers."""
+def tally_line(tally: "SweepTally", ending: str = "") -> str:
+    """Return a line with the numbers of ok, failed and missing runs. ``ending``: text after the numbers."""
     hint = "; --retry-failed runs failed trials again" if tally.failed else ""
-    return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{where}{hint}"
+    return f"{tally.ok} ok, {tally.failed} failed, {tally.left} left{ending}{hint}"
 
 
 def item_line(item: "SeriesItem") -> str:

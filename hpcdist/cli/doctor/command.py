@@ -20,9 +20,8 @@ from hpcdist.cli.common import FILE, PATH, json_option
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.launch import environment
 from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
-from hpcdist.reporting.hostlist import format_ranges
 from hpcdist.reporting.machine import package_version
-from hpcdist.reporting.units import format_bytes
+from hpcdist.reporting.units import format_bytes, format_ranges
 
 REQUIRED: Final = (
     *("click", "h5py", "jinja2", "markdown-it-py", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "rich"),

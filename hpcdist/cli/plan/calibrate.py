@@ -13,7 +13,7 @@ from hpcdist.reporting import atomic
 if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
     from collections.abc import Mapping
 
-    from hpcdist.bench.calibrate.device import CalibrationPoints, ModelPoint
+    from hpcdist.bench.device_speed import CalibrationPoints, ModelPoint
     from hpcdist.planner.calibrate.cluster_fit import ClusterMeasurements
 
 _FROM: Final = "workstation"
@@ -78,9 +78,8 @@ def command(
     cannot be read. If the measurements do not suffice for a cluster file, the exit code is 2 or 78, and the
     measurements are written.
     """
-    from hpcdist.bench import output_file
-    from hpcdist.bench.calibrate import run
-    from hpcdist.bench.calibrate.device import CalibrationRequest, default_models
+    from hpcdist.bench import calibration, output_file
+    from hpcdist.bench.device_speed import CalibrationRequest, default_models
     from hpcdist.comm import start
     from hpcdist.hdf5 import files
     from hpcdist.planner.cluster import toml_file
@@ -104,7 +103,7 @@ def command(
 
     output_file.check_on_all_ranks(comm, check)
     say = functools.partial(click.echo, err=True)
-    points_measured = run.run(comm, request, session.library, f"core of {processor()}", say)
+    points_measured = calibration.run(comm, request, session.library, f"core of {processor()}", say)
     hosts = sorted(set(comm.allgather_object(session.place.host)))
     origin = provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
     output_file.check_on_all_ranks(
@@ -125,12 +124,12 @@ def written(
     # ``points`` None: write the measurements only if the fit fails, next to ``output``.
     import tomllib
 
-    from hpcdist.bench.calibrate import run
+    from hpcdist.bench import calibration
     from hpcdist.planner.calibrate import cluster_fit
     from hpcdist.planner.cluster import toml_file
 
     if points is not None:
-        run.write_points(points, measured, origin)
+        calibration.write_points(points, measured, origin)
     try:
         calibrated = cluster_fit.assemble(name, toml_file.read(base), findings(measured))
         text = toml_file.dump(calibrated.cluster)
@@ -138,7 +137,7 @@ def written(
     except (UsageError, ConfigurationError) as error:
         place = points or output.with_name(output.name + _POINTS)
         if points is None:
-            run.write_points(place, measured, origin)
+            calibration.write_points(place, measured, origin)
         raise type(error)(
             f"no cluster can be fitted to the measurements: {error}; the measurements are in {place}"
         ) from None

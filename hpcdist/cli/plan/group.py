@@ -21,8 +21,8 @@ from hpcdist.cli.plan.options import (
 from hpcdist.errors import FAILURE, MissingCapabilityError, UsageError
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.reporting.nearest import nearest
+from hpcdist.reporting.schema import toml_lines
 from hpcdist.reporting.table import aligned
-from hpcdist.reporting.toml_text import toml_lines
 
 if TYPE_CHECKING:
     from hpcdist.planner.cluster.hardware import Cluster

@@ -75,7 +75,7 @@ class FiniteNumber(click.FloatRange):
 
 Kind: TypeAlias = click.ParamType | tuple[str, ...] | None  # of an option: click type, choices, or None for a flag
 SHARE: Final = FiniteNumber(0.0, 1.0)
-TOKENS: Final = Parsed("tokens", partial(parse_size, of="tokens"))  # 4096, 32K
+TOKENS: Final = Parsed("tokens", partial(parse_size, noun="tokens"))  # 4096, 32K
 
 
 class PlanOption(NamedTuple):

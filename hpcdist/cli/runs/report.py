@@ -14,7 +14,6 @@ from hpcdist.constants import METRICS_FILE, RECIPE_FILE
 from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.reporting.jsonable import jsonable
-from hpcdist.reporting.toml_text import toml_value
 from hpcdist.reporting.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ TARGETS: Final = ("csv", "wandb", "mlflow")  # formats of --to
 
 
 def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
-    """Write the HTML page of a run to ``file``. For the keyword-only ``sample`` and ``prompt`` see `page_context`."""
+    """Write the HTML page of a run to ``file``. Keywords: see `page_context`."""
     from hpcdist.reporting import plotting
     from hpcdist.telemetry.page import document
 
@@ -39,10 +38,7 @@ def write_page(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
 
 
 def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
-    """Return the data for a run's HTML page. An error message replaces unreadable data.
-
-    Keyword-only ``sample``: True to generate text with the model, after the keyword-only text ``prompt``.
-    """
+    """Return the data for a run's HTML page. Keyword ``sample``: generate text after the keyword text ``prompt``."""
     from hpcdist.telemetry.page.run_data import NO_CHECKPOINT, NOT_ASKED, ExternalData, TextSample
 
     settings, why_no_settings, steps = _settings(run_dir)
@@ -59,6 +55,7 @@ def page_context(run_dir: Path, *, sample: bool, prompt: str) -> "ExternalData":
 
 
 def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
+    from hpcdist.reporting.schema import toml_value
     from hpcdist.telemetry.page.run_data import RecipeSetting
     from hpcdist.training.recipe import recipe as recipes
 
@@ -75,23 +72,15 @@ def _settings(run_dir: Path) -> "tuple[list[RecipeSetting], str, int | None]":
 
 
 def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
-    from hpcdist.energy import energy_metrics
     from hpcdist.energy.config import EnergyConfig
-    from hpcdist.training.observe.energy import carbon_intensity
+    from hpcdist.training.observe.energy import electricity_figures
     from hpcdist.training.recipe import recipe as recipes
 
     try:
         config = recipes.load_stored(run_dir / RECIPE_FILE).energy
     except HpcdistError:
         config = EnergyConfig()
-    return lambda joules, seconds: energy_metrics.figures(
-        joules,
-        seconds,
-        pue=config.pue,
-        intensity=carbon_intensity(config),
-        price_per_kwh=config.price_per_kwh,
-        currency=config.currency,
-    )
+    return partial(electricity_figures, config)
 
 
 def _checkpoints(run_dir: Path) -> "tuple[list[CheckpointEntry], str]":
@@ -253,17 +242,17 @@ def read_runs(places: "Sequence[Path]") -> "list[RunData]":
 
 
 def _report_runs(places: "Sequence[Path]", plot: Path | None, html: Path | None, as_json: bool, markdown: bool) -> None:
-    from hpcdist.telemetry import side_by_side
+    from hpcdist.telemetry import report as reports
 
     if markdown:
         raise UsageError("--markdown works for a sweep only; use --html, --plot or --json for several runs")
     runs = read_runs(places)
-    click.echo(json.dumps([jsonable(run.figures) for run in runs]) if as_json else side_by_side.text(runs))
+    click.echo(json.dumps([jsonable(run.figures) for run in runs]) if as_json else reports.runs_text(runs))
     if plot is not None:
-        side_by_side.plot(runs, plot)
+        reports.plot_runs(runs, plot)
     if html is not None:
-        draw = partial(side_by_side.draw, runs=runs)
-        _write_table_page(html, "Runs", *side_by_side.table(runs), draw, side_by_side.PLOT_INCHES)
+        draw = partial(reports.draw_runs, runs=runs)
+        _write_table_page(html, "Runs", *reports.runs_table(runs), draw, reports.PLOT_INCHES)
 
 
 def _write_table_page(
@@ -282,14 +271,15 @@ def _write_table_page(
 
 
 def _export(places: "Sequence[Path]", target: str, output: Path | None) -> None:
-    from hpcdist.telemetry import export, side_by_side
+    from hpcdist.telemetry import export
+    from hpcdist.telemetry import report as reports
 
     if len(places) == 1 and places[0].is_file():
         _write_csv(_sweep_csv(places[0], target), output)
         return
     runs = read_runs(places)
     if target == "csv":
-        _write_csv(export.csv(runs[0]) if len(runs) == 1 else side_by_side.catalogue(runs).csv(runs), output)
+        _write_csv(export.csv(runs[0]) if len(runs) == 1 else reports.catalogue(runs).csv(runs), output)
         return
     write, folder = (export.to_wandb, Path(".")) if target == "wandb" else (export.to_mlflow, Path("mlruns"))
     for run in runs:
@@ -298,20 +288,18 @@ def _export(places: "Sequence[Path]", target: str, output: Path | None) -> None:
 
 def _sweep_csv(path: Path, target: str) -> str:
     from hpcdist.bench.sweep import report as reports
+    from hpcdist.bench.sweep import results
 
     if target != "csv" or _is_collectives(path):
         raise UsageError(f"{path} is a results file: --to exports runs, and the table of a sweep as CSV")
-    return reports.ROWS.csv(reports.rows(reports.read(path)))
+    return reports.ROWS.csv(reports.rows(results.read(path)))
 
 
 def _write_csv(text: str, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
         return
-    try:
-        atomic.write(output, text.encode())
-    except OSError as error:
-        raise StorageError(f"{output} cannot be written: {error.strerror or error}; choose another file") from error
+    atomic.save(output, text, "choose another file")
     click.echo(f"csv        {output}, {format_bytes(output.stat().st_size)}")
 
 
@@ -344,8 +332,9 @@ def _report_collectives(path: Path, plot: Path | None, as_json: bool, markdown: 
 
 def _report_sweep(path: Path, plot: Path | None, html: Path | None, as_json: bool, markdown: bool) -> None:
     from hpcdist.bench.sweep import report as reports
+    from hpcdist.bench.sweep import results
 
-    sweep = reports.read(path)
+    sweep = results.read(path)
     if as_json:
         click.echo(json.dumps(reports.jsonable(path, sweep)))
     else:

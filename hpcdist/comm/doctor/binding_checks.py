@@ -12,8 +12,7 @@ from hpcdist.comm.doctor.job_checks import Lint, RankRow, RankTable, apply_lints
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.placement import is_permutation, shown
 from hpcdist.constants import VISIBLE_GPUS
-from hpcdist.reporting.hostlist import format_ranges
-from hpcdist.reporting.units import counted
+from hpcdist.reporting.units import counted, format_ranges
 
 MOST_SHOWN: Final = 4
 _BIND: Final = "under Slurm `hpcdist run` binds by --cpus-per-task, or says why not; else srun -c N --cpu-bind=cores"

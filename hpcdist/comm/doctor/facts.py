@@ -23,8 +23,8 @@ from hpcdist.comm.launch.core_binding import hardware_threads
 from hpcdist.comm.launch.environment import LaunchEnvironment, inside_srun, integer_variable, started_by_srun
 from hpcdist.constants import THREAD_VARIABLES, VISIBLE_GPUS
 from hpcdist.errors import HpcdistError
-from hpcdist.reporting.hostlist import parse_ranges
 from hpcdist.reporting.machine import package_version, processor
+from hpcdist.reporting.units import parse_ranges
 
 NUMA: Final = Path("/sys/devices/system/node")
 PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba", "cupy-cuda12x", "cupy-cuda13x")

@@ -10,8 +10,7 @@ from hpcdist.comm.doctor.facts import NodeFacts, RankFacts, SchedulerRequest, Vo
 from hpcdist.comm.doctor.mpi_library import FAIL, OK, WARN, Check
 from hpcdist.comm.record.clock_offsets import ClockReading
 from hpcdist.constants import NS_PER_S
-from hpcdist.reporting.hostlist import group_texts
-from hpcdist.reporting.units import counted, format_bytes
+from hpcdist.reporting.units import counted, format_bytes, group_texts
 
 US: Final = 1e6
 

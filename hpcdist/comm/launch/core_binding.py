@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hpcdist.reporting.hostlist import parse_ranges
-from hpcdist.reporting.units import counted
+from hpcdist.reporting.units import counted, parse_ranges
 
 SYSTEM: Final = Path("/sys/devices/system/cpu")
 STEP: Final = "SRUN_CPUS_PER_TASK"

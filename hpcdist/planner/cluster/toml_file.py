@@ -17,8 +17,7 @@ from hpcdist.planner.cluster import hardware
 from hpcdist.planner.cluster.hardware import ITEM_BYTES, Cluster, QuantityField
 from hpcdist.reporting import regular
 from hpcdist.reporting.nearest import nearest
-from hpcdist.reporting.schema import Field, TableFormat
-from hpcdist.reporting.toml_text import toml_value
+from hpcdist.reporting.schema import Field, TableFormat, toml_value
 
 SOURCES: Final = ("device", "matmul", "node", "level", "storage", "failures", "site", "fit")
 FOLDER: Final = Path(__file__).parents[1] / "clusters"

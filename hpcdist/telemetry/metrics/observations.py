@@ -90,17 +90,14 @@ class EventNote:
 
 @dataclass(frozen=True)
 class Observations:
-    """Observations read from a metrics file: ``series`` keyed by quantity, and ``notes``, the texts of events."""
+    """Observations read from a metrics file: ``series`` by quantity, and ``notes`` (the texts of events)."""
 
     series: Mapping[str, ObservedSeries] = field(default_factory=dict)
     notes: Sequence[EventNote] = ()
 
 
 def append(file: Any, session: int, events: Sequence[RunEvent]) -> None:
-    """Append ``events`` to the open metrics file ``file``. ``session``: number of this start of the run. Local.
-
-    The first call after a start deletes stored events of steps after ``events[0].step``.
-    """
+    """Append ``events`` of start number ``session`` of the run to the open metrics ``file``. Local."""
     events = [event for event in events if event.kind not in OWN_TABLES]
     if not events:
         return

@@ -18,7 +18,7 @@ PREFIX: Final = "hpcdist_"
 
 @dataclass(frozen=True)
 class Quantity:
-    """Definition of a measured quantity. ``kind``: gauge or counter; ``unit``: UCUM code; ``tag``: TensorBoard name."""
+    """Definition of a quantity. ``kind``: gauge or counter. ``unit``: UCUM code. ``tag``: its name in TensorBoard."""
 
     name: str
     unit: str
@@ -86,13 +86,13 @@ assert len(QUANTITIES) == len(_ALL)
 
 
 def key(name: str, label: str = "") -> str:
-    """Return the key of a quantity in an event: ``name``, or ``name[label]`` with a label, such as a GPU number."""
+    """Return the key of a quantity in events: ``name``, or ``name[label]``. A label is, for example, a GPU number."""
     assert bool(QUANTITIES[name].label) == bool(label), name
     return f"{name}[{label}]" if label else name
 
 
 def split(key: str) -> tuple[str, str | None]:
-    """Return name and label of a ``key`` made by `key`; the label is None if the key has no label."""
+    """Return (name, label) of a ``key`` made by `key`. The label is None if the key has no label."""
     name, bracket, rest = key.partition("[")
     return name, rest.removesuffix("]") if bracket else None
 
@@ -121,7 +121,7 @@ class StepRow:
 
 
 class DerivedFigures:
-    """Calculator of figures, such as the speed, over the last ``window`` steps. Steps must be passed in order."""
+    """Calculator of figures over the last ``window`` steps, such as the speed. Steps must be passed in order."""
 
     # The first step after a start is excluded as soon as there is a second step. ``lock_step`` False: ranks do not wait
     # for each other.
@@ -199,10 +199,7 @@ class DerivedFigures:
 
 
 def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
-    """Return each rank's median compute time, divided by the median over all ranks; NaN for ranks without times.
-
-    ``compute_s``: compute times, of shape (steps, ranks).
-    """
+    """Return each rank's median compute time over the median of all ranks. ``compute_s``: shape (steps, ranks)."""
     times = np.where(compute_s > 0, compute_s, math.nan)
     is_known = np.isfinite(times)
     medians = np.full(times.shape[1], math.nan)

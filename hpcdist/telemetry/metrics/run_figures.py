@@ -4,7 +4,7 @@ A new figure of a run is one entry of `FIGURES`. The module `quantities` defines
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +13,7 @@ import numpy as np
 from hpcdist.comm.record.timing import BytesMoved
 from hpcdist.constants import J_PER_KWH
 from hpcdist.models.config import FOREIGN
-from hpcdist.reporting.figures import Catalogue, Figure
+from hpcdist.reporting.table import Catalogue, Figure
 from hpcdist.reporting.units import counted, format_bytes, format_joules, format_seconds, short_number
 from hpcdist.telemetry.metrics import step_metrics
 from hpcdist.telemetry.page import history
@@ -30,16 +30,15 @@ _SHARES: Final = ("compute", "update", "data", "other")
 
 @dataclass(frozen=True)
 class RunFigure(Figure[RunData]):
-    """A figure of a run. ``note``: function from a run to an explanation of its value, or to "".
-
-    ``is_fact``: True for a property of the job, which is in the head of a report. ``is_detail``: True if tables of
-    several runs omit the figure. ``is_counter``: True for a count of incidents, for which 0 is the normal value.
-    """
+    """A figure of a run, such as its speed. ``note``: function from a run to an explanation of the value."""
 
     note: Callable[[RunData], str] = lambda run: ""
-    is_fact: bool = False
-    is_detail: bool = False
-    is_counter: bool = False
+    is_fact: bool = False  # property of the job, in the head of a report
+    is_detail: bool = False  # tables of several runs omit the figure
+    is_counter: bool = False  # count of incidents, for which 0 is the normal value
+
+    def why_unknown(self, record: RunData) -> str:
+        return self.reason(record) and (record.reason or self.reason(record))
 
 
 def _number(key: str) -> Callable[[RunData], float | None]:
@@ -69,6 +68,25 @@ def _shares(run: RunData) -> str:
         shares["data and other"] = shares.pop("other")
     texts = [f"{name} {value:.1%}" for name, value in shares.items() if value is not None]
     return f"share of a step, waiting included; {', '.join(texts)}"
+
+
+def _overlap_note(run: RunData) -> str:
+    if run.figures["communication_hidden_share"] > 0:
+        return "of the time of reductions was not waited for"
+    return "starting and waiting took at least as long as the reductions themselves"
+
+
+def _noise_note(run: RunData) -> str:
+    scale, batch = run.figures["noise_scale"], finite_number(run.attributes.get("global_batch"))
+    if scale <= 0:
+        return "the noise is smaller than the error of its estimate"
+    note = "gradient noise scale, the critical batch"
+    if batch is None:
+        return note
+    steps, samples = 1 + scale / batch, 1 + batch / scale
+    return (
+        f"{note}; {batch:g} a step take {steps:.2f} times the fewest steps and {samples:.2f} times the fewest samples"
+    )
 
 
 def _no_overlap(run: RunData) -> str:
@@ -130,7 +148,11 @@ def _peak_note(run: RunData) -> str:
 
 def _labelled(run: RunData, text: str) -> str:
     # With the label of a declared energy model, a figure does not look measured.
-    return f"{run.energy.label}. {text}" if run.energy.label else text
+    return f"{text} ({run.energy.label})" if run.energy.label else text
+
+
+def _joules_text(value: float, run: RunData) -> str:
+    return _labelled(run, format_joules(value))
 
 
 def _energy_note(run: RunData) -> str:
@@ -139,7 +161,7 @@ def _energy_note(run: RunData) -> str:
     parts = [part for part in energy.parts if part.joules is not None]
     phases = [*parts, *(phase for phase in energy.phases if not parts or phase.name != "training")]
     texts = ", ".join(f"{phase.name} {format_joules(phase.joules)}" for phase in phases if phase.joules is not None)
-    return _labelled(run, "; ".join(text for text in (kinds or "all starts together", texts) if text))
+    return "; ".join(text for text in (kinds or "all starts together", texts) if text)
 
 
 def _j_per_token(run: RunData) -> float | None:
@@ -153,7 +175,7 @@ def _j_per_token(run: RunData) -> float | None:
 
 def _j_per_token_note(run: RunData) -> str:
     step = run.energy.j_per_step
-    return _labelled(run, "training only" + ("" if step is None else f"; {format_joules(step)} a step"))
+    return "training only" + ("" if step is None else f"; {format_joules(step)} a step")
 
 
 def _kwh(run: RunData) -> float | None:
@@ -163,7 +185,7 @@ def _kwh(run: RunData) -> float | None:
 def _kwh_note(run: RunData) -> str:
     pue = finite_number(run.costs.get("pue"))
     is_set = pue is not None and pue > 1
-    return _labelled(run, f"with {pue:g} as PUE of the site" if is_set else "without cooling and losses of the site")
+    return f"with {pue:g} as PUE of the site" if is_set else "without cooling and losses of the site"
 
 
 def _no_emissions(run: RunData) -> str:
@@ -174,7 +196,7 @@ def _no_emissions(run: RunData) -> str:
 
 def _emissions_note(run: RunData) -> str:
     source = ", ".join(str(run.costs[name]) for name in ("carbon_source", "carbon_date") if run.costs.get(name))
-    return _labelled(run, f"{run.costs.get('carbon_g_per_kwh', math.nan):g} g/kWh ({source})")
+    return f"{run.costs.get('carbon_g_per_kwh', math.nan):g} g/kWh ({source})"
 
 
 def _unexpected_ends(run: RunData) -> int:
@@ -200,9 +222,10 @@ FIGURES: Final = (
               note=lambda run: f"median; 95 % within {format_seconds(run.figures.get('step_s_p95'), 4)}"),
     RunFigure("comm_fraction", _number("comm_fraction"), ".1%", title="communication", unit="1",
               meaning="share of a step in communication that nothing hid", reason=lambda run: NO_WARM, note=_shares),
-    RunFigure("communication_hidden_share", _number("communication_hidden_share"), ".0%", title="overlap", unit="1",
+    RunFigure("communication_hidden_share", _number("communication_hidden_share"),
+              lambda value, run: f"{max(0.0, value):.0%}", title="overlap", unit="1",
               meaning="share of the time of reductions that nobody waited for", reason=_no_overlap, is_detail=True,
-              note=lambda run: "of the time of reductions was not waited for"),
+              note=_overlap_note),
     RunFigure("imbalance", lambda run: None if run.world < 2 else finite_number(run.figures.get("imbalance")), ".2f",
               title="straggler score", unit="1", meaning="compute time of the slowest rank over the median rank's",
               reason=lambda run: ONE_RANK if run.world < 2 else NO_WARM, is_detail=True,
@@ -211,15 +234,21 @@ FIGURES: Final = (
               meaning="bytes that a rank moves in a step", reason=lambda run: EARLIER, note=_moved_note),
     RunFigure("noise_scale", _number("noise_scale"), lambda value, run: f"{value:,.1f} samples", title="noise scale",
               meaning="gradient noise scale", is_detail=True,
-              note=lambda run: "gradient noise scale, the critical batch"),
-    RunFigure("energy_j", lambda run: run.energy.joules, lambda value, run: format_joules(value), title="energy",
-              unit="J", meaning="energy over all starts", reason=lambda run: run.energy.reason, note=_energy_note),
-    RunFigure("facility_kwh", _kwh, lambda value, run: f"{short_number(value)} kWh", title="electricity", unit="kWh",
-              meaning="energy of the job times the PUE of the site", is_detail=True, note=_kwh_note),
-    RunFigure("j_per_token", _j_per_token, lambda value, run: format_joules(value), title="energy a token", unit="J",
+              reason=lambda run: str(run.attributes.get("noise_scale_reason", "")), note=_noise_note),
+    RunFigure("energy_j", lambda run: run.energy.joules, _joules_text, title="energy", unit="J",
+              meaning="energy over all starts", reason=lambda run: run.energy.reason, note=_energy_note),
+    RunFigure("facility_kwh", _kwh, lambda value, run: _labelled(run, f"{short_number(value)} kWh"),
+              title="electricity", unit="kWh", meaning="energy of the job times the PUE of the site", is_detail=True,
+              note=_kwh_note),
+    RunFigure("j_per_token", _j_per_token, _joules_text, title="energy a token", unit="J",
               meaning="energy of training per token", is_detail=True, note=_j_per_token_note),
+    RunFigure("cost", lambda run: finite_number(run.costs.get("cost")),
+              lambda value, run: _labelled(run, f"{value:.3g} {run.costs.get('currency') or ''}".rstrip()),
+              meaning="price of the electricity", is_detail=True, note=lambda run: "price of the electricity"),
+    RunFigure("energy_label", lambda run: run.energy.label or None, title="energy label",
+              meaning="remark on all figures of energy, such as a declared model", is_fact=True, is_detail=True),
     RunFigure("emissions_g", lambda run: finite_number(run.costs.get("emissions_g")),
-              lambda value, run: f"{short_number(value)} g CO2e", title="emissions", unit="g",
+              lambda value, run: _labelled(run, f"{short_number(value)} g CO2e"), title="emissions", unit="g",
               meaning="CO2 equivalents of the electricity", reason=_no_emissions, is_detail=True, note=_emissions_note),
     RunFigure("peak_bytes_total", _peak_bytes, _peak_text, title="peak memory", unit="By",
               meaning="most bytes of arrays on a rank", reason=lambda run: EARLIER, note=_peak_note),
@@ -238,7 +267,7 @@ RUN: Final[Catalogue[RunData]] = Catalogue(*FIGURES)
 
 
 def measured(run: RunData) -> list[tuple[str, str, str]]:
-    """Return a list of (title, value text, note) of the known figures of ``run``. Facts and 0 counters are left out."""
+    """Return (title, value, note) texts of the known figures of ``run``, without facts and counters that are 0."""
     unknown: tuple[object, ...] = (None, 0)
     return [
         (figure.heading, figure.text(run), figure.note(run))
@@ -251,3 +280,11 @@ def zero_counters(run: RunData) -> str:
     """Return the titles of the counters that are 0, separated by commas."""
     counters = [figure for figure in FIGURES if figure.is_counter and run.run is not None]
     return ", ".join(figure.heading for figure in counters if figure.value(run) == 0)
+
+
+def lines(run: RunData, head: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """Return lines of text: the (title, text) pairs ``head``, known figures, and reasons for unknown figures."""
+    rows = [*head, *((title, f"{value}  ({note})" if note else value) for title, value, note in measured(run))]
+    rows += [("none", names)] if (names := zero_counters(run)) else []
+    width = max((len(title) for title, _ in rows), default=0)
+    return [*(f"{title:{width}}  {value}" for title, value in rows), *RUN.missing([run])]

@@ -1,4 +1,7 @@
-"""Side tables of a metrics file, for events and measurements other than steps; see `MetricsWriter.put`."""
+"""Side tables of a metrics file (see `MetricsWriter.put`), and the reading of the whole file in bounded memory.
+
+Columns with one number per step are read in full. Columns with one number per rank are read for evenly spread steps.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +11,12 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.comm.record.clock_offsets import ClockReading, HostTable
-from hpcdist.hdf5 import files
-from hpcdist.hdf5.datasets import Column, MetricsTable, texts
+from hpcdist.hdf5 import datasets, files
+from hpcdist.hdf5.datasets import Column, MetricsTable, spread_blocks, texts
 from hpcdist.reporting import regular
-from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION
+from hpcdist.telemetry.metrics import observations
+from hpcdist.telemetry.metrics.observations import Observations
+from hpcdist.telemetry.metrics.step_metrics import SCHEMA, VERSION, MetricsData, read_settled
 
 _SESSION: Final = Column("session", "i8", "1", "which start of the run made this row, from 0")
 
@@ -112,7 +117,7 @@ CLOCK_READINGS: Final = MetricsTable(
 
 @dataclass(frozen=True)
 class ClockSession:
-    """Clock readings of one start of a run. ``wall_ns``: rank 0's wall clock time minus its monotonic time, in ns."""
+    """Clock readings of one start of a run. ``wall_ns``: (wall clock - monotonic clock) of rank 0, in ns."""
 
     number: int
     hosts: HostTable
@@ -121,10 +126,7 @@ class ClockSession:
 
 
 def append_clocks(file: Any, session: int, hosts: HostTable, readings: Sequence[ClockReading], wall_ns: int) -> None:
-    """Append clock ``readings`` to the open metrics ``file``, and ``hosts`` if they are missing. Local.
-
-    ``session``: number of this start of the run. ``wall_ns``: rank 0's wall clock minus its monotonic clock, in ns.
-    """
+    """Append clock ``readings`` and ``hosts`` of start number ``session`` to the open metrics ``file``. Local."""
     for table in (CLOCK_RANKS, CLOCK_READINGS):
         table.create(file)
     if session not in CLOCK_RANKS.read(file)["session"]:
@@ -166,3 +168,49 @@ def _clock_session(number: int, ranks: dict[str, np.ndarray], readings: dict[str
     session_readings = tuple(ClockReading(*values) for values in zip(*columns, strict=True))
     wall_ns = int(readings["wall_ns"][rows[-1]] - readings["t_mono_ns"][rows[-1]]) if len(rows) else 0
     return ClockSession(number, HostTable(tuple(of_rank), names, boots), session_readings, wall_ns)
+
+
+WIDE_BYTES: Final = 24 << 20  # memory for one column of all ranks
+SMALL_TABLES: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "experts")
+MAX_SMALL_ROWS: Final = 200_000  # number of first rows read from a table without a bound
+
+
+@dataclass(frozen=True)
+class SampledMetrics:
+    """Metrics of a run. Columns with a value per rank are read only for a sample of the steps."""
+
+    steps: dict[str, np.ndarray]  # columns with one value per step, for all steps
+    chosen: np.ndarray  # (rows,) indices into the columns of ``steps``
+    sample: MetricsData  # all columns, for the steps ``chosen``
+    tables: dict[str, dict[str, np.ndarray]]  # columns of the other tables, by table name
+    observed: Observations
+
+    @property
+    def complete(self) -> bool:
+        return len(self.chosen) == len(self.steps["step"])
+
+
+def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> SampledMetrics:
+    """Read the metrics file ``path``. Of columns per rank, about ``wide_bytes`` bytes are read. Raises StorageError."""
+    return read_settled(path, lambda file: _read(file, wide_bytes))
+
+
+def _read(file: Any, wide_bytes: int) -> SampledMetrics:
+    group = datasets.columns(file, "steps")
+    columns = list(group)
+    rows = min(group[name].shape[0] for name in columns)
+    ranks = max((group[name].shape[1] for name in columns if group[name].ndim > 1), default=1)
+    narrow = {name: group[name][:rows] for name in columns if group[name].ndim == 1}
+    chunk = max((group[name].chunks[0] for name in columns if group[name].ndim > 1), default=1)
+    blocks = spread_blocks(rows, chunk, max(1, wide_bytes // (8 * max(1, ranks))))
+    chosen = np.concatenate([np.arange(start, stop) for start, stop in blocks] or [np.zeros(0, np.int64)])
+    wide = {
+        name: np.concatenate([group[name][:0], *(group[name][start:stop] for start, stop in blocks)])
+        for name in columns
+        if group[name].ndim > 1
+    }
+    sample = {name: narrow[name][chosen] if name in narrow else wide[name] for name in columns}
+    attributes = files.attributes_of(file)
+    evaluations = datasets.read(file, "evaluations")
+    small = {name: datasets.read(file, name, MAX_SMALL_ROWS) for name in SMALL_TABLES if name in file}
+    return SampledMetrics(narrow, chosen, MetricsData(sample, evaluations, attributes), small, observations.read(file))

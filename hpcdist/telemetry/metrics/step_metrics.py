@@ -55,11 +55,7 @@ PER_RANK: Final = tuple(column.name for column in STEPS.columns if column.wide)
 
 
 class MetricsWriter:
-    """Writer of a run's metrics file on rank 0. A context manager: leaving it writes all rows.
-
-    With ``resume_step``, the file is continued, and later steps are dropped. Methods raise StorageError if the disk
-    fails.
-    """
+    """Writer of a run's metrics file on rank 0, as a context manager. Methods raise StorageError if the disk fails."""
 
     # The file is open only during writes, so it is always readable. A damaged file is renamed, and a new file is
     # created. ``attributes``: root attributes.
@@ -172,10 +168,7 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
         made_by: int = 0,
     ) -> None:
-        """Add the row of one training step, from keyword arguments; NaN means that a value was not measured.
-
-        Keyword-only ``made_by``: number of ranks in this step, if the number of ranks changed after the step.
-        """
+        """Add the row of one training step. Its values are keyword arguments; NaN means "not measured"."""
         session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
         row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}
@@ -193,7 +186,7 @@ class MetricsWriter:
             self.flush()
 
     def flush(self, *appends: Callable[[Any, int], None]) -> None:
-        """Write the buffered rows to the file, then call each function in ``*appends`` with (file, session number)."""
+        """Write the buffered rows. Then call each function in ``*appends`` with (open file, number of this start)."""
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
@@ -215,11 +208,11 @@ class MetricsWriter:
         self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
-        """Call ``append(file, session)`` now: the open metrics file, and the number of earlier starts of the run."""
+        """Open the metrics file and call ``append(file, session)``. ``session``: number of this start of the run."""
         self._change(lambda file: append(file, self._session))
 
     def put(self, table: MetricsTable, **columns: Any) -> None:
-        """Append rows to ``table`` of the metrics file. Keyword arguments: columns. The session number is added."""
+        """Append rows to ``table``. Keyword arguments are its columns. The session number is added."""
         self.include(lambda file, session: table.append(file, session=session, **columns))
 
     def close(self) -> None:
@@ -264,15 +257,12 @@ def read(path: str | Path) -> MetricsData:
     return read_settled(path, take)
 
 
-def read_settled(path: str | Path, take: Callable[[Any], Result]) -> Result:
-    """Return ``take(file)``, where ``file`` is the open metrics file ``path``. Raises StorageError.
-
-    ``take`` is called again if a running run changed the file during the call.
-    """
+def read_settled(path: str | Path, read_file: Callable[[Any], Result]) -> Result:
+    """Return ``read_file(file)`` for the metrics file ``path``, also while a run writes it. Raises StorageError."""
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
-                return take(file)
+                return read_file(file)
             except regular.BROKEN_LIBRARY_ERRORS as error:
                 if attempt == READ_ATTEMPTS - 1:
                     raise StorageError(f"the metrics file {path} is damaged: {error}") from error

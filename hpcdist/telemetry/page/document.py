@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist import __version__
-from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, plotting, regular
 from hpcdist.reporting.plotting import Chart
 from hpcdist.reporting.template import Templates, templates
 from hpcdist.reporting.units import counted, format_bytes, format_duration, format_joules, format_time
 from hpcdist.telemetry.metrics import run_figures
-from hpcdist.telemetry.page import run_data
-from hpcdist.telemetry.page.charts import over_steps, resources, series
+from hpcdist.telemetry.page import chart_series, resource_charts, run_data, step_charts
 from hpcdist.telemetry.page.energy_data import finite_number
 from hpcdist.telemetry.page.history import FAILED, FINISHED, KILLED
 from hpcdist.telemetry.page.run_data import ExternalData, RunData
 
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
+CURE: Final = "choose another file"
 LEADING: Final = 3  # number of figures that are drawn large: the losses and the speed
 STATE_CLASSES: Final = {FINISHED: "good", FAILED: "bad", KILLED: "bad"}
 PROVENANCE: Final = {
@@ -60,7 +59,7 @@ def _render(template: str, **values: Any) -> str:
 def make_page(data: RunData) -> str:
     """Return the HTML page of the run ``data``. Raises MissingCapabilityError if matplotlib is missing."""
     plotting.require_matplotlib()
-    charts = over_steps.charts(data) | resources.charts(data)
+    charts = step_charts.charts(data) | resource_charts.charts(data)
     settings = [(row.key, row.value, row.default) for row in data.external.settings]
     return _render(
         "page.html.j2",
@@ -93,7 +92,7 @@ def make_page(data: RunData) -> str:
 
 
 def sentence(data: RunData) -> str:
-    """Return a sentence about the model, the data and the result of a run, or "" if no step was completed."""
+    """Return a sentence on the model, the data and the result of a run, or "" if no step was completed."""
     if data.run is None:
         return ""
     values = {title: value for title, value, _ in run_figures.measured(data)}
@@ -116,8 +115,8 @@ def _phases(data: RunData) -> Iterator[tuple[str, str, str]]:
 
 
 def _operations(data: RunData) -> list[tuple[str, ...]]:
-    seconds = series.observed_by_label(data, "collective_seconds_total")
-    moved, rates = (series.observed_by_label(data, f"collective_bytes_{of}") for of in ("total", "per_second"))
+    seconds = chart_series.observed_by_label(data, "collective_seconds_total")
+    moved, rates = (chart_series.observed_by_label(data, f"collective_bytes_{of}") for of in ("total", "per_second"))
     return [
         (
             name,
@@ -176,32 +175,17 @@ def page_facts(data: RunData) -> list[tuple[str, str]]:
 
 
 def write_page(run_dir: str | Path, file: str | Path, external: ExternalData | None = None) -> None:
-    """Write the page of the run in ``run_dir``, which may be running, to ``file`` atomically. Raises StorageError.
-
-    ``external`` holds data that this package cannot read itself (see `ExternalData`).
-    """
+    """Write the HTML page of the run in ``run_dir`` to ``file``. ``external``: other data. Raises StorageError."""
     plotting.require_matplotlib()
     with regular.damage(run_dir, regular.FIGURES):
         data = run_data.read(Path(run_dir), external)
-    _write(Path(file), make_page(data))
+    atomic.save(Path(file), make_page(data).encode(errors="replace"), CURE)
 
 
 def write_table_page(
     file: Path, title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], svg: str, alt: str
 ) -> None:
-    """Write a page with a table and a plot to ``file`` atomically. Raises StorageError.
-
-    ``rows``: texts of the table, headings first. ``notes``: lines below the table. ``svg``: the plot, an SVG element
-    made by `plotting.figure_svg`, and ``alt`` its text alternative.
-    """
-    _write(
-        file,
-        _render("table.html.j2", title=title, rows=rows, notes=notes, chart=Chart("plot", "", svg, alt=alt, wide=True)),
-    )
-
-
-def _write(file: Path, page: str) -> None:
-    try:
-        atomic.write(file, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise StorageError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
+    """Write an HTML page with the table ``rows`` (headings first) and the plot ``svg``. Raises StorageError."""
+    chart = Chart("plot", "", svg, alt=alt, wide=True)
+    page = _render("table.html.j2", title=title, rows=rows, notes=notes, chart=chart)
+    atomic.save(file, page.encode(errors="replace"), CURE)

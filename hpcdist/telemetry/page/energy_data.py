@@ -40,15 +40,12 @@ class RankLane:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """Recorded operations (spans) of one step on selected ranks, or the ``reason`` why there are none.
-
-    ``world`` is the number of all ranks. ``clocks`` is a text about the accuracy of the clocks.
-    """
+    """Recorded operations of one step, one `RankLane` per rank. ``reason``: set if there are no operations."""
 
     step: int = 0
     lanes: Sequence[RankLane] = ()
-    world: int = 0
-    clocks: str = ""
+    world: int = 0  # number of all ranks
+    clocks: str = ""  # text on the accuracy of the clocks
     left_out: int = 0  # number of spans too short to draw
     reason: str = NO_FILES
 
@@ -66,17 +63,14 @@ class StepSpans:
         return totals
 
 
-def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> StepSpans:
-    """Return the recorded operations of one step of median duration, on at most `MAX_RANKS` ranks.
-
-    ``metrics_path``: file with clock readings of the nodes. ``slowest``: a rank that must be included, or None.
-    """
+def read(run_dir: Path, metrics_path: Path | None = None, slowest_rank: int | None = None) -> StepSpans:
+    """Return the operations of a step of median duration on some ranks. ``slowest_rank``: a rank to include."""
     # The median is over the last `LAST_STEPS` steps. The first and the last rank are always included.
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
         return StepSpans()
     ranks, damaged = [], []
-    for number in select_evenly(sorted(paths), slowest):
+    for number in select_evenly(sorted(paths), slowest_rank):
         try:
             ranks.append(spans.read(paths[number]))
         except StorageError as error:
@@ -94,15 +88,15 @@ def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = 
     return StepSpans(step, shown, newest.world, worth, left_out, "")
 
 
-def select_evenly(numbers: Sequence[int], slowest: int | None) -> list[int]:
-    """Return at most `MAX_RANKS` evenly spaced elements of ``numbers``, with the first, the last and ``slowest``."""
+def select_evenly(numbers: Sequence[int], included: int | None) -> list[int]:
+    """Return at most `MAX_RANKS` evenly spaced elements of ``numbers``. ``included``: another element to return."""
     if len(numbers) <= MAX_RANKS:
         return list(numbers)
     selected = [numbers[at] for at in np.linspace(0, len(numbers) - 1, MAX_RANKS).round().astype(int)]
-    if slowest in numbers and slowest not in selected:
-        assert slowest is not None
-        nearest = min(selected[1:-1], key=lambda number: abs(number - slowest))
-        selected[selected.index(nearest)] = slowest
+    if included in numbers and included not in selected:
+        assert included is not None
+        nearest = min(selected[1:-1], key=lambda number: abs(number - included))
+        selected[selected.index(nearest)] = included
     return sorted(selected)
 
 
@@ -226,8 +220,8 @@ class RunEnergy:
 
 
 def read_energy(run_dir: Path, attributes: Mapping[str, Any], last_step: int = 0) -> RunEnergy:
-    """Return the energy of the run in ``run_dir``. ``attributes``: of its metrics file. ``last_step``: newest step."""
-    # If the totals of the two files differ, `USAGE_FILE` is used. ``attributes``: of the metrics file.
+    """Return the energy of the run in ``run_dir``, whose metrics file has these ``attributes``."""
+    # If the totals of the two files differ, the one in `USAGE_FILE` is used.
     usage = regular.json_or_none(run_dir / USAGE_FILE)
     record = usage.get("joules") if isinstance(usage, dict) else None
     record = record if isinstance(record, dict) else {}
@@ -332,12 +326,12 @@ def _joined_sessions(
         session: max((int(times[-1]) - begins[session, node]) / 1e9 for row in kinds.values() for times, _, node in row)
         for session, kinds in parts.items()
     }
-    whole = sum(lasted.values()) or 1.0
+    total_s = sum(lasted.values()) or 1.0
     curves: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     names = list(dict.fromkeys(kind for kinds in parts.values() for kind in kinds))
     base, at = dict.fromkeys(names, 0.0), 0.0
     for session in sorted(parts):
-        points = max(3, round(CURVE_POINTS * lasted[session] / whole))
+        points = max(3, round(CURVE_POINTS * lasted[session] / total_s))
         seconds = np.linspace(0.0, lasted[session], points)
         for kind in names:
             joules = np.zeros(points) if kind in parts[session] else np.full(points, np.nan)
@@ -376,10 +370,7 @@ UTILISATION_BINS: Final = 300
 
 @dataclass(frozen=True)
 class UtilisationCurves:
-    """Utilisation over time: ``shares`` maps names, such as "cpu", to values at the times ``hours``.
-
-    ``hours``, of shape (points,), is the running time since the first start, without pauses between starts.
-    """
+    """Utilisation over time. ``shares``: {name, such as "cpu": values at the times ``hours``}, without pauses."""
 
     hours: np.ndarray
     shares: Mapping[str, np.ndarray]
@@ -408,12 +399,12 @@ def mean_over_nodes(rows: Mapping[str, np.ndarray]) -> UtilisationCurves:
     # At least two samples per node and bin, so that no bin is empty by its alignment.
     count = int(np.clip(np.unique(rows["node"], return_counts=True)[1].max() // 2, 1, UTILISATION_BINS))
     width = max(at, 1e-9) / count
-    part = np.minimum((seconds / width).astype(np.int64), count - 1)
+    bin_of_row = np.minimum((seconds / width).astype(np.int64), count - 1)
     shares = {}
     for name in UTILISATION_NAMES:
         if name in rows and np.isfinite(rows[name]).any():
             is_known = np.isfinite(rows[name])
-            sums = np.bincount(part[is_known], rows[name][is_known], minlength=count)
-            number = np.bincount(part[is_known], minlength=count)
+            sums = np.bincount(bin_of_row[is_known], rows[name][is_known], minlength=count)
+            number = np.bincount(bin_of_row[is_known], minlength=count)
             shares[name] = np.where(number > 0, sums / np.maximum(number, 1), np.nan)
     return UtilisationCurves((np.arange(count) + 0.5) * width / 3600, shares)

@@ -13,7 +13,7 @@ from hpcdist.comm.record import flight_recorder
 from hpcdist.constants import FINISHED, JOBS_FILE, NS_PER_S, STARTS_FILE, STOPPED
 from hpcdist.reporting import regular
 from hpcdist.reporting.units import counted, format_duration, format_time
-from hpcdist.telemetry.metrics.sampling import SampledMetrics
+from hpcdist.telemetry.metrics.side_tables import SampledMetrics
 
 ALIVE_NS: Final = 60 * NS_PER_S  # the heartbeat interval is ten seconds
 MAX_FILE_BYTES: Final = 4 << 20  # largest text file that is read
@@ -25,7 +25,7 @@ UNKNOWN: Final = "not known"
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run. ``began`` and ``seen`` (last heartbeat): s since 1970. ``end``: "finished", "stopped", ""."""
+    """One start of a run. ``began``, ``seen`` (last heartbeat): seconds since 1970. ``end``: how it ended, or ""."""
 
     began: float
     seen: float
@@ -55,7 +55,7 @@ class JobEntry:
 
 @dataclass(frozen=True)
 class RunState:
-    """State of the run. ``kind`` is a constant such as RUNNING or FINISHED; ``detail`` is a sentence or ""."""
+    """State of the run. ``kind``: a constant such as RUNNING or FINISHED. ``detail``: an explanation, or ""."""
 
     kind: str
     detail: str
@@ -81,7 +81,7 @@ class RunState:
 
 
 def read_state(run_dir: Path, now_ns: int) -> RunState:
-    """Return the state of the run in ``run_dir`` at time ``now_ns``. Reads small files, skips unreadable ones."""
+    """Return the state of the run in ``run_dir`` at the time ``now_ns``. Unreadable files are skipped."""
     starts, jobs = _read_starts(run_dir / STARTS_FILE), _read_jobs(run_dir / JOBS_FILE)
     words, world, gone = _last_records(run_dir / "recorder")
     kind, detail = _verdict(starts, words, now_ns, gone)

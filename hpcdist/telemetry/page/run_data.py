@@ -16,7 +16,7 @@ import numpy as np
 from hpcdist.constants import METRICS_FILE, RECIPE_FILE, STARTS_FILE
 from hpcdist.errors import StorageError
 from hpcdist.reporting import regular
-from hpcdist.telemetry.metrics import sampling, step_metrics
+from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.page import energy_data, history
 from hpcdist.telemetry.page.energy_data import EnergyCurves, RunEnergy, StepSpans, UtilisationCurves
 from hpcdist.telemetry.page.history import Incident, RunState
@@ -79,7 +79,7 @@ class RunData:
 
     run_dir: Path
     state: RunState
-    run: sampling.SampledMetrics | None  # None without rows: ``reason`` is the explanation
+    run: side_tables.SampledMetrics | None  # None without rows: ``reason`` is the explanation
     reason: str
     attributes: Mapping[str, Any]  # from the metrics file
     figures: Mapping[str, Any]  # of `summary_figures`
@@ -165,16 +165,13 @@ class RunData:
 
 
 def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None = None) -> RunData:
-    """Return the data of the run in ``run_dir``. Raises StorageError if it has no run or an invalid metrics file.
-
-    ``external``: data that the caller has collected. ``now_ns``: current time.
-    """
+    """Return the data of the run in ``run_dir``, with ``external`` data from the caller. Raises StorageError."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in RUN_FILES):
         raise StorageError(f"{run_dir} is not the directory of a run; give the --out directory of a training")
     now_ns = time.time_ns() if now_ns is None else now_ns
     path = run_dir / METRICS_FILE
-    run = sampling.read(path) if path.exists() else None
+    run = side_tables.read(path) if path.exists() else None
     reason = NO_FILE if run is None else ""
     attributes: dict[str, Any] = {}
     if run is not None:
@@ -193,7 +190,7 @@ def read(run_dir: Path, external: ExternalData | None = None, now_ns: int | None
     return RunData(run_dir, state, run, reason, attributes, figures, energy, external or ExternalData())
 
 
-def summary_figures(run: sampling.SampledMetrics) -> dict[str, Any]:
+def summary_figures(run: side_tables.SampledMetrics) -> dict[str, Any]:
     """Return a dict of figures of ``run``, such as "train_loss" and "anomalies". Unknown figures are None."""
     # data_fraction: time spent waiting for data since the run last started. other_fraction: time not spent on data,
     # computation, communication or update. skipped_steps and anomalies: numbers over the whole run.

@@ -26,10 +26,7 @@ WALL: Final = "wall clocks"
 
 
 class HostClock:
-    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, both clocks count as equal.
-
-    ``source`` is the origin of the readings: clock measurements, times of messages, or wall clocks.
-    """
+    """Clock of one host, compared with rank 0's clock by ``readings``. Without readings, both clocks count as equal."""
 
     def __init__(self, readings: Sequence[ClockReading] = (), source: str = MEASURED) -> None:
         self.source = source
@@ -99,7 +96,7 @@ class HostClock:
         return own_ns - self.offset_ns(own_ns)
 
     def bound_ns(self, own_ns: int) -> int | None:
-        """Return the largest error of ``reference_ns(own_ns)`` in ns, or None if unknown. Assumes steady drift."""
+        """Return the largest error of ``reference_ns(own_ns)`` in ns, or None if unknown."""
         if not self._knots:
             return 0
         if self.source == WALL:
@@ -129,10 +126,7 @@ class ClockCorrections:
 def find_corrections(
     logs: Mapping[int, RankLog], sessions: Sequence[ClockSession], matches: Matches
 ) -> ClockCorrections:
-    """Return the clock corrections of all hosts in ``logs``, from clock readings or else from message times. Local.
-
-    ``sessions``: clock readings of each start of the run. ``matches``: sends with their receives, and collectives.
-    """
+    """Return the clock corrections of all hosts: from clock readings (``sessions``), or from message times. Local."""
     hosts = list(dict.fromkeys(logs[rank].host for rank in sorted(logs)))
     measured = _measured_clocks(hosts, sessions)
     if measured is not None:
@@ -262,7 +256,7 @@ def _add_collective(
 
 @dataclass(frozen=True)
 class CausalOrder:
-    """Numbers of checked pairs of communication calls, and of pairs whose recorded order is impossible."""
+    """Numbers of pairs (cause, effect) of communication calls, and of pairs whose recorded order is impossible."""
 
     pairs: int
     wrong: int
@@ -282,10 +276,7 @@ class CausalOrder:
 
 
 def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> CausalOrder:
-    """Count the receives and collectives that end before the calls that they waited for. Local.
-
-    ``matches``: matching calls, with times on one clock. ``bounds_ns``: largest clock error of each rank.
-    """
+    """Count receives and collectives that end before the calls that they waited for. Local."""
     pairs = [(message.send, message.receive) for message in matches.messages if not message.receive.is_open]
     for meeting in matches.meetings:
         last = meeting.released_by()
@@ -293,8 +284,8 @@ def causal_order(matches: Matches, bounds_ns: Mapping[int, int | None]) -> Causa
         if last is not None and ended:
             pairs.append((last, min(ended, key=lambda call: call.end_ns)))
     wrong = [(a, b, a.begin_ns - b.end_ns) for a, b in pairs if a.begin_ns > b.end_ns]
-    most = max((by for _, _, by in wrong), default=0)
+    largest_ns = max((by for _, _, by in wrong), default=0)
     bounds = [(bounds_ns[a.rank], bounds_ns[b.rank], by) for a, b, by in wrong]
     if any(x is None or y is None for x, y, _ in bounds):
-        return CausalOrder(len(pairs), len(wrong), most, None)
-    return CausalOrder(len(pairs), len(wrong), most, sum(by > (x or 0) + (y or 0) for x, y, by in bounds))
+        return CausalOrder(len(pairs), len(wrong), largest_ns, None)
+    return CausalOrder(len(pairs), len(wrong), largest_ns, sum(by > (x or 0) + (y or 0) for x, y, by in bounds))

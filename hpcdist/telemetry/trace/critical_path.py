@@ -18,7 +18,7 @@ COMPUTES: Final = ("compute", "update")
 
 @dataclass(frozen=True)
 class PathSegment:
-    """Segment of the critical path: an operation of ``rank``, or (if ``travels``) a data transfer to ``rank``."""
+    """Segment of the critical path: an operation of ``rank``. If ``travels``, it is a transfer to ``rank``."""
 
     rank: int
     phase: str
@@ -33,10 +33,7 @@ class PathSegment:
 
 
 def critical_path(pieces: Mapping[int, Sequence[TimelinePiece]]) -> list[PathSegment]:
-    """Return the critical path of all ranks, a list of segments in order of time. Local.
-
-    ``pieces`` maps each rank to its timeline, a list of time intervals with one activity each.
-    """
+    """Return the critical path of all ranks: segments in order of time. ``pieces``: timeline of each rank. Local."""
     ends = {rank: [piece.end_ns for piece in row] for rank, row in pieces.items()}
     last = max(((row[-1].end_ns, rank) for rank, row in pieces.items() if row), default=None)
     if last is None:
@@ -83,13 +80,13 @@ class CommunicationOverlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """Fraction of communication time (without waits) that overlaps with computation, or None if this time is 0."""
-        whole = self.hidden_ns + self.exposed_ns - self.waited_ns
-        return self.hidden_ns / whole if whole > 0 else None
+        """Share of the communication time, without waits, that computation hides, or None without such time."""
+        total_ns = self.hidden_ns + self.exposed_ns - self.waited_ns
+        return self.hidden_ns / total_ns if total_ns > 0 else None
 
 
 def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str], Counter[str]]:
-    """Return three dicts with the time on ``path`` in ns: by rank (-1: in transfer), by phase, by operation. Local."""
+    """Return three dicts of the time on ``path`` in ns: by rank (-1: transfers), by phase, and by operation. Local."""
     of_rank: Counter[int] = Counter()
     of_phase: Counter[str] = Counter()
     of_name: Counter[str] = Counter()
@@ -101,7 +98,7 @@ def path_shares(path: Sequence[PathSegment]) -> tuple[Counter[int], Counter[str]
 
 
 def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int, int], int]:
-    """Return the total wait in ns, keyed by (waiting rank, awaited rank), in the ranks' timelines ``pieces``. Local."""
+    """Return {(waiting rank, awaited rank): total wait in ns}. ``pieces``: timeline of each rank. Local."""
     waited: Counter[tuple[int, int]] = Counter()
     for row in pieces.values():
         for piece in row:
@@ -113,7 +110,7 @@ def waited_for(pieces: Mapping[int, Sequence[TimelinePiece]]) -> dict[tuple[int,
 def longest_waits(
     pieces: Mapping[int, Sequence[TimelinePiece]], ranks: Collection[int]
 ) -> list[tuple[TimelinePiece, str]]:
-    """Return (wait, awaited rank's main operation) for the five longest waits of ``ranks``. ``pieces``: timelines."""
+    """Return (wait, main operation of the awaited rank) for the five longest waits of ``ranks``."""
     waiting = [piece for rank in ranks for piece in pieces.get(rank, ()) if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
     return [(wait, _main_activity(pieces.get(wait.by, ()), wait)) for wait in waiting[:5]]
@@ -129,14 +126,13 @@ def _main_activity(row: Sequence[TimelinePiece], waiting: TimelinePiece) -> str:
     return spent.most_common(1)[0][0] if spent else UNKNOWN
 
 
-def communication_overlap(row: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]) -> CommunicationOverlap:
-    """Return the communication time of a rank that overlaps with computation, and the time that does not.
-
-    ``row``: timeline of the rank. ``transfers``: (begin, end) of its messages and collectives.
-    """
-    computing = union([(piece.begin_ns, piece.end_ns) for piece in row if piece.phase in COMPUTES])
-    exposed = sum(piece.end_ns - piece.begin_ns for piece in row if piece.phase == "communication")
-    waited = sum(piece.waited_ns for piece in row if piece.phase == "communication")
+def communication_overlap(
+    timeline: Sequence[TimelinePiece], transfers: Sequence[tuple[int, int]]
+) -> CommunicationOverlap:
+    """Return the communication time of a rank, hidden by computation and exposed. ``timeline``: of this rank."""
+    computing = union([(piece.begin_ns, piece.end_ns) for piece in timeline if piece.phase in COMPUTES])
+    exposed = sum(piece.end_ns - piece.begin_ns for piece in timeline if piece.phase == "communication")
+    waited = sum(piece.waited_ns for piece in timeline if piece.phase == "communication")
     return CommunicationOverlap(intersection_ns(computing, union(transfers)), exposed, waited)
 
 
@@ -154,7 +150,7 @@ def union(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def intersection_ns(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> int:
-    """Return the overlap in ns of ``a`` and ``b``, two lists of disjoint (begin, end) intervals, ascending. Local."""
+    """Return the overlap of ``a`` and ``b`` in ns, two ascending lists of disjoint (begin, end) intervals."""
     total = i = j = 0
     while i < len(a) and j < len(b):
         total += max(0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

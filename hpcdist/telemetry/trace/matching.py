@@ -35,10 +35,7 @@ class MatchedCollective:
     root: int | None = None
 
     def released_by(self) -> RecordedCall | None:
-        """Return the call for which the other ranks had to wait, or None if unknown.
-
-        In a broadcast, it is the root's call. In other collectives, it is the call that began last.
-        """
+        """Return the call that released the others: of the root in a broadcast, else the last. None: unknown."""
         if self.root is not None:
             return next((call for call in self.calls if call.rank == self.root), None)
         return max(self.calls, key=lambda call: call.begin_ns)
@@ -54,7 +51,7 @@ class Matches:
 
 
 def match(logs: Mapping[int, RankLog], world: int) -> Matches:
-    """Match sends with receives, and calls of each collective. ``logs``: {rank: log}. ``world``: number of ranks."""
+    """Match sends with receives, and the calls of each collective. ``logs``: {rank: log}. ``world``: ranks."""
     members: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(logs):
         for comm in logs[rank].comms:
@@ -110,7 +107,7 @@ def _in_order(
         return list(zip(sends, receives, strict=False))  # complete records; the last message may be in flight
     of_steps, in_steps = _by_step(sends), _by_step(receives)
     steps = sorted(of_steps.keys() | in_steps.keys())
-    whole = [
+    complete_steps = [
         step
         for step in steps
         if step != NO_STEP
@@ -118,7 +115,7 @@ def _in_order(
         and receiver.steps.get(step, (-1, 0))[0] >= receiver.covered_ns
     ]
     pairs: list[tuple[RecordedCall, RecordedCall]] = []
-    for step in whole:
+    for step in complete_steps:
         a, b = of_steps.get(step, []), in_steps.get(step, [])
         if len(a) != len(b):
             return []  # messages that cross steps cannot be matched by counting
@@ -142,10 +139,10 @@ def _rounds(
     if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):
         groups = [turns]  # complete records
     else:
-        whole = [
+        complete_rows = [
             row for step, row in _by_step(calls).items() if not any(_is_cut(logs[call.rank], step) for call in row)
         ]
-        groups = [_turns(row) for row in whole]
+        groups = [_turns(row) for row in complete_rows]
     for together in chain.from_iterable(groups):
         by_rank = {call.rank: call for call in together}
         to = [ranks[call.comm][call.peer] for call in together]

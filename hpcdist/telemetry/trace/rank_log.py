@@ -13,7 +13,7 @@ from hpcdist.comm.record import spans as record_spans
 from hpcdist.comm.record.flight_recorder import CommunicatorCall, RankRecord
 from hpcdist.comm.record.spans import RankSpans, Span
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.reporting.hostlist import format_ranges
+from hpcdist.reporting.units import format_ranges
 
 _NO_SPANS: Final = "the run had telemetry.trace = false, or an earlier version made it"
 NO_STEP: Final = -1
@@ -71,7 +71,7 @@ class RankLogs:
 
 
 def load(run_dir: Path) -> RankLogs:
-    """Read all record files of a run. Skip damaged files and add a note for each of them.
+    """Read the record files of a run. Damaged files are skipped, with a note for the user.
 
     Raises UsageError if there are no files, and StorageError if all files are damaged.
     """
@@ -192,9 +192,9 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Re
 
 
 def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) -> tuple[tuple[int, ...], list[str]]:
-    """Return the step numbers to show, and notes for the user about missing steps. Raises UsageError.
+    """Return (steps to show, notes on missing steps). Raises UsageError.
 
-    ``requested``: steps to show if all ``logs`` contain them. None: show the last ``last`` steps.
+    ``requested``: steps that the user selected. If it is None, the ``last`` steps in all ``logs`` are shown.
     """
     stepping = [log for log in logs if log.steps]
     if not stepping:
@@ -217,8 +217,8 @@ def select_steps(logs: Sequence[RankLog], requested: range | None, last: int) ->
                 f"of the steps {requested.start} to {requested.stop - 1}, {len(chosen)} are still in the records"
             )
     else:
-        whole = [step for step in common if all(log.steps[step][0] >= log.covered_ns for log in stepping)]
-        chosen = (whole or common[-1:])[-last:]
+        complete_steps = [step for step in common if all(log.steps[step][0] >= log.covered_ns for log in stepping)]
+        chosen = (complete_steps or common[-1:])[-last:]
     partly = [step for step in chosen if any(log.steps[step][0] < log.covered_ns for log in stepping)]
     if partly:
         notes.append(f"the messages of {steps_text(partly)} are no longer all in the records")

@@ -35,16 +35,13 @@ class StepPath:
 
 @dataclass(frozen=True)
 class Trace:
-    """Timeline of some steps of a run, with critical paths, communication overlaps and longest waits.
-
-    ``pieces`` maps each rank to consecutive time intervals, with one activity per interval.
-    """
+    """Timeline of some steps of a run, with critical paths, overlaps and waits."""
 
     run_dir: Path
     world: int
     timeline: RunTimeline
     corrections: ClockCorrections
-    pieces: Mapping[int, Sequence[TimelinePiece]]
+    pieces: Mapping[int, Sequence[TimelinePiece]]  # consecutive intervals of each rank, with one activity each
     paths: tuple[StepPath, ...]
     overlaps: Mapping[int, CommunicationOverlap]
     longest_waits: Sequence[tuple[TimelinePiece, str]]  # with the activity of the awaited rank
@@ -57,12 +54,9 @@ class Trace:
 
 
 def collect(
-    run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, most: int = MAX_PIECES
+    run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, max_intervals: int = MAX_PIECES
 ) -> Trace:
-    """Return the trace of the run in ``run_dir``. Raises UsageError and StorageError.
-
-    ``steps`` None: the last steps. ``ranks`` None: all ranks. ``most``: maximum number of time intervals.
-    """
+    """Return the trace of the run in ``run_dir``, by default of its last steps and all ranks. Raises HpcdistError."""
     logs = rank_log.load(run_dir)
     notes = list(logs.notes)
     matches = matching.match(logs.ranks, logs.world)
@@ -70,24 +64,24 @@ def collect(
     chosen = _of_ranks(logs, ranks)
     numbers, selection_notes = rank_log.select_steps(list(chosen.values()), steps, DEFAULT_STEPS)
     notes += [*selection_notes, *corrections.notes]
-    numbers, chosen = _bounded(chosen, numbers, most, notes)
+    numbers, chosen = _bounded(chosen, numbers, max_intervals, notes)
     tail = steps is None and not all(log.ended for log in chosen.values())
     if tail and numbers:
         notes.append(f"the run did not end: what came after {steps_text(numbers[-1:])} is shown, too")
     # All ranks are needed to find the causes of waits; ranks that were not selected are not shown.
-    whole = timeline.build(logs.ranks if numbers else chosen, numbers, matches, corrections, tail=tail)
-    cut = timeline.pieces(whole)
-    shown = timeline.select(whole, chosen)
-    notes += _clock_notes(whole)
-    paths = tuple(StepPath(step, tuple(_path(whole, cut, step))) for step in numbers)
-    transfers = _transfers(whole)
+    full_timeline = timeline.build(logs.ranks if numbers else chosen, numbers, matches, corrections, tail=tail)
+    pieces = timeline.pieces(full_timeline)
+    shown = timeline.select(full_timeline, chosen)
+    notes += _clock_notes(full_timeline)
+    paths = tuple(StepPath(step, tuple(_path(full_timeline, pieces, step))) for step in numbers)
+    transfers = _transfers(full_timeline)
     overlaps = {
         rank: critical_path.communication_overlap(row, transfers.get(rank, ()))
-        for rank, row in cut.items()
+        for rank, row in pieces.items()
         if rank in chosen
     }
-    longest = critical_path.longest_waits(cut, chosen)
-    selected = {rank: row for rank, row in cut.items() if rank in chosen}
+    longest = critical_path.longest_waits(pieces, chosen)
+    selected = {rank: row for rank, row in pieces.items() if rank in chosen}
     return Trace(run_dir, logs.world, shown, corrections, selected, paths, overlaps, longest, tuple(notes))
 
 
@@ -115,26 +109,28 @@ def _of_ranks(logs: RankLogs, ranks: Sequence[int] | None) -> dict[int, RankLog]
 
 
 def _bounded(
-    logs: dict[int, RankLog], steps: tuple[int, ...], most: int, notes: list[str]
+    logs: dict[int, RankLog], steps: tuple[int, ...], max_intervals: int, notes: list[str]
 ) -> tuple[tuple[int, ...], dict[int, RankLog]]:
     before, there = steps, sum(_size(log, steps) for log in logs.values())
-    while there > most and len(steps) > 1:
-        steps = steps[-max(1, min(len(steps) - 1, len(steps) * most // there)) :]
+    while there > max_intervals and len(steps) > 1:
+        steps = steps[-max(1, min(len(steps) - 1, len(steps) * max_intervals // there)) :]
         there = sum(_size(log, steps) for log in logs.values())
     if len(steps) < len(before):
         notes.append(
-            f"only {steps_text(steps)} of {steps_text(before)}: more than {most} spans and calls are too many for a "
-            "viewer; choose with --steps or --ranks"
+            f"only {steps_text(steps)} of {steps_text(before)}: more than {max_intervals} spans and calls are too "
+            "many for a viewer; choose with --steps or --ranks"
         )
-    if there > most:
+    if there > max_intervals:
         fitting: dict[int, RankLog] = {}
-        room = most
+        room = max_intervals
         for rank, log in logs.items():
             room -= _size(log, steps)
             if room < 0 and fitting:
                 break
             fitting[rank] = log
-        notes.append(f"only {ranks_text(sorted(fitting))}: more than {most} spans and calls are too many for a viewer")
+        notes.append(
+            f"only {ranks_text(sorted(fitting))}: more than {max_intervals} spans and calls are too many for a viewer"
+        )
         logs = fitting
     return steps, logs
 
@@ -148,31 +144,31 @@ def _size(log: RankLog, steps: Sequence[int]) -> int:
     return spans + sum(begin <= call.begin_ns < end for call in log.calls)
 
 
-def _clock_notes(whole: RunTimeline) -> list[str]:
+def _clock_notes(full_timeline: RunTimeline) -> list[str]:
     notes = []
-    if whole.order.wrong:
-        notes.append(f"clocks: {whole.order}")
-    if unmatched := whole.matches.unmatched:
+    if full_timeline.order.wrong:
+        notes.append(f"clocks: {full_timeline.order}")
+    if unmatched := full_timeline.matches.unmatched:
         notes.append(f"{unmatched} sends and receives have no counterpart in the records: no arrows for them")
     return notes
 
 
-def _path(whole: RunTimeline, cut: Mapping[int, Sequence[TimelinePiece]], step: int) -> list[PathSegment]:
+def _path(full_timeline: RunTimeline, pieces: Mapping[int, Sequence[TimelinePiece]], step: int) -> list[PathSegment]:
     step_pieces = {
-        rank: timeline.in_step(cut[rank], *line.steps[step])
-        for rank, line in whole.lines.items()
-        if rank in cut and step in line.steps
+        rank: timeline.in_step(pieces[rank], *line.steps[step])
+        for rank, line in full_timeline.lines.items()
+        if rank in pieces and step in line.steps
     }
     return critical_path.critical_path(step_pieces)
 
 
-def _transfers(whole: RunTimeline) -> dict[int, list[tuple[int, int]]]:
-    transfers: dict[int, list[tuple[int, int]]] = {rank: [] for rank in whole.lines}
-    for message in whole.matches.messages:
+def _transfers(full_timeline: RunTimeline) -> dict[int, list[tuple[int, int]]]:
+    transfers: dict[int, list[tuple[int, int]]] = {rank: [] for rank in full_timeline.lines}
+    for message in full_timeline.matches.messages:
         send, receive = message.send, message.receive
         transfers[receive.rank].append((max(send.begin_ns, receive.begin_ns), receive.end_ns))
         transfers[send.rank].append((send.begin_ns, min(receive.end_ns, send.end_ns)))
-    for meeting in whole.matches.meetings:
+    for meeting in full_timeline.matches.meetings:
         last = meeting.released_by()
         for call in meeting.calls:
             begin = call.begin_ns if last is None else max(call.begin_ns, last.begin_ns)
@@ -189,16 +185,16 @@ def of_step(trace: Trace, step: int) -> Trace:
             spans = tuple(entry for entry in line.spans if entry.begin_ns < end and entry.end_ns > begin)
             calls = tuple(entry for entry in line.calls if entry.begin_ns < end and entry.end_ns > begin)
             lines[rank] = replace(line, spans=spans, calls=calls, steps={step: (begin, end)})
-    cut = {rank: timeline.in_step(trace.pieces[rank], *line.steps[step]) for rank, line in lines.items()}
+    pieces = {rank: timeline.in_step(trace.pieces[rank], *line.steps[step]) for rank, line in lines.items()}
     paths = tuple(path for path in trace.paths if path.step == step)
-    return replace(trace, timeline=replace(trace.timeline, lines=lines, steps=(step,)), pieces=cut, paths=paths)
+    return replace(trace, timeline=replace(trace.timeline, lines=lines, steps=(step,)), pieces=pieces, paths=paths)
 
 
 def figures(trace: Trace) -> dict[str, Any]:
     """Return the results of a trace as a dict of JSON values. Times are in seconds. Unknown values are None."""
     links = [link for path in trace.paths for link in path.links]
     of_rank, of_phase, of_name = critical_path.path_shares(links)
-    whole = sum(of_rank.values())
+    path_ns = sum(of_rank.values())
     waited = trace.waits
     by_cause: Counter[int] = Counter()
     for (_, by), ns in waited.items():
@@ -211,10 +207,10 @@ def figures(trace: Trace) -> dict[str, Any]:
         "ranks": sorted(trace.timeline.lines),
         "steps": list(trace.timeline.steps),
         "critical_path_s": [path.took_ns / 1e9 for path in trace.paths],
-        "critical_path_by_rank": {rank: ns / whole for rank, ns in of_rank.most_common() if rank >= 0},
-        "critical_path_transfer": of_rank[-1] / whole if whole else None,
-        "critical_path_by_phase": {name: ns / whole for name, ns in of_phase.most_common()},
-        "critical_path_by_operation": {name: ns / whole for name, ns in of_name.most_common()},
+        "critical_path_by_rank": {rank: ns / path_ns for rank, ns in of_rank.most_common() if rank >= 0},
+        "critical_path_transfer": of_rank[-1] / path_ns if path_ns else None,
+        "critical_path_by_phase": {name: ns / path_ns for name, ns in of_phase.most_common()},
+        "critical_path_by_operation": {name: ns / path_ns for name, ns in of_name.most_common()},
         "communication": {
             rank: {
                 "hidden_s": overlap.hidden_ns / 1e9,

@@ -36,17 +36,13 @@ class TimelinePiece:
 
 @dataclass(frozen=True)
 class RunTimeline:
-    """Timeline of all ranks in some steps, on one clock.
+    """Timeline of all ranks in some steps, on one clock."""
 
-    ``lines``: each rank's log. ``matches``: sends with their receives, and collectives. ``bounds_ns``: largest error
-    of each rank's times, or None if unknown.
-    """
-
-    lines: Mapping[int, RankLog]
+    lines: Mapping[int, RankLog]  # log of each rank
     steps: tuple[int, ...]
-    matches: Matches
+    matches: Matches  # sends with their receives, and collectives
     order: CausalOrder
-    bounds_ns: Mapping[int, int | None]
+    bounds_ns: Mapping[int, int | None]  # largest error of each rank's times, or None if unknown
 
     @cached_property
     def begin_ns(self) -> int:
@@ -67,10 +63,7 @@ def build(
     *,
     tail: bool = False,
 ) -> RunTimeline:
-    """Return the timeline of ``steps`` from the ranks' ``logs``, with all times on one clock.
-
-    ``matches``: matched messages and collectives. ``corrections``: clock corrections of the hosts.
-    """
+    """Return the timeline of ``steps`` from the ``logs`` of the ranks. ``corrections`` give all times on one clock."""
     # With ``tail``, activities after the last of ``steps`` are included.
     lines: dict[int, RankLog] = {}
     bounds: dict[int, int | None] = {}
@@ -132,10 +125,7 @@ def _line(
 
 
 def pieces(timeline: RunTimeline) -> dict[int, list[TimelinePiece]]:
-    """Return a dict from each rank to its timeline, a list of time intervals with one activity each.
-
-    An interval begins or ends where an operation, or a blocking communication call, begins or ends.
-    """
+    """Return {rank: consecutive time intervals}. An interval has one operation or blocking call."""
     causes = _causes(timeline)
     by_rank = {}
     for rank, line in timeline.lines.items():
@@ -164,10 +154,7 @@ def _causes(timeline: RunTimeline) -> dict[int, tuple[int, int]]:
 
 
 def flatten(rank: int, spans: Sequence[Span], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Divide the time of ``rank`` from ``begin_ns`` to ``end_ns`` into consecutive intervals. Local.
-
-    An interval has the name and phase of the innermost of the nested ``spans``, or the name `BETWEEN` outside of spans.
-    """
+    """Divide the time of ``rank`` into intervals. Each has the name of the innermost of the nested ``spans``. Local."""
     flat: list[TimelinePiece] = []
     stack: list[Span] = []
     at = begin_ns
@@ -233,7 +220,7 @@ def outermost(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
 
 
 def in_step(pieces_of_rank: Sequence[TimelinePiece], begin_ns: int, end_ns: int) -> list[TimelinePiece]:
-    """Return the part of a rank's timeline between ``begin_ns`` and ``end_ns``. Local."""
+    """Return the intervals of a rank between ``begin_ns`` and ``end_ns``. Local."""
     starts = [piece.begin_ns for piece in pieces_of_rank]
     first = max(0, bisect_right(starts, begin_ns) - 1)
     inside = []

@@ -359,7 +359,7 @@ def _concatenate(root: Path, files: list[str]) -> tuple[FileArray, np.ndarray]:
             with _locked(target.with_suffix(".lock")):
                 if not (target.exists() and ends.exists()):  # another process may have written them
                     atomic.sweep(folder)
-                    atomic.sweep(folder, 0.0, of=target.name)  # only the lock holder writes this file
+                    atomic.sweep(folder, 0.0, target.name)  # only the lock holder writes this file
                     _write_concatenation(target, ends, (root / name for name in files))
     except OSError as error:
         raise StorageError(

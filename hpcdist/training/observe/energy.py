@@ -26,7 +26,6 @@ from hpcdist.energy.energy_metrics import CarbonIntensity
 from hpcdist.energy.monitor import EnergyMonitor
 from hpcdist.energy.node_rows import NodeRows
 from hpcdist.energy.part_time_sensor import PowerSensor, sensor_of
-from hpcdist.energy.report import NO_SOURCE
 from hpcdist.energy.sampler import SourceSamples
 from hpcdist.energy.sources.discovery import claim_gpus
 from hpcdist.reporting import atomic, regular
@@ -40,6 +39,18 @@ def carbon_intensity(config: EnergyConfig) -> CarbonIntensity:
     if not config.carbon_g_per_kwh:
         return CarbonIntensity()
     return CarbonIntensity(config.carbon_g_per_kwh, config.carbon_source, config.carbon_date)
+
+
+def electricity_figures(config: EnergyConfig, joules: float, seconds: float) -> dict[str, Any]:
+    """Return a dict with the electricity, cost and emissions of ``joules`` (NaN: unknown), used in ``seconds``."""
+    return energy_metrics.figures(
+        joules,
+        seconds,
+        pue=config.pue,
+        intensity=carbon_intensity(config),
+        price_per_kwh=config.price_per_kwh,
+        currency=config.currency,
+    )
 
 
 def energy_figures(
@@ -60,14 +71,7 @@ def energy_figures(
     training = phases.get("training", {"joules": math.nan})["joules"]
     none: dict[str, Any] = {name: {} for name in ("joules", "error_j", "seconds", "reason")}
     activities = activities or none | {"unknown": phase_shares.NO_SPANS}
-    meaning = energy_metrics.figures(
-        report["energy_j"],
-        math.fsum(phase["seconds"] for phase in phases.values()),
-        pue=config.pue,
-        intensity=carbon_intensity(config),
-        price_per_kwh=config.price_per_kwh,
-        currency=config.currency,
-    )
+    seconds = math.fsum(phase["seconds"] for phase in phases.values())
     return {
         "energy_j": json_number(report["energy_j"]),
         "energy_reason": report["reason"],
@@ -88,7 +92,7 @@ def energy_figures(
             for source in report["sources"]
         ],
         **energy_metrics.rates(training, steps, samples, tokens),
-        **meaning,
+        **electricity_figures(config, report["energy_j"], seconds),
         "energy_sampler_share": json_number(report["sampler_share"]),
     }
 
@@ -98,36 +102,6 @@ def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
     names = ("energy_j", "j_per_step", "j_per_sample", "j_per_token", "energy_delay_product_js", "emissions_g")
     attributes = {name: math.nan if figures[name] is None else figures[name] for name in names}
     return attributes | {"energy_reason": figures["energy_reason"] or "", "energy_label": figures["energy_label"]}
-
-
-def describe_energy(figures: Mapping[str, Any]) -> str:
-    """Return one summary line from ``figures``: the measured energy, or the reason why the energy was not measured."""
-    if figures["energy_j"] is None:
-        reason = str(figures["energy_reason"]).split("; ")[0]  # the JSON summary and the metrics have all reasons
-        if reason.startswith(NO_SOURCE):
-            reason = NO_SOURCE
-        return f"energy not measured: {reason}; see `hpcdist energy sources`"
-    kinds = " + ".join(figures["energy_j_by_kind"])
-    parts = [_listed(figures["energy_j_by_phase"])]
-    measured = {name: joules for name, joules in figures["energy_j_by_activity"].items() if joules is not None}
-    if measured:
-        parts.append(f"training is {_listed(measured)}")
-    label = f" ({figures['energy_label']})" if figures["energy_label"] else ""
-    parts_of_line = [f"energy{label} {figures['energy_j']:.1f} J of {kinds} ({'; '.join(parts)})"]
-    if figures["j_per_step"] is not None:
-        parts_of_line.append(f"{figures['j_per_step']:.3g} J a step")
-    if figures["emissions_g"] is not None:
-        dated = f", {figures['carbon_date']}" if figures["carbon_date"] else ""
-        parts_of_line.append(
-            f"{figures['emissions_g']:.3g} gCO2e at PUE {figures['pue']:g} ({figures['carbon_source']}{dated})"
-        )
-    if figures["cost"] is not None:
-        parts_of_line.append(f"{figures['cost']:.3g} {figures['currency'] or ''}".rstrip() + " of electricity")
-    return "; ".join(parts_of_line)
-
-
-def _listed(joules: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {'unknown' if j is None else format(j, '.1f')}" for name, j in joules.items())
 
 
 class EnergyRecorder:

@@ -23,10 +23,10 @@ from hpcdist.strategies.schedule.executor import StepResult
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.anomalies import DATA_SECONDS, KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import EventStream, RunInfo, StreamSink
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import DerivedFigures, StepRow
-from hpcdist.telemetry.sinks.stream import EventStream, RunInfo, StreamSink
 from hpcdist.training.build.trainer import Trainer
 
 
@@ -38,17 +38,17 @@ def build_sinks(run: RunInfo, config: TelemetryConfig, say: Callable[[str], None
     sinks: list[StreamSink] = []
     try:
         if config.jsonl:
-            from hpcdist.telemetry.sinks.jsonl import FILE, JsonLines
+            from hpcdist.telemetry.jsonl import FILE, JsonLines
 
             sinks.append(JsonLines(run, config))
             say(f"events: {run.directory / FILE}")
         if config.tensorboard:
-            from hpcdist.telemetry.sinks import tensorboard
+            from hpcdist.telemetry import tensorboard
 
             sinks.append(tensorboard.TensorBoard(run, config))
             say(f"TensorBoard: {run.directory / tensorboard.DIRECTORY}")
         if config.prometheus != "off":
-            from hpcdist.telemetry.sinks.prometheus import PrometheusSink
+            from hpcdist.telemetry.prometheus import PrometheusSink
 
             prometheus = PrometheusSink(run, config)
             sinks.append(prometheus)

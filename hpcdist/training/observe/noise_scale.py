@@ -6,7 +6,7 @@ gradients, before the exchange, and two numbers in an existing message.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -134,17 +134,3 @@ def noise_figures(meter: NoiseMeter | None, batch: int) -> dict[str, Any]:
     if not math.isfinite(scale):
         return {"noise_scale": None, "critical_batch": None, "noise_scale_reason": WHY_UNKNOWN}
     return {"noise_scale": scale, "critical_batch": max(1, round(scale)), "global_batch": batch}
-
-
-def describe_noise(summary: Mapping[str, Any]) -> list[str]:
-    """Return a list with the summary line about the noise scale, or [] if it was not measured."""
-    if "noise_scale" not in summary:
-        return []
-    scale, batch = summary["noise_scale"], summary.get("global_batch", 0)
-    if scale is None:
-        return [f"gradient noise scale not known: {summary['noise_scale_reason']}"]
-    if scale <= 0:
-        return [f"gradient noise scale {scale:.3g}: the noise is smaller than the error of its estimate"]
-    steps, samples = 1 + scale / batch, 1 + batch / scale
-    line = f"gradient noise scale {scale:,.1f} samples, the critical batch: at {batch} samples a step a run takes "
-    return [f"{line}{steps:.2f} times the fewest steps, and {samples:.2f} times the fewest samples"]

@@ -19,8 +19,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.reporting.rules import section_values, written
-from hpcdist.reporting.schema import Field, fields_of
-from hpcdist.reporting.toml_text import toml_lines
+from hpcdist.reporting.schema import Field, fields_of, toml_lines
 from hpcdist.strategies import rules
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import ParallelConfig

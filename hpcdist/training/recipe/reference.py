@@ -17,8 +17,8 @@ from typing import Any, Final
 from hpcdist.comm import config as communication
 from hpcdist.errors import UsageError
 from hpcdist.reporting.rules import NO_EFFECT, OFF, Condition, Rule
+from hpcdist.reporting.schema import toml_value
 from hpcdist.reporting.table import aligned
-from hpcdist.reporting.toml_text import toml_value
 from hpcdist.strategies import rules
 from hpcdist.strategies.compressed import config as compression
 from hpcdist.training.recipe import recipe, settings

@@ -35,7 +35,7 @@ from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.async_loop import loop_class
 from hpcdist.training.run.loop import Protect, RunOutcome, TrainingLoop
 from hpcdist.training.run.stop_requests import EXIT_CODES, StopRequests
-from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
+from hpcdist.training.run.summary import LOADED_FIGURE, OVERLAP_FIGURES, catalogue_lines, describe, summarise
 
 
 @dataclass
@@ -172,7 +172,8 @@ class TrainingJob:
             more |= {"nodes": loop.session.place.nodes, "pss_bytes_most": summary["pss_bytes"]["most"]}
             final |= {name: figure for name, figure in more.items() if figure is not None}
             loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary), **final)
-            print(describe(summary), file=sys.stderr if self.as_json else sys.stdout)
+            lines = catalogue_lines(self.run.path, self.recipe)
+            print(describe(summary, lines), file=sys.stderr if self.as_json else sys.stdout)
             if self.as_json:
                 print(json.dumps(summary))
             sys.stdout.flush()

@@ -4,19 +4,26 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.timing import BytesMoved
+from hpcdist.errors import HpcdistError
 from hpcdist.models.config import FOREIGN
+from hpcdist.reporting import regular
 from hpcdist.reporting.jsonable import json_number
-from hpcdist.reporting.units import counted, format_bytes
+from hpcdist.reporting.units import counted
 from hpcdist.strategies.core.grid import ORDER
+from hpcdist.telemetry.metrics import run_figures
+from hpcdist.telemetry.page import run_data
+from hpcdist.telemetry.page.run_data import ExternalData
 from hpcdist.telemetry.provenance import pss_bytes
 from hpcdist.training.build.trainer import Trainer
 from hpcdist.training.observe import figures, noise_scale, router_meter
-from hpcdist.training.observe.energy import describe_energy
+from hpcdist.training.observe.energy import electricity_figures
+from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.loop import RunOutcome
 
 NO_STEP_MADE: Final = "no step was made in this start"
@@ -286,8 +293,11 @@ def loaded_figure(ranks: Sequence[Rank]) -> int | None:
     return round(most) or None
 
 
-def describe(summary: dict[str, Any]) -> str:
-    """Return the console text of a run's ``summary``, in several lines."""
+def describe(summary: dict[str, Any], figure_lines: Sequence[str]) -> str:
+    """Return the console text of a run's ``summary``, in several lines.
+
+    ``figure_lines``: lines with the figures of the whole run, see `catalogue_lines`.
+    """
     made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
     lines = [f"{made}, {summary['parameters']:,} parameters"]
     if summary["chaos"] is not None:
@@ -296,64 +306,35 @@ def describe(summary: dict[str, Any]) -> str:
         died = sum(life["died"] for life in summary["lives"])
         longest = max(life["seconds"] for life in summary["lives"])
         lines.append(f"{counted(died, 'rank')} died and the job continued, each time within {longest:.2f} s")
-    lines.append(_losses_text(summary))
+    lines += figure_lines
     if summary["skipped_steps"]:
-        skipped = counted(summary["skipped_steps"], "step")
-        lines.append(f"{skipped} skipped; loss scale {summary['loss_scale']:g} at the end")
+        lines.append(f"loss scale {summary['loss_scale']:g} at the end")
     if "tokens_reason" in summary:
         lines.append(f"{summary['tokens_reason']}: no speed was measured")
-    else:
-        step = f"step {summary['step_s_median']:.4f} s (mean {summary['step_s_mean']:.4f} s)"
-        lines.append(f"{summary['tokens_per_s']:,.0f} {summary['speed_unit']}/s  {step}")
-        share, median = summary["comm_fraction"], summary["comm_fraction_median"]
-        spent = "not measured" if share is None else f"{share:.1%} (median step {median:.1%})"
-        lines.append(f"communication {spent}: {_moved_text(summary)}")
     if summary["prefetch_hits"] is not None:
         gathers = summary["prefetch_hits"] + summary["prefetch_misses"]
         lines.append(
             f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were complete when needed; "
             f"starting and waiting for gathers took {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step"
         )
-    if summary["communication_hidden_share"] is not None:
-        lines.append(_hidden_text(summary["communication_hidden_share"]))
-    uncounted = "" if summary["counts_activations"] else "; the activations of the model are not counted"
     lines += [
-        f"memory {format_bytes(summary['peak_bytes_total'])} of arrays at most, on the rank that holds most{uncounted}",
         *figures.describe_utilisation(summary),
         *figures.describe_consensus(summary),
         *figures.describe_stragglers(summary),
-        *noise_scale.describe_noise(summary),
         *router_meter.describe_router(summary),
-        describe_energy(summary),
         f"run directory {summary['run_dir']}",
     ]
     return "\n".join(lines)
 
 
-def _losses_text(summary: dict[str, Any]) -> str:
-    train, val = summary["train_loss"], summary["val_loss"]
-    losses = [f"{name} {loss:.4f}" for name, loss in (("train_loss", train), ("val_loss", val)) if loss is not None]
-    if not losses:
-        return "no loss was measured"
-    line = f"{'  '.join(losses)} {summary['loss_unit']}".rstrip()
-    if val is None:
-        return line
-    entropies = {name: nats for name, nats in summary["entropy"].items() if nats is not None}
-    sides: dict[str, list[str]] = {"below": [], "above": []}
-    for name, nats in entropies.items():
-        sides["below" if val < nats else "above"].append(f"{name} {nats:.3f}")
-    bounds = [f"{side} {', '.join(names)}" for side, names in sides.items() if names]
-    return f"{line} ({'; '.join(bounds)}: entropies of the training text)" if bounds else line
+def catalogue_lines(directory: Path, recipe: Recipe) -> list[str]:
+    """Return the figures of the whole run in ``directory`` as lines of text, as `hpcdist report` prints them. Local.
 
-
-def _moved_text(summary: dict[str, Any]) -> str:
-    moved = summary["bytes_moved_per_step"]
-    if moved is None or summary["world"] == 1:
-        return "one rank moves nothing" if summary["world"] == 1 else "not measured"
-    return f"{BytesMoved(**moved).described()} a step and rank"
-
-
-def _hidden_text(share: float) -> str:
-    if share <= 0:
-        return "overlap hid nothing: starting and waiting took at least as long as the reductions themselves"
-    return f"{share:.0%} of the time of reductions was hidden; any slowdown of the computation is in the step time"
+    If its files cannot be read, the result is one line with the reason.
+    """
+    external = ExternalData(planned_steps=recipe.run.steps, costs=partial(electricity_figures, recipe.energy))
+    try:
+        with regular.damage(directory, regular.FIGURES):
+            return run_figures.lines(run_data.read(directory, external))
+    except HpcdistError as error:
+        return [f"no figures: {error}"]

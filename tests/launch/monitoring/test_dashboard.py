@@ -13,10 +13,10 @@ from hpcdist.arrays.memory import CATEGORIES
 from hpcdist.batch import job
 from hpcdist.energy.sources.utilisation import SHARES
 from hpcdist.telemetry.anomalies import KINDS
+from hpcdist.telemetry.event_stream import RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
 from hpcdist.telemetry.provenance import OWNER_VARIABLES
-from hpcdist.telemetry.sinks.stream import RunInfo
 
 pytest.importorskip("prometheus_client", reason="it shows the figures: pip install 'hpcdist[prometheus]'")
 from stubs.backfilled_prometheus import backfilled, openmetrics

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 import pytest
 
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import QUANTITIES
-from hpcdist.telemetry.sinks.stream import RunInfo
 
 pytest.importorskip("prometheus_client")
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.jobs import LIMIT_S
-from hpcdist.telemetry.sinks.prometheus import PrometheusSink
+from hpcdist.telemetry.prometheus import PrometheusSink
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("no_proxy")]
 

@@ -99,6 +99,8 @@ def test_two_runs_are_compared_with_their_recipes(runs, capsys):
     assert any(
         line.split() == ["training", "loss", "4.3500", "nats", "4.3500", "nats", "1.000"] for line in out.splitlines()
     )
+    _, out, _ = jobs.call_command(capsys, "compare", *runs, "--markdown")
+    assert "| parallel.strategy | 'allreduce' | 'zero1' |" in out.splitlines()
     code, out, _ = jobs.call_command(capsys, "compare", *runs, "--json")
     compared = json.loads(out)
     assert compared["recipe"] == {"parallel.strategy": ["'allreduce'", "'zero1'"]}

@@ -21,7 +21,7 @@ from hpcdist.comm.record.spans import Spans
 from hpcdist.comm.threads.communicator import solo
 from hpcdist.errors import HpcdistError
 from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
-from hpcdist.telemetry.sinks.prometheus import CounterTotals
+from hpcdist.telemetry.prometheus import CounterTotals
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.recipe.recipe import Recipe
 from hpcdist.training.run.start_record import StartRecord

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 
 from harness import jobs
 from hpcdist.errors import MissingCapabilityError, UsageError
-from hpcdist.telemetry import export, report, side_by_side
+from hpcdist.telemetry import export, report
 from hpcdist.telemetry.metrics import observations, run_figures
 from hpcdist.telemetry.metrics.quantities import QUANTITIES, split
 from hpcdist.telemetry.metrics.run_figures import RunFigure
@@ -46,6 +47,7 @@ def test_csv_has_one_row_per_step_with_the_names_of_the_quantities(run_dir, caps
     assert float(rows[1]["training_loss_nats"]) == 2.5 and float(rows[5]["tokens_per_second"]) == 400.0
     assert [row["validation_loss_nats"] for row in rows] == ["", "", "", "2.5", "", ""]
     assert rows[2]["memory_bytes[gradients]"] == "64.0" and float(rows[2]["tokens_total"]) == 300
+    assert float(rows[2]["sent_bytes_total"]) == 3 * 2 * 0.25 and float(rows[2]["world_ranks"]) == 2
     code, message, _ = jobs.call_command(capsys, "report", run_dir, "--to", "csv", "--output", tmp_path / "a.csv")
     assert code == 0 and "a.csv" in message and (tmp_path / "a.csv").read_text() == out
 
@@ -55,21 +57,32 @@ def test_csv_of_several_runs_has_one_row_per_run(run_dir, capsys, tmp_path):
     code, out, _ = jobs.call_command(capsys, "report", run_dir, tmp_path / "other", "--to", "csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert code == 0 and [(row["run"], row["steps"]) for row in rows] == [("mine", "6"), ("other", "3")]
-    assert rows[0]["energy_j"] == "" and rows[0]["val_loss"] == "2.5"
+    assert rows[0]["energy_j"] == rows[0]["energy_label"] == "" and rows[0]["val_loss"] == "2.5"
+
+
+def test_declared_energy_and_run_without_steps_are_labelled(run_dir, capsys, tmp_path):
+    joules = {"by_kind": {"cpu": 25.5}, "phases": {}, "reason": None, "label": "declared model, not measured"}
+    (run_dir / "usage.json").write_text(json.dumps({"since_step": 0, "joules": joules}))
+    runs = [report.report(folder) for folder in (run_dir, make_run(tmp_path / "empty", 0))]
+    assert "25.5 J (declared model, not measured)" in report.comparison_text(*runs, {})
+    assert "| energy | 25.5 J (declared model, not measured) |" in report.comparison_text(*runs, {}, as_markdown=True)
+    assert ",25.5," in (output := report.catalogue(runs).csv(runs)) and ',"declared model, not measured"' in output
+    notes = report.runs_text(runs).splitlines()[4:]
+    assert "of empty: no step was completed yet" in notes[0] and "no loss was finite" not in str(notes)
 
 
 def test_new_figure_is_one_entry_of_the_catalogue(run_dir, tmp_path, monkeypatch):
     figure = RunFigure("answer", lambda run: 42, title="the answer", note=lambda run: "of everything")
     figures = (*run_figures.FIGURES, figure)
-    for module in (run_figures, side_by_side):
+    for module in (run_figures, report):
         monkeypatch.setattr(module, "FIGURES", figures)
     runs = [report.report(folder) for folder in (run_dir, make_run(tmp_path / "other"))]
     assert "the answer       42  (of everything)" in report.text(runs[0])
-    assert "the answer" in side_by_side.text(runs).splitlines()[0]
+    assert "the answer" in report.runs_text(runs).splitlines()[0]
     assert ["the", "answer", "42", "42", "1.000"] in [
-        line.split() for line in side_by_side.comparison_text(*runs, {}).splitlines()
+        line.split() for line in report.comparison_text(*runs, {}).splitlines()
     ]
-    assert side_by_side.catalogue(runs).csv(runs).splitlines()[0].endswith(",answer")
+    assert report.catalogue(runs).csv(runs).splitlines()[0].endswith(",answer")
     pytest.importorskip("matplotlib")
     assert "The answer</dt>" in document.make_page(runs[0])
 

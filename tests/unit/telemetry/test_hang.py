@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from harness.marks import cases
-from hpcdist.cli.runs.hang import command
+from hpcdist.cli.runs.inspect import hang as command
 from hpcdist.comm.record.flight_recorder import RankNote, RankRecord, RecordedEvent, Recorder
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry.hang import Finding, analyse, load

@@ -11,8 +11,8 @@ from harness import jobs
 from harness.marks import cases
 from hpcdist.batch import job
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
+from hpcdist.telemetry.prometheus import INFO
 from hpcdist.telemetry.provenance import OWNER_VARIABLES
-from hpcdist.telemetry.sinks.prometheus import INFO
 
 FOLDER = job.folder(job.MONITORING)
 ALWAYS = {"jobid", "run"}  # labels of every metric

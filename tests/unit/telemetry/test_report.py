@@ -15,7 +15,7 @@ from hpcdist.cli.runs.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.reporting.jsonable import jsonable
 from hpcdist.telemetry import report
-from hpcdist.telemetry.metrics import observations, sampling, side_tables
+from hpcdist.telemetry.metrics import observations, side_tables
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 from hpcdist.telemetry.provenance import git_commit, provenance
 
@@ -114,8 +114,8 @@ def test_anomalies_are_reported(run_dir):
 
 
 def test_sampled_part_of_a_large_run_is_reported(run_dir, monkeypatch):
-    monkeypatch.setattr(sampling.read, "__defaults__", (10 * 2 * 8,))
-    monkeypatch.setattr(sampling, "spread_blocks", lambda rows, chunk, most: [(0, 5), (55, 60)])
+    monkeypatch.setattr(side_tables.read, "__defaults__", (10 * 2 * 8,))
+    monkeypatch.setattr(side_tables, "spread_blocks", lambda rows, chunk, most: [(0, 5), (55, 60)])
     output = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
     assert "times and bytes are from 10 of 60 steps, spread evenly" in output and "steps            60 on" in output
 

@@ -140,7 +140,7 @@ def test_buffer_contents_detect_one_changed_element(dtype, rng):
     contents = contenders.BufferContents(ranks, kind)
     parts = [np.empty(size, kind) for _ in range(ranks)]
     for rank, part in enumerate(parts):
-        contents.fill(part, rank, phase=3)
+        contents.fill(part, rank, first_element=3)
         assert contents.first_difference(part, rank, 3) == -1
     total = np.sum([part.astype(np.float64) for part in parts], axis=0).astype(kind)
     assert contents.first_difference(total, None, 3) == -1

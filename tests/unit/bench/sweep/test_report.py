@@ -55,7 +55,7 @@ def sweep_file(tmp_path, rng):
 
 
 def row_of(path, name):
-    return next(row for row in report.rows(report.read(path)) if row.name == name)
+    return next(row for row in report.rows(results.read(path)) if row.name == name)
 
 
 def test_figures_match_numpy(sweep_file):
@@ -104,7 +104,7 @@ def test_table(sweep_file):
     assert [line.split()[0] for line in rows] == ["ring", "native", "zero", "lost"]
     assert "1,500 [1,000-3,000]" in rows[0] and rows[0].endswith("3 ok")
     assert rows[3].split() == ["lost", "4", "-", "-", "-", "-", "-", "-", "1", "failed"]
-    assert "no MB moved a step (max over ranks) of native: the library does not tell" in lines
+    assert "no MB moved a step (max over ranks) of native (2): the library does not tell" in lines
     assert "zero | 1 (4): exit code 1: boom" in lines
     assert any(line.startswith("measured at 2 commits") for line in lines)
     assert "MB moved a step (max over ranks)" in lines[at] and " 3.005 " in rows[0]
@@ -125,7 +125,7 @@ def test_report_warns_about_two_hpcdist_versions(sweep_file, monkeypatch):
     results.append(
         sweep_file[0], SweepTrial("new", "new", 2, {}, ""), 9, 0, TrialOutcome(FAILED, "", 1.0, 1, "no"), "c1"
     )
-    output = report.text(sweep_file[0], report.read(sweep_file[0]))
+    output = report.text(sweep_file[0], results.read(sweep_file[0]))
     assert f"measured with 2 versions of hpcdist, which may differ in speed: {', '.join(VERSIONS)}" in output
 
 
@@ -167,25 +167,25 @@ def test_configurations_on_several_rank_counts_become_curves(tmp_path, rng):
     ):
         outcome = make_outcome(rng, ranks, rate=rate)[0]
         results.append(path, SweepTrial(f"{name}{ranks}", name, ranks, {}, ""), position, 0, outcome, "c1")
-    curves = report.scaling(report.rows(report.read(path)))
+    curves = report.scaling(report.rows(results.read(path)))
     assert {name: [row.ranks for row in rows] for name, rows in curves.items()} == {"ring": [1, 2, 4]}
     assert report.efficiency(curves["ring"]) == [1.0, 0.9, 0.75]
     pytest.importorskip("matplotlib")
-    report.plot(report.read(path), tmp_path / "curves.svg")
+    report.plot(results.read(path), tmp_path / "curves.svg")
     drawn = (tmp_path / "curves.svg").read_text()
     assert ">efficiency<" in drawn and ">peak MiB a rank<" in drawn
 
 
 def test_plot_errors_are_clear(sweep_file, tmp_path, monkeypatch):
-    read = report.read(sweep_file[0])
+    read = results.read(sweep_file[0])
     with pytest.raises(UsageError, match="choose a file name extension"):
         report.plot(read, tmp_path / "bars.nonsense")
     with pytest.raises(StorageError, match="cannot be written"):
         report.plot(read, tmp_path / "missing" / "bars.png")
     results.prepare(tmp_path / "empty.h5", {})
-    assert "no trial has ended yet" in report.text(tmp_path / "empty.h5", report.read(tmp_path / "empty.h5"))
+    assert "no trial has ended yet" in report.text(tmp_path / "empty.h5", results.read(tmp_path / "empty.h5"))
     with pytest.raises(UsageError, match="nothing to plot"):
-        report.plot(report.read(tmp_path / "empty.h5"), tmp_path / "bars.png")
+        report.plot(results.read(tmp_path / "empty.h5"), tmp_path / "bars.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingCapabilityError, match="analysis"):
         report.plot(read, tmp_path / "bars.png")
@@ -220,7 +220,7 @@ def rates_file(tmp_path, rng):
 
 def test_plot_of_one_numeric_axis_shows_the_loss_over_it(rates_file):
     pytest.importorskip("matplotlib")
-    read = report.read(rates_file)
+    read = results.read(rates_file)
     axis = report.swept(read, report.rows(read))
     assert (axis.key, axis.loss) == ("optimizer.learning_rate", "val_loss")
     assert axis.values["ring0.003"] == 3e-3 and axis.labels["tree0.003"] == "tree"
@@ -231,24 +231,24 @@ def test_plot_of_one_numeric_axis_shows_the_loss_over_it(rates_file):
 
 
 def test_key_that_does_not_change_the_loss_is_no_axis(rates_file):
-    read = report.read(rates_file)
+    read = results.read(rates_file)
     rows = [replace(row, val_loss=2.0) for row in report.rows(read)]
     assert report.swept(read, rows) is None
 
 
 def test_configuration_without_a_loss_is_left_out_of_the_axis(rates_file):
-    read = report.read(rates_file)
+    read = results.read(rates_file)
     first, *rows = report.rows(read)
     axis = report.swept(read, [replace(first, val_loss=None, train_loss=None), *rows])
     assert (axis.key, axis.loss) == ("optimizer.learning_rate", "val_loss")
 
 
 def test_sweep_without_a_single_numeric_axis_has_none(sweep_file, rates_file, rng):
-    assert report.swept(report.read(sweep_file[0]), report.rows(report.read(sweep_file[0]))[:3]) is None
+    assert report.swept(results.read(sweep_file[0]), report.rows(results.read(sweep_file[0]))[:3]) is None
     recipe = "[optimizer]\nlearning_rate = 0.1\n\n[run]\nsteps = 7\n"
     trial = SweepTrial("both", "both", 2, {}, recipe)
     results.append(rates_file, trial, 9, 0, make_outcome(rng, 2, rate=1.0)[0], "c1")
-    assert report.swept(report.read(rates_file), report.rows(report.read(rates_file))) is None
+    assert report.swept(results.read(rates_file), report.rows(results.read(rates_file))) is None
 
 
 def test_sweep_becomes_a_page_and_csv(sweep_file, tmp_path):

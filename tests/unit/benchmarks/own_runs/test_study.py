@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import harness
 from benchmarks.own_runs import between_hosts, fits, pin, report, study, trainings
-from hpcdist.bench.calibrate import run as calibrate_run
-from hpcdist.bench.calibrate.device import (
+from hpcdist.bench import calibration as calibrate_run
+from hpcdist.bench.device_speed import (
     OPERATIONS,
     BusySeconds,
     CalibratedMachine,

@@ -31,7 +31,7 @@ from hpcdist.comm.launch.environment import LaunchEnvironment
 from hpcdist.comm.record.clock_offsets import ClockReading
 from hpcdist.comm.threads.communicator import run_threads
 from hpcdist.errors import CommunicationError, ConfigurationError, DeadlineError, MissingCapabilityError, UsageError
-from hpcdist.reporting.hostlist import fold_names, format_ranges, group_texts, parse_ranges
+from hpcdist.reporting.units import fold_names, format_ranges, group_texts, parse_ranges
 
 GIB = 1 << 30
 GREETING = Greeting(arrived=True, inside_s=2e-6, across_s=5e-6, reduced_s=8e-6)

@@ -354,8 +354,8 @@ def test_sampled_part_of_a_large_run_is_reported(run_dir, monkeypatch):
     large = run_dir.parent / "large"
     large.mkdir()
     write(large, steps=3000)
-    read = run_data.sampling.read
-    monkeypatch.setattr(run_data.sampling, "read", lambda path: read(path, 500 * 2 * 8))
+    read = run_data.side_tables.read
+    monkeypatch.setattr(run_data.side_tables, "read", lambda path: read(path, 500 * 2 * 8))
     assert re.search(r"From \d{3} of 3,000 steps, spread evenly", parse_page(make_page(large)).visible_text)
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hpcdist.cli.runs import trace as command
+from hpcdist.cli.runs.inspect import trace as command
 from hpcdist.comm.record import flight_recorder, spans
 from hpcdist.comm.record.clock_offsets import ClockReading
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.telemetry.trace import chrome, critical_path, summary, timeline
+from hpcdist.telemetry.trace import critical_path, output, summary, timeline
 from hpcdist.telemetry.trace.clock_correction import HostClock
 from hpcdist.telemetry.trace.rank_log import NO_STEP, ranks_text
 from stubs.recorded import Host, Rank, invent, write_clocks
@@ -228,7 +228,7 @@ def test_trace_file_is_complete_and_consistent(tmp_path, rng):
     """Spans nest on each thread, all spans exist, arrows go from causes to effects, and metadata is present."""
     made = write_run(tmp_path, rng)
     summaries = summary.collect(tmp_path, range(3, 8))
-    written = chrome.write(summaries, tmp_path / "trace.json", {"hpcdist": "1.2.3"})
+    written = output.write(summaries, tmp_path / "trace.json", {"hpcdist": "1.2.3"})
     document = json.loads((tmp_path / "trace.json").read_text())
     events = document["traceEvents"]
     assert len(events) == written
@@ -250,7 +250,7 @@ def test_trace_file_is_complete_and_consistent(tmp_path, rng):
     assert len(colours) == len({category for category, _ in colours})
     counters = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
     assert max(counters) >= 4096 and min(counters) == 0
-    chrome.write(summaries, tmp_path / "trace.json.gz", {"hpcdist": "1.2.3"})
+    output.write(summaries, tmp_path / "trace.json.gz", {"hpcdist": "1.2.3"})
     assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())) == document
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.h5", "recorder", "trace.json", "trace.json.gz"]
 
@@ -281,8 +281,8 @@ def check_file(output):
 
 
 def test_overlapping_calls_get_separate_lanes():
-    assert chrome.lanes([(0, 10), (1, 5), (2, 12), (3, 4), (5, 7), (10, 11), (10, 30)]) == [0, 0, 1, 0, 0, 0, 2]
-    assert chrome.lanes([(0, 0), (0, 0)]) == [0, 0]
+    assert output.lanes([(0, 10), (1, 5), (2, 12), (3, 4), (5, 7), (10, 11), (10, 30)]) == [0, 0, 1, 0, 0, 0, 2]
+    assert output.lanes([(0, 0), (0, 0)]) == [0, 0]
 
 
 def test_ranks_and_steps_can_be_selected(tmp_path):
@@ -292,7 +292,7 @@ def test_ranks_and_steps_can_be_selected(tmp_path):
     assert {call.rank for line in summaries.timeline.lines.values() for call in line.calls} == {1, 3}
     assert any(by in (0, 2) for _, by in summaries.waits), "also who is not shown was waited for"
     assert all(wait.rank in (1, 3) and doing != "unknown" for wait, doing in summaries.longest_waits)
-    assert {event["tid"] // 1000 - 1 for event in list(chrome.events(summaries.timeline)) if event["ph"] == "X"} == {
+    assert {event["tid"] // 1000 - 1 for event in list(output.events(summaries.timeline)) if event["ph"] == "X"} == {
         1,
         3,
     }
@@ -305,11 +305,11 @@ def test_ranks_and_steps_can_be_selected(tmp_path):
 
 def test_trace_size_is_limited_for_viewers(tmp_path, rng):
     write_run(tmp_path, rng)
-    summaries = summary.collect(tmp_path, most=200)
+    summaries = summary.collect(tmp_path, max_intervals=200)
     assert 0 < len(summaries.timeline.steps) < 20 and summaries.timeline.steps[-1] == 24
     assert any("too many for a viewer" in note for note in summaries.notes)
     assert sum(len(line.spans) + len(line.calls) for line in summaries.timeline.lines.values()) <= 220
-    few = summary.collect(tmp_path, most=10)
+    few = summary.collect(tmp_path, max_intervals=10)
     assert few.timeline.steps == (24,) and sorted(few.timeline.lines) == [0]
     assert any("only rank 0" in note for note in few.notes)
 
@@ -355,7 +355,7 @@ def test_trace_of_a_killed_run(tmp_path, rng):
     text = "\n".join(summaries.notes)
     assert "no record of rank 3" in text and "no spans of rank 2" in text and "rank-00002.spans" in text
     assert "the run did not end" in text
-    chrome.write(summaries, tmp_path / "t.json", {})
+    output.write(summaries, tmp_path / "t.json", {})
     document = json.loads((tmp_path / "t.json").read_text())
     check_file(document)
     assert [
@@ -415,7 +415,7 @@ def test_truncated_and_random_files_raise_only_known_errors(tmp_path, rng):
         except (UsageError, StorageError):
             continue
         summary.format_text(summary.figures(summaries))
-        chrome.write(summaries, folder / "t.json", {})
+        output.write(summaries, folder / "t.json", {})
         document = json.loads((folder / "t.json").read_text())
         if (
             max((event["ts"] + event.get("dur", 0) for event in document["traceEvents"] if "ts" in event), default=0)
@@ -470,7 +470,7 @@ def test_trace_command_prints_a_summary(tmp_path, rng):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'hpcdist[analysis]'")
     write_run(tmp_path / "run", rng)
     out, plot = tmp_path / "t.json", tmp_path / "t.png"
-    done = CliRunner().invoke(command.command, [str(tmp_path / "run"), "-o", str(out), "--plot", str(plot)])
+    done = CliRunner().invoke(command, [str(tmp_path / "run"), "-o", str(out), "--plot", str(plot)])
     assert done.exit_code == 0, done.output
     for words in (
         "critical path",
@@ -483,7 +483,7 @@ def test_trace_command_prints_a_summary(tmp_path, rng):
         assert words in done.output
     assert plot.read_bytes()[:4] == b"\x89PNG"
     line = [str(tmp_path / "run"), "--json", "--steps", "7", "--ranks", "0,2-3", "-o", str(out)]
-    document = json.loads(CliRunner().invoke(command.command, line).output)
+    document = json.loads(CliRunner().invoke(command, line).output)
     assert document["steps"] == [7] and document["ranks"] == [0, 2, 3] and document["events"] > 10
     assert json.loads(out.read_text())["otherData"]["hpcdist"]
 
@@ -492,27 +492,27 @@ def test_trace_command_prints_a_summary(tmp_path, rng):
     "wrong", [("--steps", "9:3"), ("--steps", "x"), ("--ranks", "3-1"), ("--ranks", "a"), ("--ranks", "")]
 )
 def test_wrong_trace_options_are_rejected(tmp_path, wrong):
-    done = CliRunner().invoke(command.command, [str(tmp_path), *wrong])
+    done = CliRunner().invoke(command, [str(tmp_path), *wrong])
     assert done.exit_code == 2 and "give" in done.output
 
 
 def test_unwritable_trace_file_raises_storage_error(tmp_path, rng):
     write_run(tmp_path / "run", rng, steps=3)
     line = [str(tmp_path / "run"), "-o", str(tmp_path / "missing" / "t.json")]
-    assert isinstance(CliRunner().invoke(command.command, line).exception, StorageError)
+    assert isinstance(CliRunner().invoke(command, line).exception, StorageError)
     summaries = summary.collect(tmp_path / "run")
     (tmp_path / "t.json").mkdir()
     with pytest.raises(StorageError, match="cannot be written"):
-        chrome.write(summaries, tmp_path / "t.json", {})
+        output.write(summaries, tmp_path / "t.json", {})
     assert not (tmp_path / ".t.json.part").exists()
 
 
 def test_plot_errors_come_before_the_analysis(tmp_path, rng, monkeypatch):
     write_run(tmp_path / "run", rng, steps=3)
-    bad = CliRunner().invoke(command.command, [str(tmp_path / "run"), "--plot", str(tmp_path / "t.xyz")])
+    bad = CliRunner().invoke(command, [str(tmp_path / "run"), "--plot", str(tmp_path / "t.xyz")])
     assert isinstance(bad.exception, UsageError)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    bad = CliRunner().invoke(command.command, [str(tmp_path / "run"), "--plot", str(tmp_path / "t.png")])
+    bad = CliRunner().invoke(command, [str(tmp_path / "run"), "--plot", str(tmp_path / "t.png")])
     assert "hpcdist[analysis]" in str(bad.exception)
 
 

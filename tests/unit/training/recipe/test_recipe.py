@@ -12,7 +12,7 @@ from harness import jobs
 from harness.marks import cases
 from hpcdist import errors
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
-from hpcdist.reporting.toml_text import toml_value
+from hpcdist.reporting.schema import toml_value
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.config import DataConfig, RunConfig

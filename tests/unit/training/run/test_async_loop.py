@@ -259,7 +259,7 @@ def test_summary_counts_the_steps_of_each_worker(clocks, placement, text, tmp_pa
         loop = loop_on(comm, {**text, "parameter_server.placement": placement}, tmp_path, clocks=clocks)
         outcome = loop.run()
         assert outcome.steps.count == (STEPS - 4 if comm.rank == 1 and 4 in clocks else 0)
-        return summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
+        return summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {})
 
     results = run_threads(2 + (placement == "dedicated"), body)
     assert all(one == results[0] for one in results) and results[0]["steps"] == STEPS
@@ -274,7 +274,7 @@ def test_summary_counts_the_steps_of_each_worker(clocks, placement, text, tmp_pa
     else:
         assert [results[0][name] for name in measured] == [None] * len(measured)
         reasons = {results[0][f"{name}_reason"] for name in ("tokens", "step", "comm", "bytes_sent", "train")}
-        assert reasons == {NO_STEP_MADE} and NO_STEP_MADE in describe(results[0])
+        assert reasons == {NO_STEP_MADE} and NO_STEP_MADE in describe(results[0], [])
 
 
 @cases(
@@ -335,14 +335,14 @@ def test_gradient_of_a_late_worker_is_dropped(placement, text, tmp_path):
     def body(comm):
         loop = loop_on(comm, settings | {"parameter_server.servers": 2}, tmp_path, before, after)
         outcome = loop.run()
-        results = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
+        results = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {})
         return outcome.done, outcome.steps.count, results
 
     size = 3 + 2 * (placement == "dedicated")
     results = run_threads(size, body)
     assert [done for done, _, _ in results] == [STEPS] * size
     summary = results[0][2]
-    assert summary["dropped_gradients"] >= 1 and " came too late" in describe(summary)
+    assert summary["dropped_gradients"] >= 1 and " came too late" in describe(summary, [])
     rows = files.read(tmp_path / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, STEPS + 1)) and np.isfinite(rows["loss"]).all()
     samples = rows["tokens"] / 8
@@ -370,12 +370,12 @@ def test_quick_worker_waits_at_the_bound(text, tmp_path):
         loop = loops[comm.rank] = loop_on(comm, settings, tmp_path, before)
         comm.barrier()
         outcome = loop.run()
-        results = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
+        results = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {})
         return outcome.done, loop.held, results
 
     results = run_threads(3, body)
     assert [(done, held) for done, held, _ in results] == [(STEPS, results[0][1])] * 3 and results[0][1] >= 3
     assert 0 < results[0][2]["staleness_mean"] <= results[0][2]["staleness_most"] <= 4
-    assert "updates old" in describe(results[0][2])
+    assert "updates old" in describe(results[0][2], [])
     rows = files.read(tmp_path / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, STEPS + 1)) and np.isfinite(rows["loss"]).all()

@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
 from hpcdist.hdf5 import files
 from hpcdist.planner.cluster import toml_file
 from hpcdist.reporting import atomic, regular
-from hpcdist.telemetry.sinks.stream import AppendOnlyFile
+from hpcdist.telemetry.event_stream import AppendOnlyFile
 from hpcdist.training.observe.energy import EnergyRecorder
 from hpcdist.training.recipe import recipe as recipes
 from hpcdist.training.recipe.recipe import Recipe

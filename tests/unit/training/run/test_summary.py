@@ -10,12 +10,13 @@ import pytest
 from harness import trainings
 from harness.trainings import assemble_trainer
 from hpcdist.comm.threads.communicator import run_threads
-from hpcdist.reporting.units import format_bytes
+from hpcdist.telemetry.metrics.step_metrics import PER_RANK, MetricsWriter
 from hpcdist.training.run.loop import SAMPLED_STEPS, RunOutcome, StepStatistics
 from hpcdist.training.run.summary import (
     NO_STEP_MADE,
     NOT_VISIBLE,
     async_throughput,
+    catalogue_lines,
     describe,
     lock_step_throughput,
     summarise,
@@ -86,10 +87,7 @@ def test_shared_memory_loads_do_not_count_as_sent_bytes(words):
         assert result["bytes_loaded_per_step"] == pytest.approx(psi, rel=0.01), (
             "half the gradients, half the parameters"
         )
-        output = describe(result | {"energy_j": None, "energy_reason": "none"})
-        shared_bytes = format_bytes(round(psi))
-        moved = f"8 bytes in messages, {shared_bytes} through shared memory a step"
-        assert f"communication 50.0% (median step 50.0%): {moved}" in output
+        assert result["bytes_moved_per_step"]["shared"] == result["bytes_loaded_per_step"]
     none = summaries({**words, **SERVED, "parameter_server.placement": "colocated"}, [outcome([1.0], [0.5], [8.0])] * 2)
     assert none["bytes_loaded_per_step"] is None
 
@@ -130,18 +128,31 @@ def test_start_without_a_step_reports_it(consistency, words):
     }.items():
         assert results[figure] is None and results[f"{reason}_reason"] == NO_STEP_MADE
     assert results["training_s"] == 0
-    assert NO_STEP_MADE in describe(results | {"energy_j": None, "energy_reason": "none"})
+    assert NO_STEP_MADE in describe(results, [])
 
 
 @pytest.mark.parametrize(
     ("share", "output"),
-    [(0.25, "25% of the time of reductions was hidden"), (0.0, "hid nothing"), (-0.16, "hid nothing")],
+    [
+        (0.25, "25%  (of the time of reductions"),
+        (0.0, "0%  (starting and waiting"),
+        (-0.16, "0%  (starting and waiting"),
+    ],
 )
-def test_hidden_share_is_never_negative(words, share, output):
+def test_summary_prints_the_catalogue_of_the_run(words, share, output, tmp_path):
+    """The hidden share is never negative. A run without readable files has a reason instead of figures."""
+    recipe = trainings.recipe_of(words)
+    with MetricsWriter(tmp_path / "metrics.h5", 2) as writer:
+        for step in (1, 2):
+            figures = dict.fromkeys(PER_RANK, np.ones(2))
+            writer.append(step=step, loss=2.0, learning_rate=0.1, tokens=8, **figures)
+        writer.describe(communication_hidden_share=share)
+    lines = catalogue_lines(tmp_path, recipe)
+    assert lines[0].startswith("training loss") and "2.0000 nats  (mean of the last 2 steps" in lines[0]
+    assert any(line.startswith("overlap") and output in line for line in lines)
     results = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
-    lines = describe(results | {"energy_j": None, "energy_reason": "none", "communication_hidden_share": share})
-    assert output in lines and "-16%" not in lines
-    assert ("was hidden" in lines) == (share > 0)
+    assert describe(results, lines).splitlines()[1 : 1 + len(lines)] == lines
+    assert catalogue_lines(tmp_path / "absent", recipe)[0].startswith("no figures: ")
 
 
 def test_bytes_of_the_library_are_not_visible(words):
@@ -162,7 +173,7 @@ def test_summary_reports_the_sample_shares(words):
     shares = results["samples_by_replica"]
     assert len(shares) == 2 and max(shares) - min(shares) <= 1
     output = f"replicas took {min(shares)} to {max(shares)} of {sum(shares)} samples in the last step"
-    assert output in describe(results | {"energy_j": None, "energy_reason": "none"})
+    assert output in describe(results, [])
 
 
 def test_figures_of_many_steps_use_a_sample_and_exact_sums(words):
@@ -191,34 +202,6 @@ def test_moved_bytes_are_reported_by_kind(words):
         rank.steps.first |= {"messages": messages, "unknown": 2048.0}
     results = summaries(words, ranks)
     assert results["bytes_moved_per_step"] == {"messages": 3000, "shared": 0, "unknown": 2048}
-    for moved, output in (
-        ((3 << 20, 0, 0), "3.0 MiB in messages"),
-        ((0, 3 << 20, 0), "3.0 MiB through shared memory"),
-        ((0, 0, 3 << 20), "3.0 MiB by the MPI library"),
-        ((3 << 20, 512, 2048), "3.0 MiB in messages, 512 bytes through shared memory, 2.0 KiB by the MPI library"),
-        ((0, 0, 0), "nothing"),
-    ):
-        ways = dict(zip(("messages", "shared", "unknown"), moved, strict=True))
-        shown = results | {"energy_j": None, "energy_reason": "none", "bytes_moved_per_step": ways}
-        assert f"communication 50.0% (median step 50.0%): {output} a step and rank" in describe(shown).splitlines()
-
-
-def test_summary_lines_are_short_and_name_their_units(words):
-    """There is no table of algorithms, no list of sensors, and no unit after missing values."""
-    results = summaries(words, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
-    table = "recursive_doubling<=16384,ring<=65536,node_shared"
-    lacking = "no source can be read: gpu (node 0): the job computes on the CPU; cpu (node 0): no powercap"
-    shown = results | {"algorithm": table, "energy_j": None, "energy_reason": lacking}
-    shown |= {"val_loss": 2.5, "entropy": {"unigram": 3.25, "bigram": 2.4, "trigram": None}, "speed_unit": "samples"}
-    lines = describe(shown).splitlines()
-    assert "train_loss 2.0000  val_loss 2.5000 nats (below unigram 3.250; above bigram 2.400: entropies of the" in str(
-        lines
-    )
-    assert f"{TARGETS} samples/s  step 1.0000 s (mean 1.0000 s)" in lines
-    assert "energy not measured: no source can be read; see `hpcdist energy sources`" in lines
-    assert max(map(len, lines)) <= 120 and "<=" not in str(lines)
-    assert "train_loss 2.0000 nats" in describe(shown | {"val_loss": None}).splitlines()
-    assert "train_loss 2.0000" in describe(shown | {"val_loss": None, "loss_unit": ""}).splitlines()
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens"), ("encoder", "tokens"), ("mlp", "samples")])

@@ -7,11 +7,11 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcdist.bench.calibrate import device, links
-from hpcdist.bench.calibrate import run as calibrate_run
-from hpcdist.bench.calibrate.device import OPERATIONS, BusySeconds, CalibrationRequest, default_models, sizes
-from hpcdist.bench.calibrate.run import LoadSample
+from hpcdist.bench import calibration as calibrate_run
+from hpcdist.bench import device_speed, link_speed
+from hpcdist.bench.calibration import LoadSample
 from hpcdist.bench.collectives import contenders
+from hpcdist.bench.device_speed import OPERATIONS, BusySeconds, CalibrationRequest, default_models, sizes
 from hpcdist.cli.plan import calibrate
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
@@ -28,9 +28,9 @@ FEW = ((8, 8, 8), (16, 16, 16), (16, 32, 64), (64, 64, 64))
 @pytest.fixture(autouse=True)
 def small_workload(monkeypatch):
     """Measure few and small products and moves, on a machine that counts as idle."""
-    monkeypatch.setattr(device, "shapes", lambda on: FEW)
-    monkeypatch.setattr(device, "MOVED", {"cpu": (1 << 10, 1 << 14), "gpu": (1 << 10, 1 << 14)})
-    monkeypatch.setattr(device, "STEPS", 2)
+    monkeypatch.setattr(device_speed, "shapes", lambda on: FEW)
+    monkeypatch.setattr(device_speed, "MOVED", {"cpu": (1 << 10, 1 << 14), "gpu": (1 << 10, 1 << 14)})
+    monkeypatch.setattr(device_speed, "STEPS", 2)
     monkeypatch.setattr(contenders, "last_level_cache_bytes", lambda: 1 << 16)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(calibrate_run, "APART", 1e9)
@@ -59,7 +59,7 @@ def test_one_rank_measures_its_device_but_no_links():
 
 
 def test_model_step_time_is_split_by_operation_kind():
-    point = device.model(solo(), TINY, 8, 2, "cpu")
+    point = device_speed.model(solo(), TINY, 8, 2, "cpu")
     kinds = {one.kind: one for one in point.kinds}
     assert {"matmul", "attention", "norm", "activation", "embedding", "cross_entropy"} <= set(kinds)
     for name in ("matmul", "attention", "norm", "activation"):
@@ -77,16 +77,18 @@ def test_model_step_time_is_split_by_operation_kind():
 
 
 def test_gpu_measurement_synchronises_every_round(gpu):
-    products = device.products(solo(), "float32", "gpu", 0.05)
-    moves = device.moves(solo(), "gpu", 0.05)
+    products = device_speed.products(solo(), "float32", "gpu", 0.05)
+    moves = device_speed.moves(solo(), "gpu", 0.05)
     assert len(products) == len(FEW)
     assert {one.operation for one in moves} == {"copy", "add"}
     waits = [event for event in gpu.LOG.of() if event.kind == "synchronise"]
-    assert len(waits) >= device.LEAST_ROUNDS * (len(products) + len(moves))
+    assert len(waits) >= device_speed.LEAST_ROUNDS * (len(products) + len(moves))
 
 
 def test_products_are_measured_on_one_rank_and_on_all():
-    first, second = run_threads(2, lambda comm: [one.seconds for one in device.products(comm, "float32", "cpu", 0.1)])
+    first, second = run_threads(
+        2, lambda comm: [one.seconds for one in device_speed.products(comm, "float32", "cpu", 0.1)]
+    )
     assert first == second
     assert all(one.one > 0 and one.all > 0 for one in first)
 
@@ -97,7 +99,7 @@ def test_two_ranks_measure_messages_and_collectives_of_each_size():
     assert first.links == second.links
     assert first.collectives == second.collectives
     assert [one.nbytes for one in [one for one in first.links if not one.border]] == list(sizes(1 << 10, 1 << 16))
-    assert {one.level for one in first.links} == {links.INSIDE}
+    assert {one.level for one in first.links} == {link_speed.INSIDE}
     assert all(one.seconds.one > 0 and one.seconds.all > 0 for one in first.links)
     for operation in OPERATIONS:
         for algorithm in ("auto", "ring"):
@@ -114,7 +116,7 @@ def time_with_jump(nbytes):
 
 
 def test_message_border_points_are_marked_and_take_the_lower_time(monkeypatch):
-    level = links._Level.__new__(links._Level)
+    level = link_speed._Level.__new__(link_speed._Level)
     level._name = "node"
     expected, rounds = sizes(1 << 14, 1 << 19), []
 
@@ -140,10 +142,10 @@ def test_border_points_belong_to_one_algorithm(monkeypatch):
     def timed(self, nbytes, seconds, memory):
         return {"auto": {n: time_with_jump(n) for n in nbytes}, "ring": {n: 2e-6 + 1e-11 * n for n in nbytes}}
 
-    monkeypatch.setattr(links._Operation, "_at", timed)
-    monkeypatch.setattr(links.run, "take_memory", lambda comm, expected, notes: notes.append("too small"))
+    monkeypatch.setattr(link_speed._Operation, "_at", timed)
+    monkeypatch.setattr(link_speed.run, "take_memory", lambda comm, expected, notes: notes.append("too small"))
     messages = []
-    measure = links._Operation(solo(), "all_gather", ("auto", "ring"), "a library", messages.append)
+    measure = link_speed._Operation(solo(), "all_gather", ("auto", "ring"), "a library", messages.append)
     points = measure.points("node", (1 << 14, 1 << 19), 1.0)
     assert {one.algorithm for one in points if one.border} == {"auto"}
     for name in ("auto", "ring"):
@@ -238,9 +240,9 @@ def test_spread_is_relative_to_the_first_quartile(monkeypatch):
     def call():
         now[0] += next(lasts)
 
-    monkeypatch.setattr(device.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(device, "MOST_ROUNDS", 8)
-    (result,) = device.both(solo(), [call], 2000.0)
+    monkeypatch.setattr(device_speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(device_speed, "MOST_ROUNDS", 8)
+    (result,) = device_speed.both(solo(), [call], 2000.0)
     assert result == BusySeconds(1.0, 1.0, pytest.approx(1.0))
 
 

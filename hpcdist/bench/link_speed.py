@@ -19,9 +19,9 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.bench.calibrate.device import OPERATIONS, BusySeconds, CollectivePoint, LinkPoint, sizes
 from hpcdist.bench.collectives import run
 from hpcdist.bench.collectives.results import ORDINARY, SHARED, CollectivesConfiguration, CollectivesRequest
+from hpcdist.bench.device_speed import OPERATIONS, BusySeconds, CollectivePoint, LinkPoint, sizes
 from hpcdist.collectives import release
 from hpcdist.collectives.node import shared_memory
 from hpcdist.comm.communicator import Communicator
@@ -43,7 +43,7 @@ VISITS: Final = 4
 
 
 class BorderTimes(NamedTuple):
-    """Durations near jumps, by series name and size: of ``remeasured`` sizes, and of new sizes ``between`` them."""
+    """Durations at jumps, {series: {size: seconds}}: of ``remeasured`` sizes, and of new sizes ``between``."""
 
     remeasured: dict[str, dict[int, float]]
     between: dict[str, dict[int, float]]
@@ -60,20 +60,19 @@ class _Bracket(NamedTuple):
         return round((self.left * self.right) ** 0.5 / MULTIPLE) * MULTIPLE
 
 
-def borders(series: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
-    """Find where durations jump between two sizes, and measure more sizes there. Return the new durations.
+def borders(durations: Series, measure: Callable[[Sequence[int]], Series]) -> BorderTimes:
+    """Measure more sizes where durations jump between two sizes. Return the new durations.
 
-    ``series``: measured durations, a dict from name to {size: seconds} with at least four sizes. ``measure``: function
-    that returns the durations of all series at a list of sizes. Collective if ``measure`` is; all ranks must then get
-    equal durations.
+    ``durations``: {name: {size: seconds}} of at least four sizes. ``measure`` returns the durations of all names at the
+    given sizes, equal on all ranks. Collective if ``measure`` is.
     """
     border_times = BorderTimes({}, {})
-    jumps = {name: _jumps(times) for name, times in series.items()}
+    jumps = {name: _jumps(times) for name, times in durations.items()}
     sizes_to_repeat = sorted({size for pairs in jumps.values() for pair in pairs for size in pair})
     if not sizes_to_repeat:
         return border_times
     repeated = measure(sizes_to_repeat)
-    best = {name: dict(times) for name, times in series.items()}
+    best = {name: dict(times) for name, times in durations.items()}
     for name, pairs in jumps.items():
         if pairs:
             lower = {size: min(best[name][size], repeated[name][size]) for pair in pairs for size in pair}
@@ -125,26 +124,25 @@ def _half(times: Times, bracket: _Bracket) -> _Bracket:
 
 
 def links(
-    comm: Communicator, bounds: tuple[int, int], seconds: float, on: str, report: Report
+    comm: Communicator, bounds: tuple[int, int], seconds: float, device_kind: str, print_line: Report
 ) -> tuple[LinkPoint, ...]:
-    """Measure messages between ranks of one node, and between nodes. Collective over ``comm``.
+    """Measure messages within nodes and between nodes. Collective over ``comm``.
 
-    ``bounds``: (smallest, largest) message in bytes. ``seconds``: time to spend. ``on``: memory of "cpu" or "gpu".
-    ``report``: function that prints a message.
+    ``bounds``: (smallest, largest) message in bytes. ``device_kind``: memory of "cpu" or "gpu".
     """
     points: list[LinkPoint] = []
     nodes, message_sizes = comm.nodes(), sizes(*bounds)
     is_shared = max(len(members) for members in nodes.members) > 1  # a node has several ranks
     levels = (INSIDE,) * is_shared + (BETWEEN,) * (nodes.count > 1)
     for level in levels:
-        report(f"messages, level {level}")
+        print_line(f"messages, level {level}")
         visit_s = seconds / len(levels) / len(message_sizes)
-        points += _Level(comm, level, max(message_sizes), visit_s, on).points(message_sizes)
+        points += _Level(comm, level, max(message_sizes), visit_s, device_kind).points(message_sizes)
     return tuple(points)
 
 
 class _Level:
-    def __init__(self, comm: Communicator, level: str, most: int, seconds: float, on: str) -> None:
+    def __init__(self, comm: Communicator, level: str, largest_bytes: int, seconds: float, device_kind: str) -> None:
         nodes = comm.nodes()
         self._comm, self._name, self._seconds = comm, level, seconds
         if level == INSIDE:
@@ -155,7 +153,7 @@ class _Level:
             is_first = nodes.intra.rank == 0
         is_in_first_pair = is_first and self._across is not None and self._across.rank < 2
         self._alone = self._across if is_in_first_pair else None
-        self._memory = [backend.zeros(most, np.dtype(np.uint8), on) for _ in range(2)]
+        self._memory = [backend.zeros(largest_bytes, np.dtype(np.uint8), device_kind) for _ in range(2)]
         for array in self._memory:
             array[...] = 1  # unwritten pages all map to one page of zeros, which fits into any cache
 
@@ -231,19 +229,20 @@ def _messages(
 
 
 def of_collectives(
-    comm: Communicator, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float, library: str, report: Report
+    comm: Communicator,
+    algorithms: Sequence[str],
+    bounds: tuple[int, int],
+    seconds: float,
+    mpi_library: str,
+    print_line: Report,
 ) -> tuple[CollectivePoint, ...]:
-    """Measure collectives among the ranks of a node, and among all ranks. Collective over ``comm``.
-
-    ``algorithms``: names; "auto" selects one. ``bounds``: (smallest, largest) buffer in bytes. ``seconds``: time to
-    spend. ``library``: name of the MPI library. ``report``: function that prints a message.
-    """
+    """Measure collectives on the ranks of a node, and on all ranks. ``bounds``: buffer sizes in bytes. Collective."""
     nodes, points = comm.nodes(), []
     groups = [(INSIDE, nodes.intra)] if nodes.uniform and nodes.intra.size > 1 else []
     groups += [(BETWEEN, comm)] if nodes.count > 1 else []
     for level, group in groups:
         for operation in OPERATIONS:
-            measure = _Operation(group, operation, algorithms, library, report)
+            measure = _Operation(group, operation, algorithms, mpi_library, print_line)
             points += measure.points(level, bounds, seconds / len(groups) / len(OPERATIONS))
     return tuple(comm.broadcast_object(points))
 
@@ -257,10 +256,7 @@ class _Operation:
         self._shares = shared_memory.is_available(group) and group.nodes().count == 1
 
     def points(self, level: str, bounds: tuple[int, int], seconds: float) -> list[CollectivePoint]:
-        """Measure one collective at all sizes. Return the results, sorted by algorithm and size. Collective.
-
-        ``level``: "node" or "network". ``bounds``: (smallest, largest) buffer in bytes. ``seconds``: time to spend.
-        """
+        """Measure one collective at sizes in ``bounds``. Return the results, sorted. Collective."""
         buffer_sizes = sizes(*bounds)
         size_s = seconds / len(buffer_sizes)
         notes: list[str] = []

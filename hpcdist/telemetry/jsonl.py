@@ -20,8 +20,8 @@ import numpy as np
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import AppendOnlyFile, RunInfo
 from hpcdist.telemetry.metrics.observations import RunEvent
-from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 
 FILE: Final = "events.jsonl"
 # With more ranks, lines have no lists, which would dominate the file and are in metrics.h5 anyway.
@@ -82,20 +82,20 @@ def _list(values: np.ndarray) -> str:
     return json.dumps([_plain(float(f"{value:.9g}")) for value in values.tolist()], separators=(",", ":"))
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Drop incomplete lines, and lines of steps after ``step``, from ``path`` atomically. Raises StorageError."""
+def drop_after(path: Path, last_step: int) -> None:
+    """Drop incomplete lines, and lines of steps after ``last_step``, from ``path`` atomically. Raises StorageError."""
     try:
         with open(regular.open_regular(path), "rb") as file:
-            if all(_stays(row, step) for row in _rows(file)):
+            if all(_stays(row, last_step) for row in _rows(file)):
                 return
             file.seek(0)
             with atomic.replacing(path, mode=0o644) as shortened:
-                shortened.writelines(row for row in _rows(file) if _stays(row, step))
+                shortened.writelines(row for row in _rows(file) if _stays(row, last_step))
     except ValueError as error:
         _set_aside(path, str(error))
     except OSError as error:
         raise StorageError(
-            f"lines of steps after {step} cannot be removed from {path}: {error.strerror or error}; {CURE}"
+            f"lines of steps after {last_step} cannot be removed from {path}: {error.strerror or error}; {CURE}"
         ) from error
 
 

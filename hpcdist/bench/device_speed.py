@@ -39,14 +39,11 @@ STEPS: Final = 10  # timed steps of a model
 
 
 class BusySeconds(NamedTuple):
-    """Duration of an operation in seconds: ``one`` with one busy rank per node, ``all`` with all ranks busy.
-
-    ``spread``: variation of the repetitions (mean / first quartile - 1), or None if not recorded.
-    """
+    """Seconds of an operation: ``one`` with one busy rank per node, ``all`` with all ranks busy."""
 
     one: float
     all: float
-    spread: float | None = None
+    spread: float | None = None  # variation of the repetitions: mean / first quartile - 1
 
 
 class ProductPoint(NamedTuple):
@@ -76,11 +73,7 @@ class KindPoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPoint:
-    """Durations in one training step of a model on one rank: ``samples`` sequences of ``context`` tokens.
-
-    ``kinds``: by kind of operation. ``norm``: gradient norm. ``update``: optimizer. ``step``: whole step.
-    ``parameters``, ``operations``: numbers of parameters, and of operations in a step.
-    """
+    """Durations in one training step of a model on one rank, with ``samples`` sequences of ``context`` tokens."""
 
     config: ModelConfig
     context: int
@@ -94,25 +87,17 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Duration of a message of ``nbytes`` bytes between two ranks. ``level``: "node" or "network".
-
-    ``seconds.one``: half a round trip of one pair of ranks. ``seconds.all``: all pairs exchange in both directions at
-    the same time. ``border``: True for a size that was added where the duration jumps between two sizes.
-    """
+    """Duration of a message between two ranks. ``level``: "node" or "network"."""
 
     level: str
     ranks: int
     nbytes: int
-    seconds: BusySeconds
-    border: bool = False
+    seconds: BusySeconds  # one pair: half a round trip; all pairs: in both directions at the same time
+    border: bool = False  # a size that was added where the duration jumps
 
 
 class CollectivePoint(NamedTuple):
-    """Duration in seconds of a collective on buffers of ``nbytes`` bytes among ``ranks`` ranks.
-
-    ``algorithm``: "auto" is the fastest one. ``level``: "node" (ranks of one node) or "network" (all ranks).
-    ``seconds``: first quartile of the slowest rank's durations. ``border``: as in `LinkPoint`.
-    """
+    """First quartile of the slowest rank's durations of a collective. ``level``: "node" or "network"."""
 
     operation: str
     algorithm: str
@@ -155,11 +140,7 @@ class CalibrationPoints:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationRequest:
-    """Settings of a calibration, which measures the speed of this machine.
-
-    ``on``: "cpu" or "gpu". ``models``: triples (model, sequence length, micro-batch sizes). ``least_bytes``,
-    ``most_bytes``: range of message sizes. ``seconds``: time to spend on the matrix products of each dtype.
-    """
+    """Settings of a calibration. ``models``: tuples (model, sequence length, micro-batch sizes)."""
 
     dtypes: tuple[str, ...] = ("float32",)
     on: str = "cpu"
@@ -177,17 +158,17 @@ class CalibrationRequest:
             )
 
 
-def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
-    """Return sizes in bytes from ``least`` to ``most``: ``per_octave`` per factor of 2, multiples of 64."""
+def sizes(smallest: int, largest: int, per_octave: int = 4) -> tuple[int, ...]:
+    """Return sizes in bytes from ``smallest`` to ``largest``, multiples of 64. ``per_octave``: per factor of 2."""
     rounded, step = [], 0
-    while (size := least * 2 ** (step / per_octave)) <= most * 1.0001:
+    while (size := smallest * 2 ** (step / per_octave)) <= largest * 1.0001:
         rounded.append(max(64, round(size / 64) * 64))
         step += 1
     return tuple(dict.fromkeys(rounded))
 
 
 def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
-    """Return the small GPT models to time by default: triples (model, sequence length, micro-batch sizes)."""
+    """Return the small GPT models to time by default: (model, sequence length, micro-batch sizes)."""
     return (
         (ModelConfig(layers=2, hidden=128, heads=2, vocabulary=256), 128, (1, 4)),
         (ModelConfig(layers=2, hidden=256, heads=4, vocabulary=256), 128, (2, 4)),
@@ -195,29 +176,30 @@ def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
     )
 
 
-def shapes(on: str) -> tuple[tuple[int, int, int], ...]:
-    """Return shapes (m, k, n) of matrix products to time. ``on``: "cpu" or "gpu"."""
-    products = [(side, side, side) for side in SIDES[on]]
-    for width in WIDTHS[on]:
-        for tokens in TOKENS[on]:
+def shapes(device_kind: str) -> tuple[tuple[int, int, int], ...]:
+    """Return the shapes (m, k, n) of matrix products to time. ``device_kind``: "cpu" or "gpu"."""
+    products = [(side, side, side) for side in SIDES[device_kind]]
+    for width in WIDTHS[device_kind]:
+        for tokens in TOKENS[device_kind]:
             for inner, outer in ((1, 3), (1, 1), (1, 4), (4, 1)):
                 products += [(tokens, inner * width, outer * width), (inner * width, tokens, outer * width)]
     return tuple(dict.fromkeys(products))
 
 
-def products(comm: Communicator, dtype: str, on: str, seconds: float) -> tuple[ProductPoint, ...]:
-    """Measure matrix products of the sizes in `shapes`. Return one result per size. Collective.
-
-    ``on``: "cpu" or "gpu". ``seconds``: time to spend.
-    """
+def products(comm: Communicator, dtype: str, device_kind: str, seconds: float) -> tuple[ProductPoint, ...]:
+    """Measure products of matrices of the `shapes` for ``seconds`` seconds on "cpu" or "gpu". Collective."""
     draw, item = np.random.default_rng(0), dtype_of(dtype)
     calls = []
-    for m, k, n in shapes(on):
+    for m, k, n in shapes(device_kind):
         factors = [draw.standard_normal(shape, np.float32).astype(item) for shape in ((m, k), (k, n))]
-        target = backend.empty((m, n), item, on)
-        multiply = partial(namespace(target).matmul, *(backend.place(factor, on) for factor in factors), out=target)
+        target = backend.empty((m, n), item, device_kind)
+        multiply = partial(
+            namespace(target).matmul, *(backend.place(factor, device_kind) for factor in factors), out=target
+        )
         calls.append(_synchronised(multiply, target))
-    return tuple(ProductPoint(*shape, busy) for shape, busy in zip(shapes(on), both(comm, calls, seconds), strict=True))
+    return tuple(
+        ProductPoint(*shape, busy) for shape, busy in zip(shapes(device_kind), both(comm, calls, seconds), strict=True)
+    )
 
 
 def _synchronised(operation: Call, result: Any) -> Call:
@@ -228,12 +210,12 @@ def _synchronised(operation: Call, result: Any) -> Call:
     return call
 
 
-def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
-    """Measure copies and sums of arrays for ``seconds`` seconds on device ``on`` ("cpu" or "gpu"). Collective."""
-    nbytes, most = MOVED[on]
+def moves(comm: Communicator, device_kind: str, seconds: float) -> tuple[MovePoint, ...]:
+    """Measure copies and sums of arrays for ``seconds`` seconds on "cpu" or "gpu". Collective."""
+    nbytes, largest_bytes = MOVED[device_kind]
     calls: list[tuple[str, int, Call]] = []
-    while nbytes <= most:
-        source, target = (backend.zeros(nbytes // 4, np.dtype(np.float32), on) for _ in range(2))
+    while nbytes <= largest_bytes:
+        source, target = (backend.zeros(nbytes // 4, np.dtype(np.float32), device_kind) for _ in range(2))
         add = partial(namespace(target).add, source, target, out=target)
         calls.append(("copy", 2 * nbytes, _synchronised(partial(target.__setitem__, ..., source), target)))
         calls.append(("add", 3 * nbytes, _synchronised(add, target)))
@@ -243,7 +225,7 @@ def moves(comm: Communicator, on: str, seconds: float) -> tuple[MovePoint, ...]:
 
 
 def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[BusySeconds]:
-    """Time each function in ``calls`` with one busy rank per node, then with all ranks. Collective."""
+    """Time the functions ``calls`` for ``seconds`` seconds: with one busy rank per node, then all. Collective."""
     alone = _rounds(comm, calls, seconds / 2, works=comm.nodes().intra.rank == 0)
     if comm.nodes().intra.size == 1:
         return [BusySeconds(time_s, time_s, spread) for time_s, spread in alone]
@@ -276,17 +258,16 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
     return list(zip(*slowest.tolist(), strict=True))
 
 
-def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:
-    """Time training steps of a model with batches of ``samples`` sequences of ``context`` tokens. Collective.
-
-    ``on``: device, "cpu" or "gpu".
-    """
+def model(comm: Communicator, config: ModelConfig, context: int, samples: int, device_kind: str) -> ModelPoint:
+    """Time training steps of a model with ``samples`` sequences of ``context`` tokens. Collective."""
     nodes, network = comm.nodes(), models.build(config, "float32", context=context)
-    run = TimedRun(solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, on)
+    run = TimedRun(
+        solo(), "calibration", network, OptimizerConfig(learning_rate=1e-4), 2 * (WARM + STEPS), None, device_kind
+    )
     rows: list[dict[tuple[str, str], float]] = []
     for works in ([nodes.intra.rank == 0, True])[: 1 + (nodes.intra.size > 1)]:
         comm.barrier()
-        times = _profile(run, config, context, samples, on) if works else {}
+        times = _profile(run, config, context, samples, device_kind) if works else {}
         comm.barrier()
         rows.append(_slowest(comm, times))
     alone, together = rows[0], rows[-1]

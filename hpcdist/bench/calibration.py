@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from hpcdist.arrays.matmul_peak import blas
-from hpcdist.bench.calibrate import device
-from hpcdist.bench.calibrate import links as calibrate_links
-from hpcdist.bench.calibrate.device import BusySeconds, CalibratedMachine, CalibrationPoints, CalibrationRequest
+from hpcdist.bench import device_speed
+from hpcdist.bench import link_speed as calibrate_links
+from hpcdist.bench.device_speed import BusySeconds, CalibratedMachine, CalibrationPoints, CalibrationRequest
 from hpcdist.bench.output_file import ResultsFormat
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.launch.environment import BOOT_ID
@@ -37,7 +37,7 @@ _LINKS_SHARE: Final = 0.3  # duration of the messages / duration of messages and
 
 
 class LoadSample(NamedTuple):
-    """Load of a machine: its one-minute load average (NaN: unknown), this job's threads on it, and its cores."""
+    """Load of a machine: its load average (NaN: unknown), and the numbers of its cores and of this job's threads."""
 
     load: float
     threads: int
@@ -68,18 +68,14 @@ def _machine(comm: Communicator) -> str:
 
 
 def busy_before(samples: Sequence[LoadSample]) -> str:
-    """Return a text on the load if other processes keep a machine busy, or "". ``samples``: one per machine. Local."""
+    """Return a text on the load if other processes keep a machine busy, or "". ``samples``: one per machine."""
     return _worst([(sample.load, sample) for sample in samples])
 
 
 def busy_meanwhile(
     before: Sequence[LoadSample], after: Sequence[LoadSample], seconds: float, spread: float | None
 ) -> str:
-    """Return a text that describes the load if other processes kept a machine busy, or "". Local.
-
-    ``before``, ``after``: load of each machine, sampled ``seconds`` apart. ``spread``: variation of repeated
-    measurements (mean / first quartile - 1), or None if unknown.
-    """
+    """Return a text if other processes kept a machine busy between the loads ``before`` and ``after``, or ""."""
     loads = []
     for old, new in zip(before, after, strict=True):
         load = new.load
@@ -104,10 +100,7 @@ def _worst(loads: Sequence[tuple[float, LoadSample]]) -> str:
 
 
 def write_points(path: Path, calibration: CalibrationPoints, provenance: Mapping[str, Any]) -> None:
-    """Write the measurements ``calibration`` to the new HDF5 file ``path``. Raises StorageError. Local.
-
-    After an error, no file remains. ``provenance``: attributes of the file that describe its origin.
-    """
+    """Write a calibration to the new HDF5 file ``path``, with the attributes ``provenance``. Raises StorageError."""
     attributes = {**provenance, **asdict(calibration.machine), "measured_in_s": calibration.seconds}
     with FORMAT.edit(path, {**attributes, "busy": calibration.busy}) as file:
         for dtype, products in calibration.products.items():
@@ -147,34 +140,34 @@ def _table(group: Any, points: Sequence[Any], **fields: str) -> None:
 
 
 def run(
-    comm: Communicator, request: CalibrationRequest, mpi_library: str, processor: str, echo: calibrate_links.Report
+    comm: Communicator,
+    request: CalibrationRequest,
+    mpi_library: str,
+    processor: str,
+    print_line: calibrate_links.Report,
 ) -> CalibrationPoints:
-    """Run the calibration ``request``, and return the measurements on all ranks. Collective over ``comm``.
-
-    ``mpi_library``, ``processor``: names of the MPI library and of a CPU core, to store. ``echo``: function that prints
-    a message on rank 0.
-    """
+    """Run the calibration ``request``. Return the measurements on all ranks. Collective over ``comm``."""
     begin_s = time.perf_counter()
     threads = threads_of_rank()
     before = sample_load(comm, threads)
 
     def report(text: str) -> None:
         if comm.rank == 0:
-            echo(text)
+            print_line(text)
 
     if busy := busy_before(before):
         report(f"warning: the machine is busy: {busy}; the results will be of its free capacity")
     products = {}
     for dtype in request.dtypes:
         report(f"products of {dtype} matrices")
-        products[dtype] = device.products(comm, dtype, request.on, request.seconds)
+        products[dtype] = device_speed.products(comm, dtype, request.on, request.seconds)
     report("copies and sums")
-    moves = device.moves(comm, request.on, _MOVES_SHARE * request.seconds)
+    moves = device_speed.moves(comm, request.on, _MOVES_SHARE * request.seconds)
     models = []
     for config, context, batches in request.models:
         for samples in batches:
             report(f"a GPT of hidden size {config.hidden}, {samples} samples of {context} tokens")
-            models.append(device.model(comm, config, context, samples, request.on))
+            models.append(device_speed.model(comm, config, context, samples, request.on))
     bounds, links_s = (request.least_bytes, request.most_bytes), _LINKS_SHARE * request.seconds
     links = calibrate_links.links(comm, bounds, links_s, request.on, report)
     collectives = calibrate_links.of_collectives(
@@ -199,16 +192,13 @@ def run(
     )
 
 
-def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> CalibratedMachine:
-    """Return a description of this machine and of rank 0's device. Collective.
-
-    ``on``: "cpu" or "gpu". ``mpi_library``, ``processor``: names of the MPI library and of a CPU core.
-    """
+def machine(comm: Communicator, device_kind: str, mpi_library: str, processor: str) -> CalibratedMachine:
+    """Return a description of this machine and of rank 0's device, a "cpu" or a "gpu". Collective."""
     nodes, threads = comm.nodes(), threads_of_rank()
     ranks_per_host = max(len(members) for members in nodes.members)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     device, memory_bytes, devices = processor, host_bytes, len(os.sched_getaffinity(0))
-    if on == "gpu":
+    if device_kind == "gpu":
         from hpcdist.arrays.gpu import device as gpus  # late: only with a GPU
 
         properties = gpus.cupy().cuda.runtime.getDeviceProperties(gpus.index())
@@ -218,7 +208,7 @@ def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> Ca
         memory_bytes = host_bytes // devices
     return CalibratedMachine(
         device=device,
-        on=on,
+        on=device_kind,
         hosts=nodes.count,
         ranks_per_host=ranks_per_host,
         devices_per_host=max(ranks_per_host, devices),
@@ -231,6 +221,6 @@ def machine(comm: Communicator, on: str, mpi_library: str, processor: str) -> Ca
 
 
 def threads_of_rank() -> int:
-    """Return the number of BLAS threads of this rank: from the environment, or all of its cores. Local."""
+    """Return the number of BLAS threads of this rank: from the environment, else the number of its cores. Local."""
     setting = next((os.environ[name] for name in THREAD_VARIABLES if os.environ.get(name, "").isdigit()), "")
     return max(1, int(setting)) if setting else len(os.sched_getaffinity(0))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import StorageError
+from hpcdist.telemetry import event_stream, jsonl
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import RunInfo
+from hpcdist.telemetry.jsonl import FILE, JsonLines
 from hpcdist.telemetry.metrics.observations import KINDS, RunEvent
-from hpcdist.telemetry.sinks import jsonl, stream
-from hpcdist.telemetry.sinks.jsonl import FILE, JsonLines
-from hpcdist.telemetry.sinks.stream import RunInfo
 
 ON = TelemetryConfig(jsonl=True)
 
@@ -163,8 +163,8 @@ def test_kill_loses_at_most_the_last_line(tmp_path):
     code = f"""
 from pathlib import Path
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.sinks.jsonl import JsonLines
-from hpcdist.telemetry.sinks.stream import RunEvent, RunInfo
+from hpcdist.telemetry.jsonl import JsonLines
+from hpcdist.telemetry.event_stream import RunEvent, RunInfo
 sink = JsonLines(RunInfo("a", Path({str(tmp_path)!r}), "", 1, 1, ""), TelemetryConfig(jsonl=True))
 step = 0
 while True:
@@ -208,7 +208,7 @@ def full_disk(monkeypatch, room):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data[:room])
 
-    monkeypatch.setattr(stream.os, "write", short)
+    monkeypatch.setattr(event_stream.os, "write", short)
 
 
 @pytest.mark.parametrize("room", [0, 17])
@@ -227,7 +227,7 @@ def test_disk_that_fills_up_keeps_complete_lines(tmp_path, monkeypatch, room):
 
 def test_number_of_pending_events_is_bounded(tmp_path, monkeypatch):
     sink = JsonLines(run_in(tmp_path), ON)
-    monkeypatch.setattr(stream, "PENDING_BYTES", 1000)
+    monkeypatch.setattr(event_stream, "PENDING_BYTES", 1000)
     with monkeypatch.context() as patched:
         full_disk(patched, 0)
         for number in range(1, 101):

@@ -6,7 +6,7 @@ import pytest
 
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import datasets
-from hpcdist.telemetry.metrics import sampling, step_metrics
+from hpcdist.telemetry.metrics import side_tables, step_metrics
 from hpcdist.telemetry.metrics.step_metrics import MetricsWriter
 
 
@@ -20,7 +20,7 @@ def write(path, steps, ranks, rng):
 
 def test_small_run_is_read_completely(tmp_path, rng):
     write(tmp_path / "metrics.h5", 30, 3, rng)
-    result, whole = sampling.read(tmp_path / "metrics.h5"), step_metrics.read(tmp_path / "metrics.h5")
+    result, whole = side_tables.read(tmp_path / "metrics.h5"), step_metrics.read(tmp_path / "metrics.h5")
     assert result.complete and result.tables == {} and result.sample.attributes == whole.attributes
     for name, column in whole.steps.items():
         assert np.array_equal(result.sample.steps[name], column)
@@ -30,7 +30,7 @@ def test_small_run_is_read_completely(tmp_path, rng):
 def test_large_run_is_sampled_evenly(tmp_path, rng, monkeypatch):
     monkeypatch.setattr("hpcdist.hdf5.datasets.CHUNK_BYTES", 4 * 8 * 5)  # 4 rows of 5 ranks in a chunk
     write(tmp_path / "metrics.h5", 1001, 5, rng)
-    result = sampling.read(tmp_path / "metrics.h5", wide_bytes=100 * 5 * 8)
+    result = side_tables.read(tmp_path / "metrics.h5", wide_bytes=100 * 5 * 8)
     with h5py.File(tmp_path / "metrics.h5") as file:
         assert file["steps/step_s"].chunks[0] == 4
     assert not result.complete and 80 <= len(result.chosen) <= 104
@@ -60,11 +60,11 @@ def test_foreign_or_damaged_file_is_rejected(tmp_path):
     with h5py.File(path, "w") as file:
         file.attrs["schema"] = "somebody.else"
     with pytest.raises(StorageError, match="schema"):
-        sampling.read(path)
+        side_tables.read(path)
     path.write_bytes(b"\x89HDF\r\n\x1a\n" + b"\0" * 100)
     with pytest.raises(StorageError):
-        sampling.read(path)
+        side_tables.read(path)
     with h5py.File(path, "w") as file:
         file.attrs.update({"schema": step_metrics.SCHEMA, "schema_version": 1})
     with pytest.raises(StorageError, match="damaged"):
-        sampling.read(path)
+        side_tables.read(path)

@@ -1,7 +1,7 @@
-"""Chrome trace format (also Perfetto) of a timeline: a process for each node, two or more threads for each rank.
+"""Outputs of a trace: the file in the Chrome trace format (also for Perfetto), and the plot of one step.
 
-The bars of a thread must nest, so overlapping calls use further threads. Times are in microseconds since the begin of
-the trace, to the nanosecond.
+The file has a process for each node, and two or more threads for each rank. The bars of a thread must nest, so
+overlapping calls use further threads. Times are in microseconds since the begin of the trace, to the nanosecond.
 """
 
 import gzip
@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from hpcdist.errors import StorageError
-from hpcdist.reporting import atomic
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting import atomic, plotting
+from hpcdist.reporting.plotting import GanttBar, GanttStyle
+from hpcdist.telemetry.trace import summary as traces
+from hpcdist.telemetry.trace.critical_path import PathSegment
 from hpcdist.telemetry.trace.rank_log import RecordedCall
 from hpcdist.telemetry.trace.summary import Trace, clock_figures
-from hpcdist.telemetry.trace.timeline import RunTimeline, hosts
+from hpcdist.telemetry.trace.timeline import RunTimeline, TimelinePiece, hosts
 
 # Threads of a rank are (rank + 1) * THREADS + n: n from 0 for spans, from COMMUNICATES for blocking calls, from
 # NONBLOCKING for other calls.
@@ -54,7 +57,7 @@ class _Row:
 
 
 def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
-    """Return a row number for each bar (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
+    """Return a row number for each (begin, end) in the sorted ``bars``. Bars in one row are disjoint or nested."""
     stacks: list[list[int]] = []
     numbers = []
     for begin, end in bars:
@@ -174,11 +177,11 @@ def _sending(timeline: RunTimeline, ranks: Sequence[int], pid: int, zero: int) -
         yield {"ph": "C", "name": SENDING, "pid": pid, "ts": (ns - zero) / 1000, "args": {"bytes": in_flight}}
 
 
-def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of the trace file: description ``about`` of the run, clock corrections, and notes."""
+def metadata(trace: Trace, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of the trace file: a ``description`` of the run, clock corrections, and notes."""
     return {
         "run": str(trace.run_dir),
-        **about,
+        **description,
         "world": trace.world,
         "ranks": sorted(trace.timeline.lines),
         "steps": list(trace.timeline.steps),
@@ -189,15 +192,15 @@ def metadata(trace: Trace, about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
-    """Write the trace, with metadata ``about`` the run, to ``file`` (.gz: compressed). Return the number of events."""
+def write(trace: Trace, file: Path, description: Mapping[str, Any]) -> int:
+    """Write the trace and a ``description`` of the run to ``file`` (.gz: compressed). Return the number of events."""
     try:
         with (
             atomic.replacing(file) as raw,
-            gzip.open(raw, "wb") if file.suffix == ".gz" else nullcontext(raw) as whole,
-            io.TextIOWrapper(whole, encoding="utf-8") as out,
+            gzip.open(raw, "wb") if file.suffix == ".gz" else nullcontext(raw) as compressed,
+            io.TextIOWrapper(compressed, encoding="utf-8") as out,
         ):
-            count = _write(out, events(trace.timeline), metadata(trace, about))
+            count = _write(out, events(trace.timeline), metadata(trace, description))
     except OSError as error:
         raise StorageError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
     return count
@@ -211,3 +214,100 @@ def _write(out: IO[str], trace_events: Iterable[Mapping[str, Any]], about: Mappi
         count += 1
     out.write("\n]}\n")
     return count
+
+
+ROWS: Final = 32  # largest number of ranks; those on the critical path and with the longest waits are drawn
+STYLES: Final = {
+    "forward": GanttStyle("#b9d6ea"),
+    "backward": GanttStyle("#6ba3cf"),
+    "compute": GanttStyle("#8fb8d4"),
+    "update": GanttStyle("#2f6690"),
+    "communication": GanttStyle("#f2a65a"),
+    "waits": GanttStyle("#fbe3cb"),
+    "data": GanttStyle("#8ab17d"),
+    "checkpoint": GanttStyle("#6d597a"),
+    "validation": GanttStyle("#b56576"),
+    "other": GanttStyle("#d9d9d9"),
+}
+MEANINGS: Final = {
+    "compute": "computes",
+    "waits": "waits for another rank",
+    "data": "waits for data",
+    "other": "between operations",
+}
+_WIDE: Final = 14.0  # inches
+_PATH: Final = "#222222"
+
+
+def draw(trace: Trace, file: Path) -> int:
+    """Plot a step, whose critical path has the median length. Return its number. Raises UsageError without steps."""
+    matplotlib = plotting.check_plot(file)
+    if not trace.paths:
+        raise UsageError(f"{trace.run_dir} has no complete record of any selected step; select other steps")
+    drawn = sorted(trace.paths, key=lambda path: path.took_ns)[(len(trace.paths) - 1) // 2]
+    step_trace = traces.of_step(trace, drawn.step)
+    rows = _rows(step_trace, drawn.links)
+    figure = matplotlib.Figure(figsize=(_WIDE, 1.6 + 0.34 * max(3, len(rows))), layout="constrained")
+    axes = figure.subplots()
+    zero = min(line.steps[drawn.step][0] for line in step_trace.timeline.lines.values())
+    end = max(line.steps[drawn.step][1] for line in step_trace.timeline.lines.values())
+    unit, scale = ("ms", 1e6) if end - zero < 10_000_000_000 else ("s", 1e9)
+    bars = [bar for row, rank in enumerate(rows) for bar in _bars(row, step_trace.pieces[rank], zero, scale)]
+    used = plotting.draw_gantt(axes, bars, STYLES)
+    path = _path(axes, drawn.links, rows, zero, scale)
+    axes.set_xlim(0, (end - zero) / scale)
+    plotting.label_rows(axes, [f"rank {rank}" for rank in rows])
+    axes.set_xlabel(f"time in the step ({unit})")
+    left_out = len(step_trace.timeline.lines) - len(rows)
+    title = f"{trace.run_dir.name}, step {drawn.step}: {drawn.took_ns / scale:.4g} {unit}"
+    axes.set_title(title + (f" ({left_out} ranks not drawn)" if left_out else ""), fontsize=10, loc="left")
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    handles = [*plotting.kind_handles(used, STYLES, MEANINGS), path]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
+    plotting.save(figure, file)
+    return drawn.step
+
+
+def _rows(trace: Trace, links: Sequence[PathSegment]) -> list[int]:
+    ranks = sorted(trace.timeline.lines)
+    if len(ranks) <= ROWS:
+        return ranks
+    weight: dict[int, int] = defaultdict(int)
+    for link in links:
+        weight[link.rank] += 1000 * link.took_ns
+    for (rank, by), ns in trace.waits.items():
+        weight[rank] += ns
+        weight[by] += ns
+    return sorted(sorted(ranks, key=lambda rank: -weight[rank])[:ROWS])
+
+
+def _bars(row: int, pieces: Sequence[TimelinePiece], zero: int, scale: float) -> Iterator[GanttBar]:
+    for piece in pieces:
+        edges_ns = (piece.begin_ns, piece.begin_ns + piece.waited_ns, piece.end_ns)
+        begin, works, end = ((ns - zero) / scale for ns in edges_ns)
+        if works > begin:
+            yield GanttBar(row, begin, works, "waits")
+        if end > works:
+            yield GanttBar(row, works, end, _kind(piece))
+
+
+def _kind(piece: TimelinePiece) -> str:
+    if piece.phase != "compute":
+        return piece.phase
+    first = piece.name.partition("_")[0].lower()
+    return first if first in ("forward", "backward") and " to " not in piece.name else "compute"
+
+
+def _path(axes: Any, links: Sequence[PathSegment], rows: Sequence[int], zero: int, scale: float) -> Any:
+    heights = {rank: number + 0.44 for number, rank in enumerate(rows)}
+    xs: list[float] = []
+    ys: list[float] = []
+    for number, link in enumerate(links):
+        if link.rank not in heights:
+            continue
+        # A transfer begins on the previous rank of the path.
+        source = links[number - 1].rank if link.travels and number else link.rank
+        xs += [(link.begin_ns - zero) / scale, (link.end_ns - zero) / scale]
+        ys += [heights.get(source, heights[link.rank]), heights[link.rank]]
+    return axes.plot(xs, ys, color=_PATH, linewidth=1.4, solid_capstyle="round", zorder=3, label="critical path")[0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcdist.reporting import plotting as draw
 from hpcdist.telemetry.metrics.observations import ObservedSeries
-from hpcdist.telemetry.metrics.sampling import SampledMetrics
+from hpcdist.telemetry.metrics.side_tables import SampledMetrics
 from hpcdist.telemetry.page.run_data import RunData
 
 POINTS: Final = 2000  # largest number of points of a line
@@ -17,7 +17,7 @@ BINS: Final = 400  # largest number of bins of an area
 
 
 def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `POINTS` points of the line ``x``, ``y``: the minimum and maximum of ``y`` in each interval."""
+    """Return at most `POINTS` points of the line (``x``, ``y``): the extremes of ``y`` in intervals of ``x``."""
     if len(x) <= POINTS:
         return x, y
     parts = (POINTS - 2) // 2
@@ -37,15 +37,12 @@ def decimate(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bin_edges(x: np.ndarray, bins: int = BINS) -> np.ndarray:
-    """Split the n rows of ``x`` evenly into at most ``bins`` bins. Return the first row of each bin, followed by n."""
+    """Split the rows of ``x`` into at most ``bins`` equal bins. Return the first row of each bin, then len(x)."""
     return np.unique(np.linspace(0, len(x), min(bins, len(x)) + 1).astype(np.int64))
 
 
 def means(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the mean over the rows of each bin, ignoring NaN. ``edges`` is the result of `bin_edges`.
-
-    ``values`` of shape (n,) give a result of shape (bins,), and (n, ranks) gives (bins, ranks).
-    """
+    """Return the mean of the rows of ``values`` in each bin, ignoring NaN. ``edges``: result of `bin_edges`."""
     finite = np.isfinite(values)
     sums = np.add.reduceat(np.where(finite, values, 0.0), edges[:-1], axis=0)
     count = np.add.reduceat(finite.astype(np.float64), edges[:-1], axis=0)
@@ -65,7 +62,7 @@ def median(values: np.ndarray) -> np.ndarray:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the moving mean of the last ``window`` elements of ``values``, ignoring NaN. The first means use fewer."""
+    """Return the moving mean of the last ``window`` elements at each element of ``values``. NaN is ignored."""
     if window <= 1 or not len(values):
         return values
     finite = np.isfinite(values)
@@ -121,11 +118,11 @@ def mark_resumes(axes: Any, data: RunData, from_step: int = 0) -> None:
         axes.axvline(step, color=draw.MUTED, linewidth=0.7, alpha=0.8, linestyle=(0, (4, 3)))
 
 
-def label_step_axis(axes: Any, what: str) -> None:
-    """Label the x axis with "step" and the y axis with ``what``."""
+def label_step_axis(axes: Any, y_label: str) -> None:
+    """Label the x axis with "step" and the y axis with ``y_label``."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_ylabel(what)
+    axes.set_ylabel(y_label)
     axes.set_xlabel("step")
     axes.margins(x=0.01)
     low, high = axes.get_xlim()

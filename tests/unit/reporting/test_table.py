@@ -4,7 +4,7 @@ import csv
 import io
 from types import SimpleNamespace
 
-from hpcdist.reporting.figures import Catalogue, Figure
+from hpcdist.reporting.table import Catalogue, Figure
 
 TABLE = Catalogue(
     Figure("name", lambda row: row.name, title="configuration"),

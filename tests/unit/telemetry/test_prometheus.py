@@ -19,14 +19,14 @@ from harness import jobs
 from harness.jobs import LIMIT_S, until
 from harness.marks import cases
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
+from hpcdist.telemetry import prometheus as module
 from hpcdist.telemetry import provenance
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import EventStream, RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
-from hpcdist.telemetry.sinks import prometheus as module
-from hpcdist.telemetry.sinks.prometheus import RESTORED, PrometheusSink
-from hpcdist.telemetry.sinks.stream import EventStream, RunInfo
+from hpcdist.telemetry.prometheus import RESTORED, PrometheusSink
 
 pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families

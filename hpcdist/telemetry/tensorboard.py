@@ -20,9 +20,9 @@ from hpcdist.constants import RECIPE_FILE
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.reporting import regular
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import AppendOnlyFile, RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
-from hpcdist.telemetry.sinks.stream import AppendOnlyFile, RunInfo
 
 DIRECTORY: Final = "tensorboard"
 CURE: Final = "free space, or set telemetry.tensorboard = false"
@@ -52,21 +52,21 @@ def crc32c(records: Sequence[bytes]) -> np.ndarray:
     going_on = np.searchsorted(-lengths[order], -np.arange(longest), side="left")
     remainder = np.full(len(records), 0xFFFFFFFF, np.uint32)
     for column, count in zip(columns, going_on, strict=True):
-        part = remainder[:count]
-        remainder[:count] = table[(part ^ column[:count]) & 0xFF] ^ (part >> np.uint32(8))
+        remainders = remainder[:count]
+        remainder[:count] = table[(remainders ^ column[:count]) & 0xFF] ^ (remainders >> np.uint32(8))
     crcs = np.empty_like(remainder)
     crcs[order] = remainder ^ np.uint32(0xFFFFFFFF)
     return crcs
 
 
 def masked(crcs: np.ndarray) -> np.ndarray:
-    """Return the uint32 checksums ``crcs`` masked as in TFRecord files: rotated by 15 bits, plus a constant."""
+    """Return the checksums ``crcs`` (uint32), masked as in TFRecord files."""
     rotated = (crcs >> np.uint32(15)) | (crcs << np.uint32(17))
     return (rotated.astype(np.uint64) + MASK_DELTA).astype(np.uint32)
 
 
 class TensorBoard:
-    """Sink that writes TensorBoard event files, one per start of a run. Raises StorageError, MissingCapabilityError."""
+    """Sink that writes TensorBoard event files, one per start of a run. Raises StorageError."""
 
     name = "TensorBoard"
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from hpcdist.telemetry.event_stream import EventStream
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
-from hpcdist.telemetry.sinks.stream import EventStream
 
 
 class Keeping:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpcdist.bench.calibrate import links as borders
-from hpcdist.bench.calibrate.device import sizes
+from hpcdist.bench import link_speed as borders
+from hpcdist.bench.device_speed import sizes
 
 OCTAVES = sizes(1 << 10, 1 << 20)
 

@@ -11,8 +11,8 @@ from hpcdist.reporting.plotting import Chart, GanttBar, GanttStyle
 from hpcdist.reporting.units import counted
 from hpcdist.telemetry.metrics.quantities import PHASES, mean_over_ranks, most_over_ranks
 from hpcdist.telemetry.metrics.run_figures import ENTROPIES
-from hpcdist.telemetry.metrics.sampling import SampledMetrics
-from hpcdist.telemetry.page.charts import series
+from hpcdist.telemetry.metrics.side_tables import SampledMetrics
+from hpcdist.telemetry.page import chart_series
 from hpcdist.telemetry.page.energy_data import RankLane, StepSpans, finite_number
 from hpcdist.telemetry.page.run_data import RunData
 
@@ -39,7 +39,7 @@ def _loss(data: RunData) -> Chart:
         return Chart("loss", title, reason=data.reason, wide=True)
     steps = run.steps["step"]
     last = data.figures["train_loss_mean"]
-    alt = f"Training loss over {int(steps[-1]):,} steps, {series.format_value(last)}{_unit(data)} at the end"
+    alt = f"Training loss over {int(steps[-1]):,} steps, {chart_series.format_value(last)}{_unit(data)} at the end"
     caption = "Thin: each step. " if _window(len(steps)) > 1 else ""
     if any(name in data.attributes for name in ENTROPIES):
         caption += "Horizontals: entropies of the training data, which a table of counts can reach."
@@ -53,29 +53,26 @@ def _end(data: RunData) -> list[Chart]:
     if data.run is None or len(data.run.steps["step"]) < 40:
         return []
     loss = data.run.steps["loss"]
-    mean = series.smooth(loss, _window(len(loss)))
-    alt = f"Loss of the second half of the steps, {series.format_value(_last(mean))}{_unit(data)} at the end"
+    mean = chart_series.smooth(loss, _window(len(loss)))
+    alt = f"Loss of the second half of the steps, {chart_series.format_value(_last(mean))}{_unit(data)} at the end"
     drawing = draw.draw_svg("end", lambda axes: draw_loss(axes, data, len(loss) // 2))
     return [Chart("end", "Loss, second half", drawing, alt=alt)]
 
 
 def draw_loss(axes: Any, data: RunData, first: int = 0) -> None:
-    """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss.
-
-    If ``first`` is 0, horizontal lines show the n-gram entropies of the training text.
-    """
+    """Draw the training loss from table row ``first`` on, its moving mean, and the validation loss."""
     assert data.run is not None
     rows, evaluations = data.run.steps, data.run.sample.evaluations
     steps, loss, window = rows["step"][first:], rows["loss"][first:], _window(len(rows["step"]))
     since = int(steps[0]) if first else 0
     pale = {"color": draw.SKY, "linewidth": 0.7, "alpha": 0.7} if window > 1 else {"color": draw.BLUE}
-    axes.plot(*series.decimate(steps, loss), **pale, label="training")
+    axes.plot(*chart_series.decimate(steps, loss), **pale, label="training")
     if window > 1:
-        mean = series.smooth(rows["loss"], window)[first:]
-        axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
+        mean = chart_series.smooth(rows["loss"], window)[first:]
+        axes.plot(*chart_series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
     late = evaluations["step"] >= since
     if late.any():
-        seen = series.decimate(evaluations["step"][late], evaluations["val_loss"][late])
+        seen = chart_series.decimate(evaluations["step"][late], evaluations["val_loss"][late])
         marker = "o" if len(seen[0]) < MIN_SMOOTHED_STEPS else ""
         axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
     entropies = {} if first else {key: finite_number(data.attributes.get(key)) for key in ENTROPIES}
@@ -83,10 +80,10 @@ def draw_loss(axes: Any, data: RunData, first: int = 0) -> None:
         if value is not None:
             name = f"{key.removesuffix('_nats')} entropy {value:.2f}"
             axes.axhline(value, color=draw.MUTED, linestyle=stroke, linewidth=0.8, label=name)
-    series.mark_resumes(axes, data, since)
+    chart_series.mark_resumes(axes, data, since)
     marks = [value for value in entropies.values() if value is not None]
     _limits_of_loss(axes, loss, evaluations["val_loss"][late], marks)
-    series.label_step_axis(axes, "loss (nats)" if _unit(data) else "loss")
+    chart_series.label_step_axis(axes, "loss (nats)" if _unit(data) else "loss")
     draw.legend(axes, 4 if first else 7)
 
 
@@ -117,10 +114,10 @@ def _rate(data: RunData) -> Chart:
     steps, rate = data.run.steps["step"], data.run.steps["learning_rate"]
 
     def picture(axes: Any) -> None:
-        axes.plot(*series.decimate(steps, rate), color=draw.GREEN)
-        series.mark_resumes(axes, data)
+        axes.plot(*chart_series.decimate(steps, rate), color=draw.GREEN)
+        chart_series.mark_resumes(axes, data)
         axes.set_ylim(bottom=0)
-        series.label_step_axis(axes, "learning rate")
+        chart_series.label_step_axis(axes, "learning rate")
 
     alt = f"Learning rate over the steps, highest {np.nanmax(rate):.3g}, last {rate[-1]:.3g}"
     return Chart("rate", "Learning rate", draw.draw_svg("rate", picture), alt=alt)
@@ -135,10 +132,10 @@ def _routers(data: RunData) -> list[Chart]:
     def lines(*drawn: tuple[str, str, str], unit: str) -> Callable[[Any], None]:
         def picture(axes: Any) -> None:
             for name, label, colour in drawn:
-                axes.plot(*series.decimate(steps, rows[name]), color=colour, label=label)
-            series.mark_resumes(axes, data)
+                axes.plot(*chart_series.decimate(steps, rows[name]), color=colour, label=label)
+            chart_series.mark_resumes(axes, data)
             axes.set_ylim(bottom=0)
-            series.label_step_axis(axes, unit)
+            chart_series.label_step_axis(axes, unit)
             draw.legend(axes)
 
         return picture
@@ -147,7 +144,7 @@ def _routers(data: RunData) -> list[Chart]:
     choice = lines(
         ("entropy", "entropy of a token (nats)", draw.GREEN), ("dropped", "share dropped", draw.RED), unit="router"
     )
-    last = {name: series.format_value(float(values[-1])) for name, values in rows.items() if name != "step"}
+    last = {name: chart_series.format_value(float(values[-1])) for name, values in rows.items() if name != "step"}
     caption = "Of the busiest expert, over the mean load: 1 is even."
     alt = (
         f"Load of the busiest expert over the mean, {last['imbalance']} at the end, {last['worst']} in the worst layer"
@@ -168,26 +165,30 @@ def _throughput(data: RunData) -> Chart:
         return Chart("speed", title, reason="a file of the first version, which does not have the time of a step")
     slowest = most_over_ranks(np.where(rows["step_s"] > 0, rows["step_s"], np.nan))
     rate = rows["tokens"] / slowest
-    edges = series.bin_edges(rows["step"])
+    edges = chart_series.bin_edges(rows["step"])
     # Tokens over time, not a mean of rates: a slow step counts by its duration.
-    mean = series.means(np.where(np.isfinite(slowest), rows["tokens"], np.nan), edges) / series.means(slowest, edges)
+    mean = chart_series.means(np.where(np.isfinite(slowest), rows["tokens"], np.nan), edges) / chart_series.means(
+        slowest, edges
+    )
     at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
 
     counted_unit = data.speed_unit
 
     def picture(axes: Any) -> None:
-        if len(rate) > series.BINS:
-            axes.plot(*series.decimate(rows["step"], rate), color=draw.SKY, linewidth=0.5, alpha=0.6, label="each step")
+        if len(rate) > chart_series.BINS:
+            axes.plot(
+                *chart_series.decimate(rows["step"], rate), color=draw.SKY, linewidth=0.5, alpha=0.6, label="each step"
+            )
         axes.plot(at, mean, color=draw.BLUE, label="mean")
-        series.mark_resumes(axes, data)
+        chart_series.mark_resumes(axes, data)
         axes.set_ylim(0, draw.robust_upper_limit(rate, 99.5))
-        series.label_step_axis(axes, f"{counted_unit}/s")
+        chart_series.label_step_axis(axes, f"{counted_unit}/s")
         draw.format_thousands(axes.yaxis)
         draw.legend(axes)
 
-    speed = series.format_value(data.figures["tokens_per_s"], "{:,.0f}")
+    speed = chart_series.format_value(data.figures["tokens_per_s"], "{:,.0f}")
     alt = f"{counted_unit.capitalize()} per second over the steps, {speed} in the mean"
-    return Chart("speed", title, draw.draw_svg("speed", picture), series.rows_note(run), alt)
+    return Chart("speed", title, draw.draw_svg("speed", picture), chart_series.rows_note(run), alt)
 
 
 def _phases(data: RunData) -> Chart:
@@ -200,18 +201,18 @@ def _phases(data: RunData) -> Chart:
     caption = "Mean over the ranks that compute. Rest: data, logging, checkpoints and unmeasured time. "
     alt = "Time of a step by phase, stacked: " + ", ".join(f"{k} {np.nanmean(v):.3g} ms" for k, v in parts.items())
     drawing = draw.draw_svg("phases", lambda axes: draw_phases(axes, data))
-    return Chart("phases", title, drawing, caption + series.rows_note(run), alt)
+    return Chart("phases", title, drawing, caption + chart_series.rows_note(run), alt)
 
 
 def phase_times(run: SampledMetrics) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return arrays over bins of steps: the last step of each bin, and {phase: mean milliseconds in each bin}."""
     # Means are over the steps of a bin, and over all ranks except parameter servers.
-    rows, edges = run.sample.steps, series.bin_edges(run.sample.steps["step"])
+    rows, edges = run.sample.steps, chart_series.bin_edges(run.sample.steps["step"])
     works = np.nansum(rows["compute_s"], axis=0) > 0
-    parts = {name: series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
+    parts = {name: chart_series.means(mean_over_ranks(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
     if "step_s" in rows:
-        whole = series.means(mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
-        parts["rest"] = np.maximum(whole - np.sum([np.nan_to_num(part) for part in parts.values()], axis=0), 0)
+        step_ms = chart_series.means(mean_over_ranks(rows["step_s"][:, works]), edges) * 1e3
+        parts["rest"] = np.maximum(step_ms - np.sum([np.nan_to_num(part) for part in parts.values()], axis=0), 0)
     return rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)], parts
 
 
@@ -219,10 +220,10 @@ def draw_phases(axes: Any, data: RunData) -> None:
     """Draw the stacked times of the phases of a step."""
     assert data.run is not None
     at, parts = phase_times(data.run)
-    series.stack_areas(axes, at, parts, draw.PHASE_COLOURS)
-    series.mark_resumes(axes, data)
+    chart_series.stack_areas(axes, at, parts, draw.PHASE_COLOURS)
+    chart_series.mark_resumes(axes, data)
     axes.set_ylim(0, draw.robust_upper_limit(np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)))
-    series.label_step_axis(axes, "ms a step")
+    chart_series.label_step_axis(axes, "ms a step")
     draw.legend(axes)
 
 
@@ -235,9 +236,9 @@ def _ranks(data: RunData) -> Chart:
     ranks = np.flatnonzero(np.isfinite(compute).any(axis=0))
     if len(ranks) < 2:
         return Chart("ranks", title, reason="one rank computes: there is nothing to compare", wide=True)
-    edges = series.bin_edges(rows["step"], 200)
-    per_bin = series.medians(compute[:, ranks], edges)  # (bins, ranks)
-    ratio = per_bin / series.median(per_bin.T)[:, None]
+    edges = chart_series.bin_edges(rows["step"], 200)
+    per_bin = chart_series.medians(compute[:, ranks], edges)  # (bins, ranks)
+    ratio = per_bin / chart_series.median(per_bin.T)[:, None]
     groups = np.array_split(np.arange(len(ranks)), min(MAX_RANK_ROWS, len(ranks)))
     worst = np.array([np.where(np.isnan(ratio[:, group]), -np.inf, ratio[:, group]).max(axis=1) for group in groups])
     worst[~np.isfinite(worst)] = np.nan
@@ -249,7 +250,7 @@ def _ranks(data: RunData) -> Chart:
         # A rank that is always slow sets the scale, a single slow moment does not.
         off = np.abs(worst - 1)
         finite = off[np.isfinite(off)]
-        always = series.median(off.T)
+        always = chart_series.median(off.T)
         far = max(np.percentile(finite, 99), always[np.isfinite(always)].max()) if finite.size else 0.1
         span = float(np.clip(far, 0.05, 1.0))
         norm = TwoSlopeNorm(1.0, 1 - span, 1 + span)
@@ -257,8 +258,8 @@ def _ranks(data: RunData) -> Chart:
             worst, aspect="auto", interpolation="nearest", cmap="PuOr_r", norm=norm, extent=limits, origin="upper"
         )
         axes.grid(False)
-        series.mark_resumes(axes, data)
-        series.label_step_axis(axes, "rank")
+        chart_series.mark_resumes(axes, data)
+        chart_series.label_step_axis(axes, "rank")
         axes.yaxis.get_major_locator().set_params(integer=True)
         bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
         bar.set_label("time / median rank")
@@ -266,11 +267,12 @@ def _ranks(data: RunData) -> Chart:
 
     slowest, imbalance = data.figures.get("slowest_rank"), data.figures.get("imbalance")
     together = f" A row is the slowest of up to {len(groups[0])} ranks." if len(groups) < len(ranks) else ""
-    caption = f"Over the median rank of that time, without waiting; orange is slower.{together} " + series.rows_note(
-        run
+    caption = (
+        f"Over the median rank of that time, without waiting; orange is slower.{together} "
+        + chart_series.rows_note(run)
     )
     alt = f"Compute time of {len(ranks)} ranks over the steps; rank {slowest} is slowest, "
-    alt += f"{series.format_value(imbalance, '{:.2f}')} times the median rank"
+    alt += f"{chart_series.format_value(imbalance, '{:.2f}')} times the median rank"
     size = (draw.WIDE[0], float(np.clip(1.2 + 0.16 * len(groups), 2.0, 4.2)))
     return Chart("ranks", title, draw.draw_svg("ranks", picture, size), caption, alt, wide=True)
 
@@ -297,7 +299,7 @@ def _step(data: RunData) -> Chart:
         font = {"va": "center_baseline", "fontsize": 6.5, "color": draw.PAPER}
         character = NAMED_SHARE * step.seconds * 1e3
         draw.draw_gantt(axes, bars, LANE_STYLES, edge=draw.PAPER, character=character, font=font)
-        draw.label_rows(axes, [f"rank {lane.rank}" for lane in step.lanes], most=16)
+        draw.label_rows(axes, [f"rank {lane.rank}" for lane in step.lanes], max_labels=16)
         axes.set_xlim(0, step.seconds * 1e3)
         axes.set_xlabel("ms since the first rank began the step")
         axes.grid(axis="y", visible=False)

@@ -21,10 +21,10 @@ from typing import Any, Final, Protocol
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
 from hpcdist.telemetry.metrics.quantities import COUNTER, QUANTITIES
-from hpcdist.telemetry.sinks.stream import RunInfo
 
 # Totals that a resumed run restores from its checkpoint; other totals begin at zero with each start.
 RESTORED: Final = frozenset(
@@ -34,7 +34,7 @@ INFO: Final = quantities.PREFIX + "job_info"
 
 
 class CounterTotals:
-    """Totals of the counters, stored in ``path``, so that exported values do not fall when the run starts again."""
+    """Totals of the counters, stored in ``path``. Exported values therefore do not fall when the run starts again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,7 +56,7 @@ class CounterTotals:
 
 
 class LatestFigures:
-    """Latest values of all metrics, as a prometheus_client collector that another thread may read."""
+    """Latest values of all metrics, as a collector of prometheus_client. Another thread may read them."""
 
     # Metrics have the labels ``run``, ``jobid`` (without a job, the run's name), and at most one other label. Only the
     # metric `INFO` has labels with the owner of the job.
@@ -115,7 +115,7 @@ def job_identity(run: RunInfo) -> str:
 
 
 def write_atomically(path: Path, content: bytes, cure: str) -> None:
-    """Replace the content of ``path`` atomically. Raises StorageError; ``cure``: advice at the end of its message."""
+    """Replace ``path`` by ``content`` atomically. Raises StorageError with the advice ``cure``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path) as file:
@@ -142,11 +142,7 @@ class _Exporter(Protocol):
 
 
 class PrometheusSink:
-    """Sink that exports the latest figures of a run to Prometheus.
-
-    Raises MissingCapabilityError without prometheus_client, ConfigurationError for an unusable port or gateway, and
-    StorageError for an unwritable directory.
-    """
+    """Sink that exports the latest figures of a run to Prometheus. Raises HpcdistError if it cannot work."""
 
     name = "Prometheus"
 

@@ -19,10 +19,7 @@ _PROBE: Final = b" " * 4096
 
 
 class AppendOnlyFile:
-    """File to which one thread appends whole records. Methods raise StorageError if the file cannot be written.
-
-    Records that could not be written are kept, and the next `append` writes them first.
-    """
+    """File to which one thread appends records. Records that could not be written are kept for the next `append`."""
 
     # ``cure``: advice in the errors. ``header``: start of an empty file. At most `PENDING_BYTES` of records are kept.
     def __init__(self, path: Path, cure: str, header: bytes = b"") -> None:
@@ -46,9 +43,9 @@ class AppendOnlyFile:
         if self._header and os.fstat(self._descriptor).st_size == 0:
             self._write(self._header)
 
-    def append(self, piece: bytes) -> None:
-        """Append the bytes ``piece`` to the file with one write(2), so that readers rarely see an incomplete piece."""
-        self._pending.append(piece)
+    def append(self, record: bytes) -> None:
+        """Append the bytes ``record`` with one write(2), so that readers rarely see an incomplete record."""
+        self._pending.append(record)
         while len(self._pending) > 1 and sum(map(len, self._pending)) > PENDING_BYTES:
             del self._pending[0]
         try:

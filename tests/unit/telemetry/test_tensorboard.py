@@ -8,12 +8,12 @@ import pytest
 
 from harness import jobs
 from hpcdist.errors import MissingCapabilityError, StorageError
+from hpcdist.telemetry import tensorboard
 from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.event_stream import RunInfo
 from hpcdist.telemetry.metrics import quantities
 from hpcdist.telemetry.metrics.observations import RunEvent
-from hpcdist.telemetry.sinks import tensorboard
-from hpcdist.telemetry.sinks.stream import RunInfo
-from hpcdist.telemetry.sinks.tensorboard import DIRECTORY, TensorBoard, tag
+from hpcdist.telemetry.tensorboard import DIRECTORY, TensorBoard, tag
 
 pytest.importorskip("tensorboardX")
 
@@ -138,8 +138,8 @@ def test_sink_does_not_import_torch(tmp_path):
 import sys
 from pathlib import Path
 from hpcdist.telemetry.config import TelemetryConfig
-from hpcdist.telemetry.sinks.stream import RunInfo
-from hpcdist.telemetry.sinks.tensorboard import TensorBoard
+from hpcdist.telemetry.event_stream import RunInfo
+from hpcdist.telemetry.tensorboard import TensorBoard
 assert "tensorboardX" not in sys.modules
 TensorBoard(RunInfo("a", Path({str(tmp_path)!r}), "", 1, 1, ""), TelemetryConfig(tensorboard=True)).close(True)
 print("torch" in sys.modules)
@@ -152,7 +152,7 @@ def test_full_disk_is_reported_before_the_first_step(tmp_path, monkeypatch):
     (tmp_path / DIRECTORY).mkdir()
     name = "events.out.tfevents.1770000000.0000.hpcdist"
     (tmp_path / DIRECTORY / name).symlink_to("/dev/full")
-    monkeypatch.setattr("hpcdist.telemetry.sinks.tensorboard._new_file", lambda run: tmp_path / DIRECTORY / name)
+    monkeypatch.setattr("hpcdist.telemetry.tensorboard._new_file", lambda run: tmp_path / DIRECTORY / name)
     with pytest.raises(StorageError, match=r"No space left on device; free space, or set telemetry.tensorboard"):
         TensorBoard(run_in(tmp_path), ON)
 

@@ -9,7 +9,7 @@ from hpcdist.reporting import plotting as draw
 from hpcdist.reporting.plotting import Chart
 from hpcdist.telemetry.metrics.observations import ObservedSeries
 from hpcdist.telemetry.metrics.quantities import most_over_ranks
-from hpcdist.telemetry.page.charts import series
+from hpcdist.telemetry.page import chart_series
 from hpcdist.telemetry.page.energy_data import UTILISATION_NAMES
 from hpcdist.telemetry.page.run_data import RunData
 
@@ -32,18 +32,18 @@ def charts(data: RunData) -> dict[str, list[Chart]]:
 
 
 def _memory(data: RunData) -> Chart:
-    parts = series.observed_by_label(data, "memory_bytes")
+    parts = chart_series.observed_by_label(data, "memory_bytes")
     title = "Memory by category"
     if not parts:
         return Chart("memory", title, reason=NO_MEMORY if data.run is not None else data.reason)
 
     def picture(axes: Any) -> None:
-        series.stack_observed(
+        chart_series.stack_observed(
             axes, {name: ObservedSeries(s.step, s.time_ns, s.value / MIB) for name, s in parts.items()}
         )
-        series.mark_resumes(axes, data)
+        chart_series.mark_resumes(axes, data)
         axes.set_ylim(bottom=0)
-        series.label_step_axis(axes, "MiB")
+        chart_series.label_step_axis(axes, "MiB")
         draw.format_thousands(axes.yaxis)
         draw.legend(axes, 3)
 
@@ -57,19 +57,19 @@ def _sent(data: RunData) -> Chart:
     if run is None:
         return Chart("sent", title, reason=data.reason)
     sent = run.sample.steps["sent_bytes"]
-    most = most_over_ranks(sent)
-    if not np.nansum(most) > 0:
+    most_bytes = most_over_ranks(sent)
+    if not np.nansum(most_bytes) > 0:
         return Chart("sent", title, reason=NO_BYTES)
 
     def picture(axes: Any) -> None:
-        axes.plot(*series.decimate(run.sample.steps["step"], most / MIB), color=draw.RED)
-        series.mark_resumes(axes, data)
-        axes.set_ylim(0, draw.robust_upper_limit(most / MIB, 99.5))
-        series.label_step_axis(axes, "MiB, the rank that sends most")
+        axes.plot(*chart_series.decimate(run.sample.steps["step"], most_bytes / MIB), color=draw.RED)
+        chart_series.mark_resumes(axes, data)
+        axes.set_ylim(0, draw.robust_upper_limit(most_bytes / MIB, 99.5))
+        chart_series.label_step_axis(axes, "MiB, the rank that sends most")
         draw.format_thousands(axes.yaxis)
 
-    alt = f"Bytes sent a step by the rank that sends most, median {np.nanmedian(most) / MIB:.3g} MiB"
-    return Chart("sent", title, draw.draw_svg("sent", picture), series.rows_note(run), alt)
+    alt = f"Bytes sent a step by the rank that sends most, median {np.nanmedian(most_bytes) / MIB:.3g} MiB"
+    return Chart("sent", title, draw.draw_svg("sent", picture), chart_series.rows_note(run), alt)
 
 
 def _power(data: RunData) -> Chart:
@@ -83,8 +83,8 @@ def _power(data: RunData) -> Chart:
 
 def _joules(data: RunData) -> Chart:
     curves = {kind: course for kind, course in data.curves.by_kind.items() if np.isfinite(course.joules).any()}
-    most = max((float(np.nanmax(course.joules)) for course in curves.values()), default=0.0)
-    unit, name = (3.6e6, "kWh") if most > 3.6e6 else (1e3, "kJ") if most > 1e4 else (1.0, "J")
+    total_joules = max((float(np.nanmax(course.joules)) for course in curves.values()), default=0.0)
+    unit, name = (3.6e6, "kWh") if total_joules > 3.6e6 else (1e3, "kJ") if total_joules > 1e4 else (1.0, "J")
     ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in curves.items())
     lines = {kind: (course.hours, course.joules / unit) for kind, course in curves.items()}
     alt = f"Energy so far by source: {ends}"
@@ -146,7 +146,7 @@ def _use(data: RunData) -> Chart:
     def picture(axes: Any) -> None:
         for index, (name, shares) in enumerate(use.shares.items()):
             finite = np.isfinite(shares)
-            line = series.decimate(use.hours[finite], 100 * shares[finite])
+            line = chart_series.decimate(use.hours[finite], 100 * shares[finite])
             axes.plot(*line, color=draw.CYCLE[index], linestyle=draw.STROKES[index % 4], label=UTILISATION_NAMES[name])
         axes.set_ylim(0, 103)
         _time_axis(axes, float(use.hours[-1]))
