@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.harness import Results
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.comm.start import Session
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.runtime.arena import Arena

@@ -20,10 +20,9 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, Ledger, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError

@@ -1,7 +1,7 @@
 """Gradient norms: clipping by the global norm, and norms of tensors for layer-wise rates.
 
 Clipping is Algorithm 1 of Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063). If the bits of a norm must not depend on
-the partition, reduce accumulators of `hpcdist.optim.update.exact` instead of scalars.
+the partition, reduce accumulators of `hpcdist.optim.exact` instead of scalars.
 """
 
 import math
@@ -18,7 +18,7 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
-from hpcdist.optim.update import exact, kernels
+from hpcdist.optim import exact, kernels
 
 
 def sum_of_block_squares(blocks: Iterable[Array]) -> float:

@@ -17,8 +17,8 @@ import numpy as np
 
 from hpcdist import models
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.matmul_peak import MatrixProduct, blas
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.bench.step import contenders
 from hpcdist.bench.step.contenders import TorchRun

@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Array, Ledger
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.models.documents import Documents
 from hpcdist.models.stage import Draw

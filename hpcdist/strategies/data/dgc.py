@@ -23,8 +23,8 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range
-from hpcdist.compression.sparsify.dgc import WARMUP_STAGES, DeepGradientCompression, density_at
-from hpcdist.compression.sparsify.topk import TopK
+from hpcdist.compression.dgc import WARMUP_STAGES, DeepGradientCompression, density_at
+from hpcdist.compression.topk import TopK
 from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.compressed.reduction import CodedUnit, GatheredReduction, GradientCoder
 from hpcdist.strategies.core.buckets import buckets_of_rank

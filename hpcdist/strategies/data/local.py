@@ -17,7 +17,7 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
-from hpcdist.compression.sparsify import dgc
+from hpcdist.compression import dgc
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.core.sharded_update import ShardedUpdate

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.store import FlatStore
-from hpcdist.optim.update import kernels
+from hpcdist.optim import kernels
 from hpcdist.strategies.core.operations import Kind, Operation
 from hpcdist.strategies.core.rank_context import RankContext
 from hpcdist.strategies.decentralised.config import DecentralisedConfig

@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcdist import collectives, models
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.gpu import device
-from hpcdist.arrays.memory import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.record.spans import SpanSink

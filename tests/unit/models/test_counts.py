@@ -5,7 +5,7 @@ import pytest
 
 from harness.marks import cases
 from hpcdist import models
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.config import ModelConfig

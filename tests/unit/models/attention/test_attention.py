@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.marks import cases
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.errors import UsageError
 from hpcdist.models.attention import flash, kernels, tiles
 from hpcdist.models.attention.flash import LocalAttention

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.models.runtime.arena import Arena
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdist import models
-from hpcdist.arrays.memory import Ledger
+from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.runtime.arena import Arena

@@ -5,7 +5,7 @@ import pytest
 
 from harness.compressed.compressors import decode_values, difficult_values, encode_and_decode
 from hpcdist.compression.compressor import RandomKey
-from hpcdist.compression.quantise.uniform import Qsgd
+from hpcdist.compression.uniform import Qsgd
 
 DRAWS = 1500
 SHAPES = {

@@ -26,7 +26,7 @@ from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.compression.compressor import Compressor, RandomKey, align
-from hpcdist.compression.quantise.sign import SignSgd, magnitude
+from hpcdist.compression.sign import SignSgd, magnitude
 from hpcdist.errors import UsageError
 
 FLOOR: Final = 0.01

@@ -12,7 +12,7 @@ from harness.compressed.compressors import (
     encode_values,
 )
 from hpcdist.compression.compressor import RandomKey
-from hpcdist.compression.quantise.uniform import Blockwise
+from hpcdist.compression.uniform import Blockwise
 
 LEVELS = {8: 127, 4: 7}
 

@@ -1,14 +1,14 @@
 """Fused updates of the elementwise optimizers in one pass over memory: unscale, clip, decay, moments, step.
 
-Buffers are as in `hpcdist.optim.update.kernels`. If GPU buffers span tensors, ``decay`` is the `TensorOptions` of all
+Buffers are as in `hpcdist.optim.kernels`. If GPU buffers span tensors, ``decay`` is the `TensorOptions` of all
 tensors, with factors of ``rate``. ``scale`` includes clipping and loss scale. ``gradient`` is undefined afterwards.
 Results have the same bits as separate passes.
 """
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.jit import jit
-from hpcdist.optim.update import kernels
-from hpcdist.optim.update.kernels import TensorOptions, adam_step
+from hpcdist.optim import kernels
+from hpcdist.optim.kernels import TensorOptions, adam_step
 
 
 def adam(

@@ -95,7 +95,7 @@ def launch_update(
     tensors: TensorOptions,  # weight decay and rate factor of each tensor
     *scalars: float,
 ) -> None:
-    """Launch the GPU kernel ``name`` of `hpcdist.optim.update.fused`. The gradient is not changed.
+    """Launch the GPU kernel ``name`` of `hpcdist.optim.fused`. The gradient is not changed.
 
     ``slots``: optimizer state arrays. ``working``: array for rounded weights, or None. ``tensors``: weight decay and
     rate factor by tensor. ``*scalars`` (positional): kernel constants.

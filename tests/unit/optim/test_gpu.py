@@ -13,9 +13,8 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
-from hpcdist.optim import norms, optimizer
+from hpcdist.optim import kernels, norms, optimizer
 from hpcdist.optim.master_weights import MasterWeights
-from hpcdist.optim.update import kernels
 from stubs.gpu import cuda_compiler
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}

@@ -11,8 +11,8 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
+from hpcdist.compression import coo
 from hpcdist.compression.compressor import Compressor, RandomKey
-from hpcdist.compression.sparsify import coo
 from hpcdist.errors import NonFiniteError, UsageError
 
 _MAGNITUDE: Final = np.uint32(0x7FFF_FFFF)

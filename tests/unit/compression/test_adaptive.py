@@ -12,9 +12,9 @@ from harness.compressed.compressors import (
     encode_values,
     student_t_values,
 )
+from hpcdist.compression.adaptive import BINS, HEAD_BYTES, LEVELS, Adaptive, fit_levels, spacing, tables
 from hpcdist.compression.compressor import RandomKey
-from hpcdist.compression.quantise.adaptive import BINS, HEAD_BYTES, LEVELS, Adaptive, fit_levels, spacing, tables
-from hpcdist.compression.quantise.uniform import Blockwise
+from hpcdist.compression.uniform import Blockwise
 
 DISTRIBUTIONS = {
     "Student's t, 2 degrees": (student_t_values, 0.3),

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdist.arrays import backend
+from hpcdist.compression import randomk
 from hpcdist.compression.compressor import RandomKey
-from hpcdist.compression.sparsify import randomk
-from hpcdist.compression.sparsify.randomk import RandomK
+from hpcdist.compression.randomk import RandomK
 from hpcdist.errors import ConfigurationError, UsageError
 
 

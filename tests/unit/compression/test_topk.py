@@ -6,9 +6,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpcdist.arrays import backend
+from hpcdist.compression import coo, topk
 from hpcdist.compression.compressor import RandomKey
-from hpcdist.compression.sparsify import coo, topk
-from hpcdist.compression.sparsify.topk import TopK
+from hpcdist.compression.topk import TopK
 from hpcdist.errors import ConfigurationError, NonFiniteError, UsageError
 
 KEY = RandomKey(0, 0, 0, 0)

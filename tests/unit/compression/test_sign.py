@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from harness.compressed.compressors import LARGEST, difficult_values, encode_and_decode
-from hpcdist.compression.quantise.sign import SignSgd, magnitude
+from hpcdist.compression.sign import SignSgd, magnitude
 
 
 def test_both_zeros_are_positive():

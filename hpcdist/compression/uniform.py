@@ -21,9 +21,8 @@ from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.intrinsics import bits_of
 from hpcdist.arrays.jit import Kernel, jit
 from hpcdist.arrays.rng import philox
-from hpcdist.compression.compressor import DenseCompressor, RandomKey
-from hpcdist.compression.quantise import codes as coding
-from hpcdist.compression.quantise.codes import (
+from hpcdist.compression import codes as coding
+from hpcdist.compression.codes import (
     GROUP,
     MAXIMUM,
     NORM,
@@ -36,6 +35,7 @@ from hpcdist.compression.quantise.codes import (
     packed_bytes,
     unit,
 )
+from hpcdist.compression.compressor import DenseCompressor, RandomKey
 from hpcdist.errors import ConfigurationError
 
 # Adding 1.5 * 2^23 rounds a float32 to an integer whose two's complement is in the lowest bits. Adding an even number

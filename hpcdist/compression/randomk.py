@@ -19,8 +19,8 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import philox, philox_arrays
+from hpcdist.compression import coo
 from hpcdist.compression.compressor import Compressor, RandomKey
-from hpcdist.compression.sparsify import coo
 from hpcdist.errors import UsageError
 
 HEADER_BYTES: Final = 16  # four words: tensor and step of the key, and two words of the seed

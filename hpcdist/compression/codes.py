@@ -55,7 +55,7 @@ def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
 
     ``codes`` has shape (n,). ``packed`` has shape (packed_bytes(n, bits),).
     """
-    for group, place in _groups(codes, bits, packed):
+    for group, place in grouped(codes, bits, packed):
         stride = place.shape[1]
         place[...] = 0
         for k, first in enumerate(range(0, group.shape[1], stride)):
@@ -66,14 +66,15 @@ def pack_arrays(codes: Array, bits: int, packed: Array) -> None:
 def unpack_arrays(packed: Array, bits: int, codes: Array) -> None:
     """Unpack ``packed``, the result of `pack_arrays`, into the uint8 array ``codes``, on the host or a GPU."""
     mask = np.uint8((1 << bits) - 1)
-    for group, place in _groups(codes, bits, packed):
+    for group, place in grouped(codes, bits, packed):
         stride = place.shape[1]
         for k, first in enumerate(range(0, group.shape[1], stride)):
             part = group[:, first : first + stride]
             part[...] = place[:, : part.shape[1]] >> np.uint8(k * bits) & mask
 
 
-def _groups(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]:
+def grouped(codes: Array, bits: int, packed: Array) -> list[tuple[Array, Array]]:
+    """Return 2-D views of ``codes`` and ``packed``, one group of codes per row: whole groups, then the rest."""
     whole = codes.size // GROUP * GROUP
     ends = packed_bytes(whole, bits)
     pairs = [(codes[:whole].reshape(-1, GROUP), packed[:ends].reshape(-1, GROUP * bits // 8))]

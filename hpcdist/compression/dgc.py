@@ -18,7 +18,7 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
-from hpcdist.compression.sparsify import coo, topk
+from hpcdist.compression import coo, topk
 from hpcdist.errors import UsageError
 
 WARMUP_STAGES: Final = 4

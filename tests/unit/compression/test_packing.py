@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpcdist.compression.quantise.codes import (
+from hpcdist.compression.codes import (
     GROUP,
     WIDTHS,
     pack,

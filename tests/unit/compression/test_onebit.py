@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
+from hpcdist.compression import onebit_adam
 from hpcdist.compression.compressor import RandomKey
-from hpcdist.compression.quantise import onebit_adam
-from hpcdist.compression.quantise.onebit_adam import AdamMoments, OneBitAdam
-from hpcdist.compression.quantise.sign import SignSgd
+from hpcdist.compression.onebit_adam import AdamMoments, OneBitAdam
+from hpcdist.compression.sign import SignSgd
 from hpcdist.errors import UsageError
 
 MOMENTS = AdamMoments(beta1=0.9, beta2=0.95, epsilon=1e-6)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.compression.sparsify import coo, topk
+from hpcdist.compression import coo, topk
 from hpcdist.errors import UsageError
 
 

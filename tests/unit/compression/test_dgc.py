@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.compression.sparsify import coo, dgc
-from hpcdist.compression.sparsify.dgc import DeepGradientCompression
+from hpcdist.compression import coo, dgc
+from hpcdist.compression.dgc import DeepGradientCompression
 from hpcdist.errors import ConfigurationError, UsageError
 
 N, STEPS = 300, 40

@@ -2,8 +2,11 @@
 
 ALQ of Faghri et al. (arXiv:2010.12460), with block scales: magnitudes are divided by the largest magnitude S of their
 block and rounded stochastically, without bias, to one of the two neighbouring levels. The levels minimise the variance
-for the given values. The error of a value is below S times the distance between its two neighbouring levels. The
+for the given values. The error of a value is at most S times the distance between its two neighbouring levels. The
 variance is 0.14 (Student's t) to 0.7 (normal) times the variance of equally spaced levels.
+
+Eight values of a group of 256 share a random number. Each value is unbiased, and the expected squared error of the
+group is the same as with a number per value.
 
 Levels are fitted by coordinate descent. Let F be the distribution of the divided magnitudes, weighted by S^2. Between
 fixed neighbours a < c, the best level b has F(b) = F(c) - integral from a to c of (r - a) / (c - a) dF(r). F is a
@@ -17,22 +20,21 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
-from hpcdist.arrays.intrinsics import bits_of
+from hpcdist.arrays.intrinsics import bits_of, prefer_wide_vectors, prefetch
 from hpcdist.arrays.jit import Kernel, jit
 from hpcdist.arrays.rng import philox
-from hpcdist.compression.compressor import DenseCompressor, RandomKey
-from hpcdist.compression.quantise import codes as coding
-from hpcdist.compression.quantise.codes import (
+from hpcdist.compression import codes as coding
+from hpcdist.compression.codes import (
     GROUP,
     MAXIMUM,
     WORDS,
     inverse_of,
     largest,
     lift_of,
-    pack,
     packed_bytes,
     unit,
 )
+from hpcdist.compression.compressor import DenseCompressor, RandomKey
 from hpcdist.errors import ConfigurationError
 
 SHIFT: Final = np.uint32(18)  # keeps the exponent and 5 fraction bits: 32 bins per octave
@@ -165,10 +167,16 @@ _improve.sample(lambda: (np.ones(BINS, np.uint32), _EDGES, _CENTRES, _EVENLY.cop
 
 BITS: Final = 4
 HEAD_BYTES: Final = 4 * (LEVELS + 1)
+CHUNK: Final = 16 * GROUP  # values whose random numbers are drawn by one call, because a call has a setup cost
+SHARERS: Final = 8  # values of a group that share a random number
+AHEAD: Final = 8 * GROUP  # values loaded into the cache ahead of their use
+DRAWS: Final = GROUP // SHARERS  # random numbers of a group
+_HALF: Final = GROUP // 2
 _ZERO: Final = np.float32(0.0)
 _ONE: Final = np.float32(1.0)
-_NONE: Final = np.int32(0)
-_SIGN: Final = np.int32(LEVELS + 1)  # the sign bit of a code
+_ZERO_BITS: Final = np.int32(0)
+_BIT1, _BIT2, _BIT4, _SIGN = np.int32(1), np.int32(2), np.int32(4), np.int32(LEVELS + 1)  # the bits of a code
+_HIGH: Final = np.int32(1 << BITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,67 +198,72 @@ class Adaptive(DenseCompressor):
         return HEAD_BYTES + 4 * -(-n // self.block) + packed_bytes(n, BITS) if n else 0
 
     def _encode(self, values: Array, payload: Array, key: RandomKey) -> None:
-        levels, scales, packed = self._parts(payload, values.size)
-        apart = spacing(scales.size, self.block)
+        levels, scales, packed = self._split_payload(payload, values.size)
+        sampling_stride = spacing(scales.size, self.block)
         counts = namespace(values).zeros(BINS, np.uint32)
         if is_device(values):
-            for rows, place in self._blocks(values):
-                scales[place] = coding.scales_arrays(rows, MAXIMUM, self.block)
-            _count_arrays(values, scales, counts, self.block, apart)
+            first = 0
+            for rows in coding.rows_of(values, self.block):
+                scales[first : first + rows.shape[0]] = coding.scales_arrays(rows, MAXIMUM, self.block)
+                first += rows.shape[0]
+            _count_arrays(values, scales, counts, self.block, sampling_stride)
             levels[...] = fit_levels(counts)
             self._encode_arrays(values, levels, scales, packed, key)
         else:
-            _scales_loop(values, scales, self.block)
-            _count_loop(values, scales, counts, self.block, apart)
+            _count_loop(values, scales, counts, self.block, sampling_stride)
             levels[...] = fit_levels(counts)
             _encode_loop(values, levels, scales, packed, self.block, *key.words)
 
     def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
         loop = _decode_loop if factor is None else _add_loop
-        loop(*self._parts(payload, out.size), out, self.block, _ONE if factor is None else factor)
+        loop(*self._split_payload(payload, out.size), out, self.block, _ONE if factor is None else factor)
 
     def _decoded(self, payload: Array, n: int) -> Array:
-        levels, scales, packed = self._parts(payload, n)
+        levels, scales, packed = self._split_payload(payload, n)
         xp = namespace(scales)
         codes = xp.empty(n, np.uint8)
         coding.unpack_arrays(packed, BITS, codes)
         signed = xp.concatenate([levels, -levels])
         return signed[codes.astype(np.int64)] * coding.spread(scales, self.block, n)
 
-    def _parts(self, payload: Array, n: int) -> tuple[Array, Array, Array]:
+    def _split_payload(self, payload: Array, n: int) -> tuple[Array, Array, Array]:
         codes_at = HEAD_BYTES + 4 * -(-n // self.block)
         words = payload[:codes_at].view(np.float32)
         return words[: LEVELS + 1], words[LEVELS + 1 :], payload[codes_at:]
-
-    def _blocks(self, values: Array) -> list[tuple[Array, slice]]:
-        blocks, first = [], 0
-        for rows in coding.rows_of(values, self.block):
-            blocks.append((rows, slice(first, first + rows.shape[0])))
-            first += rows.shape[0]
-        return blocks
 
     def _encode_arrays(self, values: Array, levels: Array, scales: Array, packed: Array, key: RandomKey) -> None:
         xp = namespace(values)
         lift, inverse = coding.lifts_arrays(scales, 1)
         n, block = values.size, self.block
-        x = xp.absolute(values) * coding.spread(lift, block, n) * coding.spread(inverse, block, n)
-        r = xp.minimum(x, _ONE)
-        k = (r[:, None] >= levels[None, 1:LEVELS]).sum(axis=1)
-        widths = _ONE / (levels[1:] - levels[:-1])
-        up = coding.units_arrays(values, key.words) < (r - levels[k]) * widths[k]
-        codes = k + up + _SIGN * (values < _ZERO)
-        coding.pack_arrays(codes.astype(np.uint8), BITS, packed)
+        r = xp.absolute(values) * coding.spread(lift, block, n) * coding.spread(inverse, block, n)
+        units = _units_arrays(values, key.words)
+        codes = (_SIGN * (values < _ZERO)).astype(np.uint8)
+        for k in range(LEVELS):
+            low, high = levels[k : k + 1], levels[k + 1 : k + 2]
+            codes += r > low + units * (high - low)
+        coding.pack_arrays(codes, BITS, packed)
 
 
-@jit
-def _scales_loop(values: Any, scales: Any, block: Any) -> None:
-    for b in range(scales.size):
-        scales[b] = largest(values[b * block : (b + 1) * block])
+def _units_arrays(values: Array, key: tuple[int, ...]) -> Array:
+    # See `_codes`: the values of a group share a number.
+    xp, n = namespace(values), values.size
+    groups = -(-n // GROUP)
+    drawn = coding.units_arrays(xp.empty(groups * DRAWS, np.float32), key)
+    per_byte = xp.empty((groups, _HALF // DRAWS, DRAWS), np.float32)
+    per_byte[...] = drawn.reshape(groups, 1, DRAWS)
+    units = xp.empty(n, np.float32)
+    for group, packed in coding.grouped(units, BITS, per_byte.reshape(-1)[: packed_bytes(n, BITS)]):
+        group[:, : packed.shape[1]] = packed
+        group[:, packed.shape[1] :] = packed[:, : group.shape[1] - packed.shape[1]]
+    return units
 
 
 @jit
 def _count_loop(values: Any, scales: Any, counts: Any, block: Any, apart: Any) -> None:
-    top = largest(scales[::apart])
+    top = _ZERO
+    for b in range(0, scales.size, apart):
+        scales[b] = largest(values[b * block : (b + 1) * block])
+        top = max(top, scales[b])
     for b in range(0, scales.size, apart):
         if scales[b] > _ZERO:
             ratio = np.float64(scales[b]) / np.float64(top)
@@ -284,72 +297,143 @@ def _count_arrays(values: Array, scales: Array, counts: Array, block: int, apart
 
 
 @jit
-def _codes(values: Any, codes: Any, lift: Any, inverse: Any, levels: Any, widths: Any, words: Any) -> None:
-    # Scalars instead of array elements, which would be loaded again for each value: so the loop vectorises.
-    a, b, c, d, e, f = levels[1], levels[2], levels[3], levels[4], levels[5], levels[6]
-    first, wa, wb, wc, wd, we, wf = widths[0], widths[1], widths[2], widths[3], widths[4], widths[5], widths[6]
-    for j in range(values.size):
-        x = np.float32(np.float32(abs(values[j]) * lift) * inverse)
-        r = x if x < _ONE else _ONE
-        # The level below r, 1 / (distance to the next level), and the level's index: selections without branches.
-        low, width = (a, wa) if r >= a else (_ZERO, first)
-        low, width = (b, wb) if r >= b else (low, width)
-        low, width = (c, wc) if r >= c else (low, width)
-        low, width = (d, wd) if r >= d else (low, width)
-        low, width = (e, we) if r >= e else (low, width)
-        low, width = (f, wf) if r >= f else (low, width)
-        lower = np.int32(np.int32(np.int32(r >= a) + np.int32(r >= b)) + np.int32(r >= c))
-        upper = np.int32(np.int32(np.int32(r >= d) + np.int32(r >= e)) + np.int32(r >= f))
-        up = np.int32(unit(words[j]) < np.float32(np.float32(r - low) * width))
-        sign = _SIGN if values[j] < _ZERO else _NONE
-        codes[j] = np.uint8(np.int32(np.int32(np.int32(lower + upper) + up) + sign))
+def _code(value: Any, inverse: Any, thresholds: Any) -> Any:
+    # The number of thresholds below the magnitude, by bisection without branches, plus the sign bit.
+    first, second, third, middle, fifth, sixth, seventh = thresholds
+    r = np.float32(abs(value) * inverse)
+    is_upper = r > middle
+    is_second = r > (sixth if is_upper else second)
+    upper = seventh if is_second else fifth
+    lower = third if is_second else first
+    is_odd = r > (upper if is_upper else lower)
+    code = _SIGN if value < _ZERO else _ZERO_BITS
+    code = np.int32(code + (_BIT4 if is_upper else _ZERO_BITS))
+    code = np.int32(code + (_BIT2 if is_second else _ZERO_BITS))
+    return np.int32(code + (_BIT1 if is_odd else _ZERO_BITS))
+
+
+@jit
+def _byte(low: Any, high: Any, inverse: Any, thresholds: Any) -> Any:
+    return np.uint8(np.int32(_code(low, inverse, thresholds) + np.int32(_code(high, inverse, thresholds) * _HIGH)))
+
+
+@jit
+def _codes(values: Any, packed: Any, inverse: Any, lower: Any, gaps: Any, words: Any) -> None:
+    # A magnitude between the levels a and c is rounded up if it exceeds the threshold a + u (c - a), with u uniform in
+    # [0, 1). Thresholds increase with their level. Random numbers and thresholds are the largest cost: hence `SHARERS`.
+    # Tuples instead of arrays, and constant bounds: so the loop vectorises without tests for overlap.
+    prefer_wide_vectors()
+    l1, l2, l3, l4, l5, l6 = lower
+    g0, g1, g2, g3, g4, g5, g6 = gaps
+    for j in range(DRAWS):
+        u = unit(words[j])
+        t0, t1, t2 = np.float32(u * g0), np.float32(l1 + np.float32(u * g1)), np.float32(l2 + np.float32(u * g2))
+        t3, t4 = np.float32(l3 + np.float32(u * g3)), np.float32(l4 + np.float32(u * g4))
+        t5, t6 = np.float32(l5 + np.float32(u * g5)), np.float32(l6 + np.float32(u * g6))
+        thresholds = (t0, t1, t2, t3, t4, t5, t6)
+        packed[j] = _byte(values[j], values[_HALF + j], inverse, thresholds)
+        packed[DRAWS + j] = _byte(values[DRAWS + j], values[_HALF + DRAWS + j], inverse, thresholds)
+        packed[2 * DRAWS + j] = _byte(values[2 * DRAWS + j], values[_HALF + 2 * DRAWS + j], inverse, thresholds)
+        packed[3 * DRAWS + j] = _byte(values[3 * DRAWS + j], values[_HALF + 3 * DRAWS + j], inverse, thresholds)
 
 
 @jit
 def _encode_loop(values, levels, scales, packed, block, counter1, counter2, counter3, key0, key1):  # type: ignore[no-untyped-def]
-    words, codes = np.empty(GROUP, np.uint32), np.empty(GROUP, np.uint8)
-    widths = np.empty(LEVELS, np.float32)
-    for k in range(LEVELS):
-        widths[k] = np.float32(_ONE / np.float32(levels[k + 1] - levels[k]))
-    for start in range(0, values.size, GROUP):
-        group = values[start : start + GROUP]
-        place = packed[start // 2 : start // 2 + (group.size + 1) // 2]
-        scale = scales[start // block]
-        philox(words, (group.size + 3) // WORDS, start // WORDS, counter1, counter2, counter3, key0, key1)
-        _codes(group, codes[: group.size], lift_of(scale), inverse_of(scale, 1), levels, widths, words)
-        pack(codes, group.size, BITS, place)
+    words, padded, codes = np.empty(CHUNK // SHARERS, np.uint32), np.empty(GROUP, np.float32), np.empty(_HALF, np.uint8)
+    lower = levels[1], levels[2], levels[3], levels[4], levels[5], levels[6]
+    d = levels[1:] - levels[:-1]
+    gaps = d[0], d[1], d[2], d[3], d[4], d[5], d[6]
+    lift, inverse, address = _ZERO, _ZERO, values.ctypes.data
+    for first in range(0, values.size, CHUNK):
+        philox(words, CHUNK // SHARERS // WORDS, first // SHARERS // WORDS, counter1, counter2, counter3, key0, key1)
+        for start in range(first, min(first + CHUNK, values.size), GROUP):
+            prefetch(address + 4 * (start + AHEAD), 4 * GROUP)
+            if start % block == 0:
+                scale = largest(values[start : start + block])
+                scales[start // block] = scale
+                lift, inverse = lift_of(scale), inverse_of(scale, 1)
+            group, draws = values[start : start + GROUP], words[(start - first) // SHARERS :]
+            stride = (group.size + 1) // 2
+            place = packed[start // 2 : start // 2 + stride]
+            if lift == _ONE and group.size == GROUP:
+                _codes(group, place, inverse, lower, gaps, draws)
+            else:
+                # Tiny scales, or a shorter last group. Byte j holds the codes j and stride + j (see `codes`).
+                padded[:] = _ZERO
+                for j in range(stride):
+                    padded[j] = group[j] * lift
+                for j in range(group.size - stride):
+                    padded[_HALF + j] = group[stride + j] * lift
+                _codes(padded, codes, inverse, lower, gaps, draws)
+                place[:] = codes[:stride]
 
 
 @jit
-def _table(levels: Any, scale: Any, table: Any) -> None:
-    # The decoded values of the 16 codes in a block of this scale: positive levels, then negative levels.
-    for k in range(LEVELS + 1):
-        table[k] = np.float32(levels[k] * scale)
-        table[k + LEVELS + 1] = np.float32(-table[k])
+def _table(levels: Any, scale: Any) -> Any:
+    v1, v2, v3 = np.float32(levels[1] * scale), np.float32(levels[2] * scale), np.float32(levels[3] * scale)
+    v4, v5, v6 = np.float32(levels[4] * scale), np.float32(levels[5] * scale), np.float32(levels[6] * scale)
+    return np.float32(levels[0] * scale), v1, v2, v3, v4, v5, v6, np.float32(levels[7] * scale)
+
+
+@jit
+def _value(code: Any, table: Any) -> Any:
+    # Selections instead of loads from the table, which would not vectorise.
+    v0, v1, v2, v3, v4, v5, v6, v7 = table
+    is_odd = np.int32(code & _BIT1) != _ZERO_BITS
+    is_second = np.int32(code & _BIT2) != _ZERO_BITS
+    is_upper = np.int32(code & _BIT4) != _ZERO_BITS
+    is_negative = np.int32(code & _SIGN) != _ZERO_BITS
+    first = v1 if is_odd else v0
+    second = v3 if is_odd else v2
+    third = v5 if is_odd else v4
+    fourth = v7 if is_odd else v6
+    lower = second if is_second else first
+    upper = fourth if is_second else third
+    value = upper if is_upper else lower
+    return np.float32(-value) if is_negative else value
+
+
+def _group_decoder(*, adds: bool) -> Kernel:
+    @jit
+    def group(packed: Any, table: Any, out: Any, factor: Any) -> None:
+        prefer_wide_vectors()
+        for j in range(_HALF):
+            code = np.int32(packed[j])
+            low, high = _value(code, table), _value(np.int32(code >> _BIT4), table)
+            if adds:
+                out[j] += np.float32(factor * low)
+                out[_HALF + j] += np.float32(factor * high)
+            else:
+                out[j] = low
+                out[_HALF + j] = high
+
+    return group
+
+
+_decode_group, _add_group = _group_decoder(adds=False), _group_decoder(adds=True)
 
 
 def _decoder(*, adds: bool) -> Kernel:
     @jit
     def loop(levels: Any, scales: Any, packed: Any, out: Any, block: Any, factor: Any) -> None:
-        table = np.empty(2 * LEVELS + 2, np.float32)
         for start in range(0, out.size, GROUP):
-            group = out[start : start + GROUP]
-            stride = (group.size + 1) // 2  # byte j holds the codes j and stride + j (see `codes`)
+            table = _table(levels, scales[start // block])
+            target = out[start : start + GROUP]
+            stride = (target.size + 1) // 2  # byte j holds the codes j and stride + j (see `codes`)
             place = packed[start // 2 : start // 2 + stride]
-            _table(levels, scales[start // block], table)
-            high = group[stride:]
-            for j in range(stride):
-                value = table[place[j] & 15]
+            if target.size == GROUP:
                 if adds:
-                    group[j] += np.float32(factor * value)
+                    _add_group(place, table, target, factor)
                 else:
-                    group[j] = value
-            for j in range(high.size):
-                value = table[place[j] >> 4]
-                if adds:
-                    high[j] += np.float32(factor * value)
-                else:
-                    high[j] = value
+                    _decode_group(place, table, target, factor)
+            else:
+                for j in range(target.size):
+                    code = np.int32(place[j] if j < stride else place[j - stride] >> _BIT4)
+                    value = _value(code, table)
+                    if adds:
+                        target[j] += np.float32(factor * value)
+                    else:
+                        target[j] = value
 
     return loop
 
@@ -359,8 +443,7 @@ _decode_loop, _add_loop = _decoder(adds=False), _decoder(adds=True)
 
 _ones, _bytes = np.ones(8, np.float32), np.ones(4, np.uint8)
 _levels = np.arange(LEVELS + 1, dtype=np.float32)
-_scales_loop.sample(lambda: (_ones, _ones[:1].copy(), 256))
-_count_loop.sample(lambda: (_ones, _ones[:1], np.zeros(BINS, np.uint32), 256, 1))
-_encode_loop.sample(lambda: (_ones, _levels, _ones[:1], _bytes.copy(), 256, 0, 0, 0, 0, 0))
+_count_loop.sample(lambda: (_ones, _ones[:1].copy(), np.zeros(BINS, np.uint32), 256, 1))
+_encode_loop.sample(lambda: (_ones, _levels, _ones[:1].copy(), _bytes.copy(), 256, 0, 0, 0, 0, 0))
 for _loop in (_decode_loop, _add_loop):
     _loop.sample(lambda: (_levels, _ones[:1], _bytes, _ones.copy(), 256, np.float32(1.0)))

@@ -14,8 +14,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.intrinsics import bits_of, float_of
 from hpcdist.arrays.jit import Kernel, jit
-from hpcdist.compression.compressor import DenseCompressor, RandomKey
-from hpcdist.compression.quantise.codes import (
+from hpcdist.compression.codes import (
     GROUP,
     folded,
     folded_arrays,
@@ -24,6 +23,7 @@ from hpcdist.compression.quantise.codes import (
     rows_of,
     unpack_arrays,
 )
+from hpcdist.compression.compressor import DenseCompressor, RandomKey
 from hpcdist.errors import ConfigurationError
 
 MEAN: Final = "mean"
