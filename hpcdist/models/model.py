@@ -19,11 +19,9 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.documents import unpacked
-from hpcdist.models.layers.activation import LocalActivation
-from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
 from hpcdist.models.layers.dropout import LocalDropout
-from hpcdist.models.layers.embedding import LocalEmbedding, LocalPositions, LocalRotary
-from hpcdist.models.layers.linear import LocalLinear
+from hpcdist.models.layers.embedding import LocalCrossEntropy, LocalEmbedding, LocalPositions, LocalRotary
+from hpcdist.models.layers.linear import LocalActivation, LocalLinear
 from hpcdist.models.layers.norm import LocalNorm
 from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw, Operations, Parameters, Saved, Stage

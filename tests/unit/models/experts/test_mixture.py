@@ -11,7 +11,7 @@ from hpcdist.models.documents import Documents
 from hpcdist.models.experts import router
 from hpcdist.models.experts.mixture import LocalExperts
 from hpcdist.models.experts.router import EXTRA, RouterState
-from hpcdist.models.layers.activation import LocalActivation
+from hpcdist.models.layers.linear import LocalActivation
 from hpcdist.models.runtime.arena import Arena
 
 torch = pytest.importorskip("torch")

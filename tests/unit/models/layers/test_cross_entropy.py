@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import DataError
-from hpcdist.models.layers.cross_entropy import LocalCrossEntropy
+from hpcdist.models.layers.embedding import LocalCrossEntropy
 from hpcdist.models.runtime.arena import Arena
 
 
