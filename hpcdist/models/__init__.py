@@ -1,6 +1,6 @@
 """Models: lists of stages with explicit forward and backward. Pure functions on arrays, without ranks or messages.
 
-Floor 3: imports only packages of lower floors. `layers`, `attention` and `experts` compute, `runtime` holds
+Floor 3: imports only packages of lower floors. `layers`, `attention` and `experts` compute, `arena` holds
 activations, and `counts` computes parameters, FLOPs and memory. Start with `build` and `model.Model`.
 """
 

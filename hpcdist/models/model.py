@@ -17,13 +17,13 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention.flash import LocalAttention
 from hpcdist.models.documents import unpacked
 from hpcdist.models.layers.dropout import LocalDropout
 from hpcdist.models.layers.embedding import LocalCrossEntropy, LocalEmbedding, LocalPositions, LocalRotary
 from hpcdist.models.layers.linear import LocalActivation, LocalLinear
 from hpcdist.models.layers.norm import LocalNorm
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Draw, Operations, Parameters, Saved, Stage
 
 LOCAL: Final = Operations(

@@ -54,7 +54,7 @@ class Saved(Protocol):
     draw: Draw | None  # key of the dropout masks; None: no dropout, as in an evaluation
     documents: Documents | None  # of packed samples; None: not packed
     scale: float  # factor of the summed loss in the gradient
-    deferred: dict[str, str]  # tensor prefix -> operation with a deferred weight gradient; see `runtime.split_backward`
+    deferred: dict[str, str]  # tensor prefix -> operation with a deferred weight gradient; see `split_backward`
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an uninitialised array that is stored under ``name`` until `release`."""

@@ -32,9 +32,9 @@ from hpcdist.comm.launch import environment
 from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.models import factory
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.optim import kernels
 from hpcdist.strategies.core.exchange import pieces_of
 from hpcdist.training import data, run_directory

@@ -20,8 +20,8 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import split as split_range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models.runtime import split_backward
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models import split_backward
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import IGNORED, Draw
 from hpcdist.models.transformer import masked_predictions
 from hpcdist.optim import optimizer

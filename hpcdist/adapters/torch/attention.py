@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcdist.adapters.torch.arrays import array_of, library, tensor_of
 from hpcdist.errors import UsageError
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 from hpcdist.models.stage import AttentionOperation, Saved
 
 if TYPE_CHECKING:

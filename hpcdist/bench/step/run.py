@@ -43,7 +43,7 @@ from hpcdist.errors import HpcdistError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.counts import counts
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.split_backward import with_recomputation
+from hpcdist.models.split_backward import with_recomputation
 from hpcdist.models.stage import Operations
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig

@@ -15,10 +15,10 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array, Scalar
+from hpcdist.models.arena import Arena, ArenaSaved
 from hpcdist.models.documents import unpacked
 from hpcdist.models.model import LOSS_WEIGHT
-from hpcdist.models.runtime.arena import Arena, ArenaSaved
-from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
+from hpcdist.models.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.models.stage import Draw, MixedStage, Operations, Saved
 from hpcdist.strategies.core.operations import Kind, Operation, StagePlacement
 from hpcdist.strategies.core.parameter_views import ParameterViews

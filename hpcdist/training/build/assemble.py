@@ -17,7 +17,7 @@ from hpcdist.models import factory as models_factory
 from hpcdist.models.config import FOREIGN, TRANSFORMERS
 from hpcdist.models.counts import DocumentPairs
 from hpcdist.models.model import Model
-from hpcdist.models.runtime.split_backward import with_recomputation
+from hpcdist.models.split_backward import with_recomputation
 from hpcdist.optim import rates
 from hpcdist.strategies import build as strategies
 from hpcdist.strategies.compressed.registry import Compression

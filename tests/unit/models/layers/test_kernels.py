@@ -8,11 +8,11 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays import jit
 from hpcdist.arrays.store import FlatStore
+from hpcdist.models.arena import Arena
 from hpcdist.models.attention import kernels
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.layers import convolution, dropout, embedding, linear, norm, vector_math
 from hpcdist.models.model import LOCAL
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.models.stage import Operations
 
 MODULES = (kernels, convolution, dropout, embedding, vector_math, linear, norm)

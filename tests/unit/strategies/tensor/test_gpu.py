@@ -12,8 +12,8 @@ from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.gpu import nccl
 from hpcdist.comm.threads.communicator import run_threads
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
 from hpcdist.strategies.tensor.model import cut_model
 from stubs.gpu import nccl_double
 

@@ -14,9 +14,9 @@ from hpcdist.checkpoint.saving.two_phase import save
 from hpcdist.comm.record.timing import count_traffic
 from hpcdist.comm.threads.communicator import run_threads, solo
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.runtime.split_backward import release_first_pass, split_operations, weight_gradients
+from hpcdist.models.split_backward import release_first_pass, split_operations, weight_gradients
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.core.tensor_shards import counted, sum_gradients
 from hpcdist.strategies.tensor.model import cut_model

@@ -6,9 +6,9 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays.backend import Ledger
 from hpcdist.arrays.store import FlatStore
+from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.runtime.arena import Arena
-from hpcdist.models.runtime.split_backward import RecomputedStage, split_operations, with_recomputation
+from hpcdist.models.split_backward import RecomputedStage, split_operations, with_recomputation
 from hpcdist.models.stage import Draw
 
 

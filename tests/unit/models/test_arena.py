@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.backend import Ledger
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 
 
 def _step(arena, batch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.devices import MODELS, ModelRun, batches_of
-from hpcdist.models.runtime.arena import Arena
+from hpcdist.models.arena import Arena
 
 
 def _three(case, rng):
