@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.intrinsics import bits_of, prefer_wide_vectors, prefetch
-from hpcdist.arrays.jit import Kernel, jit
+from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import philox
 from hpcdist.compression import codes as coding
 from hpcdist.compression.codes import (
@@ -215,8 +215,8 @@ class Adaptive(DenseCompressor):
             _encode_loop(values, levels, scales, packed, self.block, *key.words)
 
     def _decode_on_host(self, payload: Array, out: Array, factor: np.float32 | None = None) -> None:
-        loop = _decode_loop if factor is None else _add_loop
-        loop(*self._split_payload(payload, out.size), out, self.block, _ONE if factor is None else factor)
+        adds = factor is not None
+        _decode_loop(*self._split_payload(payload, out.size), out, self.block, factor if adds else _ONE, adds)
 
     def _decoded(self, payload: Array, n: int) -> Array:
         levels, scales, packed = self._split_payload(payload, n)
@@ -393,57 +393,42 @@ def _value(code: Any, table: Any) -> Any:
     return np.float32(-value) if is_negative else value
 
 
-def _group_decoder(*, adds: bool) -> Kernel:
-    @jit
-    def group(packed: Any, table: Any, out: Any, factor: Any) -> None:
-        prefer_wide_vectors()
-        for j in range(_HALF):
-            code = np.int32(packed[j])
-            low, high = _value(code, table), _value(np.int32(code >> _BIT4), table)
-            if adds:
-                out[j] += np.float32(factor * low)
-                out[_HALF + j] += np.float32(factor * high)
-            else:
-                out[j] = low
-                out[_HALF + j] = high
-
-    return group
+@jit
+def _decode_group(packed: Any, table: Any, out: Any) -> None:
+    prefer_wide_vectors()
+    for j in range(_HALF):
+        code = np.int32(packed[j])
+        out[j], out[_HALF + j] = _value(code, table), _value(np.int32(code >> _BIT4), table)
 
 
-_decode_group, _add_group = _group_decoder(adds=False), _group_decoder(adds=True)
+@jit
+def _add_group(packed: Any, table: Any, out: Any, factor: Any) -> None:
+    prefer_wide_vectors()
+    for j in range(_HALF):
+        code = np.int32(packed[j])
+        out[j] += np.float32(factor * _value(code, table))
+        out[_HALF + j] += np.float32(factor * _value(np.int32(code >> _BIT4), table))
 
 
-def _decoder(*, adds: bool) -> Kernel:
-    @jit
-    def loop(levels: Any, scales: Any, packed: Any, out: Any, block: Any, factor: Any) -> None:
-        for start in range(0, out.size, GROUP):
-            table = _table(levels, scales[start // block])
-            target = out[start : start + GROUP]
-            stride = (target.size + 1) // 2  # byte j holds the codes j and stride + j (see `codes`)
-            place = packed[start // 2 : start // 2 + stride]
-            if target.size == GROUP:
-                if adds:
-                    _add_group(place, table, target, factor)
-                else:
-                    _decode_group(place, table, target, factor)
-            else:
-                for j in range(target.size):
-                    code = np.int32(place[j] if j < stride else place[j - stride] >> _BIT4)
-                    value = _value(code, table)
-                    if adds:
-                        target[j] += np.float32(factor * value)
-                    else:
-                        target[j] = value
-
-    return loop
-
-
-_decode_loop, _add_loop = _decoder(adds=False), _decoder(adds=True)
+@jit
+def _decode_loop(levels: Any, scales: Any, packed: Any, out: Any, block: Any, factor: Any, adds: Any) -> None:
+    for start in range(0, out.size, GROUP):
+        table = _table(levels, scales[start // block])
+        group = out[start : start + GROUP]
+        stride = (group.size + 1) // 2
+        place = packed[start // 2 : start // 2 + stride]
+        if group.size == GROUP and adds:
+            _add_group(place, table, group, factor)
+        elif group.size == GROUP:
+            _decode_group(place, table, group)
+        else:
+            for j in range(group.size):
+                value = _value(np.int32(place[j] if j < stride else place[j - stride] >> _BIT4), table)
+                group[j] = group[j] + np.float32(factor * value) if adds else value
 
 
 _ones, _bytes = np.ones(8, np.float32), np.ones(4, np.uint8)
 _levels = np.arange(LEVELS + 1, dtype=np.float32)
 _count_loop.sample(lambda: (_ones, _ones[:1].copy(), np.zeros(BINS, np.uint32), 256, 1))
 _encode_loop.sample(lambda: (_ones, _levels, _ones[:1].copy(), _bytes.copy(), 256, 0, 0, 0, 0, 0))
-for _loop in (_decode_loop, _add_loop):
-    _loop.sample(lambda: (_levels, _ones[:1], _bytes, _ones.copy(), 256, np.float32(1.0)))
+_decode_loop.sample(lambda: (_levels, _ones[:1], _bytes, _ones.copy(), 256, np.float32(1.0), True))

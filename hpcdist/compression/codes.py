@@ -140,6 +140,9 @@ def largest(values: Any) -> Any:
     return float_of(top)
 
 
+largest.sample(lambda: (np.ones(2, np.float32),))
+
+
 @jit
 def folded(sums: Any) -> Any:
     """Return the sum of the float64 array ``sums``, which is overwritten. The size must be a power of two."""

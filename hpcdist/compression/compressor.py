@@ -20,33 +20,20 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, Ledger, is_device, namespace
+from hpcdist.arrays.backend import Array, Ledger, address, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ranges import Range, align_up
 from hpcdist.arrays.store import FlatStore
+from hpcdist.compression.codes import LARGEST, largest
 from hpcdist.errors import UsageError
-
-_MAGNITUDE: Final = np.uint32(0x7FFF_FFFF)
-_INFINITE: Final = np.uint32(0x7F80_0000)
 
 
 def is_finite(values: Array) -> bool:
     """Return True if the float32 array ``values`` has no NaN and no infinity. Local. Waits for the GPU's result."""
     if is_device(values):
         return bool(namespace(values).isfinite(values).all())
-    return bool(_largest(values.view(np.uint32)) < _INFINITE)
-
-
-@jit
-def _largest(words: Any) -> Any:
-    largest = np.uint32(0)
-    for i in range(words.size):
-        largest = max(largest, np.uint32(words[i] & _MAGNITUDE))
-    return largest
-
-
-_largest.sample(lambda: (np.zeros(2, np.uint32),))
+    return bool(largest(values) <= LARGEST)
 
 
 ALIGNMENT: Final = 4  # bytes: a word. With cache lines, padding of small tensors would exceed the compression gain
@@ -183,11 +170,6 @@ def align(offset_bytes: int) -> int:
     return align_up(offset_bytes, ALIGNMENT)
 
 
-def address(array: Array) -> int:
-    """Return the memory address of the first element of ``array``."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
 _FLOAT32: Final = np.dtype(np.float32)
 
 
@@ -244,7 +226,7 @@ class ErrorFeedback:
                 before[...] = residual
             residual += gradient
         elif before is None:
-            _add_loop(residual, gradient)
+            residual += gradient
         else:
             _save_and_add_loop(residual, before, gradient)
         # After the subtraction, the view is the new residual.
@@ -265,17 +247,10 @@ class ErrorFeedback:
 
 
 @jit
-def _add_loop(residual: Any, gradient: Any) -> None:
-    for i in range(residual.size):
-        residual[i] += gradient[i]
-
-
-@jit
 def _save_and_add_loop(residual: Any, before: Any, gradient: Any) -> None:
     for i in range(residual.size):
         before[i] = residual[i]
         residual[i] += gradient[i]
 
 
-_add_loop.sample(lambda: (np.ones(2, np.float32), np.ones(2, np.float32)))
 _save_and_add_loop.sample(lambda: (np.ones(2, np.float32), np.ones(2, np.float32), np.ones(2, np.float32)))

@@ -139,8 +139,7 @@ class OneBitAdam:
     def encode_server(self, payload: Array, key: RandomKey) -> None:
         """Compress the mean momentum of the chunk that this rank owns into ``payload``. ``key``: random stream."""
         # The compression error is kept for the next step.
-        run = _mask_ufuncs if is_device(self.v) else _mask
-        run(self.server_error, self.v[self.own.slice])
+        self.server_error *= self.v[self.own.slice] > 0
         self._encode(self.server_error, payload, key)
 
     def receive(self, owner: int, payload: Array) -> None:
@@ -212,17 +211,6 @@ def _accumulate_ufuncs(gradient: Any, m: Any, v: Any, error: Any, beta1: Any, re
 
 
 @jit
-def _mask(values: Any, v: Any) -> None:
-    zero = np.float32(0.0)
-    for i in range(values.size):
-        values[i] = values[i] if v[i] > zero else zero
-
-
-def _mask_ufuncs(values: Any, v: Any) -> None:
-    values *= v > 0
-
-
-@jit
 def _direction(out: Any, m: Any, v: Any, correction: Any, epsilon: Any) -> None:
     zero = epsilon - epsilon
     for i in range(out.size):
@@ -238,5 +226,4 @@ def _direction_ufuncs(out: Any, m: Any, v: Any, correction: Any, epsilon: Any) -
 _ones, _half = np.ones(2, np.float32), np.float32(0.5)
 _warm.sample(lambda: (_ones.copy(), _ones.copy(), _ones.copy(), *(_half for _ in range(7))))
 _accumulate.sample(lambda: (_ones, _ones.copy(), _ones, _ones.copy(), _half, _half))
-_mask.sample(lambda: (_ones.copy(), _ones))
 _direction.sample(lambda: (_ones.copy(), _ones.copy(), _ones, _half, _half))

@@ -80,7 +80,7 @@ def magnitude(values: Array, *, is_norm: bool) -> Any:
     # in a fixed order, so that the result is reproducible
     while sums.size > 1:
         rest = np.empty(-(-sums.size // GROUP), np.float64)
-        _fold_rows(sums, rest)
+        _row_sums(sums, rest, False)
         sums = rest
     mean = float(sums[0]) / values.size
     return np.float32(math.sqrt(mean) if is_norm else mean)
@@ -117,16 +117,6 @@ def _row_sums(values: Any, sums: Any, is_norm: Any) -> None:
             for j in range(part.size):
                 wide[j] = abs(np.float64(part[j]))
         sums[row] = folded(wide)
-
-
-@jit
-def _fold_rows(sums: Any, rest: Any) -> None:
-    wide = np.empty(GROUP, np.float64)
-    for row in range(rest.size):
-        part = sums[row * GROUP : (row + 1) * GROUP]
-        wide[: part.size] = part
-        wide[part.size :] = 0.0
-        rest[row] = folded(wide)
 
 
 @jit
@@ -169,8 +159,8 @@ def _decoder(*, adds: bool) -> Kernel:
 _decode_loop, _add_loop = _decoder(adds=False), _decoder(adds=True)
 
 
-_row_sums.sample(lambda: (np.ones(2, np.float32), np.ones(1, np.float64), True))
-_fold_rows.sample(lambda: (np.ones(2, np.float64), np.ones(1, np.float64)))
+for _dtype in (np.float32, np.float64):
+    _row_sums.sample(lambda _dtype=_dtype: (np.ones(2, _dtype), np.ones(1, np.float64), True))
 _signs_loop.sample(lambda: (np.ones(2, np.float32), np.ones(1, np.uint8)))
 for _loop in (_decode_loop, _add_loop):
     _loop.sample(lambda: (np.ones(1, np.float32), np.ones(1, np.uint8), np.ones(2, np.float32), np.float32(1.0)))
