@@ -99,11 +99,6 @@ def split_operations(operations: Operations) -> Operations:
     )
 
 
-def release_first_pass(saved: Saved) -> None:
-    """Free the activations ``saved`` that `weight_gradients` does not need, after a backward by `split_operations`."""
-    saved.narrow()
-
-
 def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
     """Compute the weight gradients that a backward pass with `split_operations` deferred. Local.
 

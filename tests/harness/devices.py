@@ -166,7 +166,7 @@ class ModelRun:
                 saved = self.arena.saved(stage.layer, number)
                 saved.scale = 0.25
                 d = stage.backward(views, into, d, two_passes, saved)
-                split_backward.release_first_pass(saved)
+                saved.narrow()
             self._spoil()
             if together:
                 self._weights(number, stages)
