@@ -59,7 +59,7 @@ class FileStore(FlatStore):
 
     @property
     def block(self) -> int:
-        """Maximum number of elements to read or write at once, which fit in `BLOCK_BYTES` bytes."""
+        """Maximum number of elements per read or write: `BLOCK_BYTES` bytes."""
         return BLOCK_BYTES // self.dtype.itemsize
 
     def range(self, elements: Range) -> Array:
@@ -182,11 +182,11 @@ class FileSlice:
         return (self.where.size,)
 
     def read(self, part: Range, out: np.ndarray) -> None:
-        """Copy the range ``part`` to the array ``out``. Element 0 of the range is the first element of the slice."""
+        """Copy the range ``part`` of this slice to the array ``out``."""
         self.store.read(part.shift(self.where.start), out)
 
     def write(self, part: Range, values: np.ndarray) -> None:
-        """Copy the array ``values`` to the range ``part``. Element 0 of the range is the first element of the slice."""
+        """Copy the array ``values`` to the range ``part`` of this slice."""
         self.store.write(part.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:
@@ -215,7 +215,7 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
 
 
 def begin_write_back(fd: int, start: int, nbytes: int) -> None:
-    """Start to write ``nbytes`` bytes of file ``fd``, from byte ``start``, to the disk by sync_file_range."""
+    """Start to flush ``nbytes`` bytes of file ``fd``, from byte ``start``, to the disk. Return at once."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)
 

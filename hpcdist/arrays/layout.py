@@ -48,7 +48,7 @@ class TensorSpec:
         return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
 
     def part(self, along: Range, longest: int) -> "TensorSpec":
-        """Return the spec of one rank's shard of this tensor, which tensor parallelism splits.
+        """Return the spec of one tensor-parallel rank's shard of this tensor.
 
         ``along``: range of the shard in the split dim. ``longest``: length of the longest shard in this dim.
         """

@@ -48,9 +48,9 @@ LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
 def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
-    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes. ``xp``: numpy or cupy.
+    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as arrays of ``xp``.
 
-    Edges: BINS + 1 float64 numbers from 0 to 1. Levels: bin indices of evenly spaced quantisation levels.
+    ``xp``: numpy or cupy. Levels are indices of bin edges, evenly spaced in magnitude.
     """
     words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
     at = (words << SHIFT).view(np.float32).astype(np.float64)
@@ -81,12 +81,9 @@ def bins_arrays(magnitudes: Array) -> Array:
     return xp.minimum(xp.maximum(words, int(BASE)) - int(BASE), BINS - 1)
 
 
-def spacing(rows: int, block: int) -> int:
-    """Return the sampling stride n: every n-th block is sampled, so that about SAMPLE values are used.
-
-    ``rows``: number of blocks. ``block``: number of values per block.
-    """
-    return max(1, -(-rows // max(1, SAMPLE // block)))
+def spacing(blocks: int, block: int) -> int:
+    """Return n to count every n-th block, so that about SAMPLE values of ``blocks`` blocks of ``block`` are counted."""
+    return max(1, -(-blocks // max(1, SAMPLE // block)))
 
 
 def fit_levels(counts: Array) -> Array:

@@ -53,7 +53,7 @@ class RandomKey:
 
     @property
     def words(self) -> tuple[int, int, int, int, int]:
-        """The key as five integers, as the random number generator `hpcdist.arrays.rng.philox` takes them."""
+        """The key as the last five arguments of the generator `hpcdist.arrays.rng.philox`."""
         high = self.seed >> 32 & _WORD
         return self.tensor & _WORD, self.step & _WORD, self.rank & _WORD, self.seed & _WORD, high ^ _DOMAIN
 
@@ -112,7 +112,7 @@ class Compressor(ABC):
         """Add ``factor`` times the decompressed ``payload`` to the nonempty array ``out``."""
 
     def poison(self, payload: Array, key: RandomKey) -> None:
-        """Write a payload that decodes to NaN, to show all ranks that values are not finite. ``key``: see `encode`."""
+        """Write a payload that decodes to NaN, so that all ranks detect non-finite values. ``key``: as in `encode`."""
         payload[...] = 0xFF  # every scale and float becomes NaN
 
     def summable(self, payload: Array) -> Array:
@@ -166,7 +166,7 @@ class DenseCompressor(Compressor):
 
 
 def align(offset_bytes: int) -> int:
-    """Return the smallest byte offset, at least ``offset_bytes``, at which a payload may start in a message."""
+    """Round ``offset_bytes`` up to the next offset at which a payload may start in a message."""
     return align_up(offset_bytes, ALIGNMENT)
 
 

@@ -110,7 +110,7 @@ class Model:
         self.watch: Any = None  # checker for bad values in the communication of stages
 
     def predicting(self, targets: float) -> "Model":
-        """Return a copy of this model whose mean loss is over ``targets`` targets per sample. Local."""
+        """Return a copy of this model that divides the summed loss by ``targets`` targets per sample. Local."""
         other = copy.copy(self)
         other.tokens_per_sample = targets
         return other
@@ -256,7 +256,7 @@ class Model:
     def weighted_loss(
         self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena
     ) -> tuple[float, float]:
-        """Return the summed loss of a batch and the sum of its loss weights (NaN: none). ``arena``: memory pool."""
+        """Return the summed loss of a batch, and the sum of its loss weights or NaN. ``arena``: memory pool."""
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
         total = float(self.loss.forward(logits, targets, self.operations, saved))

@@ -85,7 +85,7 @@ class GpuNorms:
 
 
 class ExactNorms:
-    """Exact sums of squares of each tensor's weights and update directions, as accumulators of `update.exact`."""
+    """Exact sums of squares of each tensor's weights and update directions, in accumulators of `optim.exact`."""
 
     def __init__(self, count: int) -> None:
         self._sums = exact.zeros(count, 2)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class SampleCut:
     """This rank's part of each sample under context parallelism (samples split by token).
 
-    ``places``: positions of this rank's tokens in the sample. ``whole``: number of tokens of the whole sample.
-    ``attention``: attention over the tokens of all ranks of the sample.
+    ``attention``: attention over the tokens of all context ranks. ``places``: positions of this rank's tokens.
+    ``whole``: number of tokens of the sample on all ranks.
     """
 
     def __init__(self, attention: AttentionOperation, places: np.ndarray, whole: int) -> None:
