@@ -214,7 +214,7 @@ class Kernel:
         return self._compiled
 
     def inner(self, numba: Any) -> Any:
-        """Return this kernel, compiled by the module ``numba`` for calls in other kernels. Callers must hold `_lock`."""
+        """Return this kernel, compiled by the module ``numba`` for calls in other kernels. Needs `_lock`."""
         if self._inner is None:
             linked = _linked(self.function, numba)
             self._inner = numba.njit(
