@@ -181,13 +181,13 @@ class FileSlice:
     def shape(self) -> tuple[int]:
         return (self.where.size,)
 
-    def read(self, part: Range, out: np.ndarray) -> None:
-        """Copy the range ``part`` of this slice to the array ``out``."""
-        self.store.read(part.shift(self.where.start), out)
+    def read(self, elements: Range, out: np.ndarray) -> None:
+        """Copy the range ``elements`` of this slice to the array ``out``."""
+        self.store.read(elements.shift(self.where.start), out)
 
-    def write(self, part: Range, values: np.ndarray) -> None:
-        """Copy the array ``values`` to the range ``part`` of this slice."""
-        self.store.write(part.shift(self.where.start), values)
+    def write(self, elements: Range, values: np.ndarray) -> None:
+        """Copy the array ``values`` to the range ``elements`` of this slice."""
+        self.store.write(elements.shift(self.where.start), values)
 
     def copy(self) -> np.ndarray:
         """Return the elements of the slice as an array in memory."""

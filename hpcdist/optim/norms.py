@@ -183,9 +183,9 @@ def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) ->
     return limit / norm if 0.0 < limit < norm else 1.0
 
 
-def first_nonfinite(store: FlatStore, part: Range | None = None) -> str | None:
-    """Return the name of the first tensor of ``store`` with a NaN or infinity, or None. ``part``: range to search."""
-    for segment, where in store.tensors() if part is None else store.layout.within(part):
+def first_nonfinite(store: FlatStore, elements: Range | None = None) -> str | None:
+    """Return the name of the first tensor of ``store`` with a NaN or infinity in ``elements``, or None."""
+    for segment, where in store.tensors() if elements is None else store.layout.within(elements):
         if not all(bool(namespace(values).isfinite(values).all()) for values in store.blocks(where)):
             return segment.key
     return None
