@@ -95,7 +95,7 @@ class LinearOperation(Protocol):
         """Return ``x weight^T + bias``; keep x in ``saved`` for backward. Keyword-only ``biased``: add the bias."""
 
     def backward(self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> Array:
-        """Compute all gradients from the output gradient dy. Return the gradient of x, valid until the next backward."""
+        """Compute all gradients for the output gradient dy. Return the gradient of x, valid until the next call."""
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return the input gradient for the output gradient dy. Unlike `backward`, compute no weight gradients."""
