@@ -14,11 +14,12 @@ histogram: sums over bins are integers that float64 holds exactly, so every proc
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace, place, to_host
+from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.intrinsics import bits_of, prefer_wide_vectors, prefetch
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.rng import philox
@@ -46,13 +47,21 @@ SWEEPS: Final = 16  # brings the variance of 7 levels within 1 % of its limit; a
 LEVELS: Final = 7  # above 0; the last level is 1. With a sign: 4 bits
 
 
-EDGES: Final = (
-    (np.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32) << SHIFT).view(np.float32).astype(np.float64)
-)
-EDGES[0] = 0.0
-CENTRES: Final = (EDGES[1:] + EDGES[:-1]) / 2
-# The edges of LEVELS + 1 evenly spaced levels.
-EVEN_LEVELS: Final = np.searchsorted(CENTRES, np.arange(LEVELS + 1) / LEVELS)
+def tables(xp: ModuleType) -> tuple[Array, Array, Array]:
+    """Return (bin edges, bin centres, initial levels) for histograms of magnitudes, as arrays of ``xp``.
+
+    ``xp``: numpy or cupy. Levels are indices of bin edges, evenly spaced in magnitude.
+    """
+    words = xp.arange(int(BASE), int(BASE) + BINS + 1, dtype=np.uint32)
+    at = (words << SHIFT).view(np.float32).astype(np.float64)
+    at[0] = 0.0
+    centres = (at[1:] + at[:-1]) / 2
+    # LEVELS + 1 evenly spaced levels
+    evenly = xp.arange(LEVELS + 1, dtype=np.float64) / LEVELS
+    return at, centres, (centres[None, :] < evenly[:, None]).sum(axis=1)
+
+
+_EDGES, _CENTRES, _EVENLY = tables(np)
 _LAST: Final = np.uint32(BINS - 1)
 
 
@@ -79,10 +88,11 @@ def spacing(blocks: int, block: int) -> int:
 
 def fit_levels(counts: Array) -> Array:
     """Return float32 quantisation levels from 0 to 1, of shape (LEVELS + 1,), fitted to the histogram ``counts``."""
-    chosen = EVEN_LEVELS.copy()
-    # A sweep over a few levels is too small for a GPU.
-    _improve(to_host(counts), EDGES, CENTRES, chosen)
-    return place(EDGES[chosen].astype(np.float32), "gpu" if is_device(counts) else "cpu")
+    if is_device(counts):
+        return _fitted_arrays(counts)
+    chosen = _EVENLY.copy()
+    _improve(counts, _EDGES, _CENTRES, chosen)
+    return _EDGES[chosen].astype(np.float32)
 
 
 @jit
@@ -117,7 +127,39 @@ def _variance(low: Any, middle: Any, high: Any, at: Any, mass: Any, moment: Any)
     return below + (b + c) * (moment[high] - moment[middle]) - b * c * (mass[high] - mass[middle])
 
 
-_improve.sample(lambda: (np.ones(BINS, np.uint32), EDGES, CENTRES, EVEN_LEVELS.copy()))
+def _fitted_arrays(counts: Array) -> Array:
+    xp = namespace(counts)
+    at, centres, chosen = tables(xp)
+    mass, moment = _running(counts.astype(np.float64)), _running(counts * centres)
+    for sweep in range(2 * SWEEPS):
+        first = sweep % 2
+        now = chosen[1 + first : LEVELS : 2]
+        low, high = chosen[first : first + 2 * now.size : 2], chosen[2 + first : 3 + first + 2 * now.size : 2]
+        a, c = at[low], at[high]
+        target = (c * mass[high] - a * mass[low] - (moment[high] - moment[low])) / (c - a)
+        above = (mass[None, :] < target[:, None]).sum(axis=1)
+        best, least = now, _variance.function(low, now, high, at, mass, moment)
+        for candidate in (above - 1, above):
+            tried = xp.minimum(xp.maximum(candidate, low + 1), high - 1)
+            variance = _variance.function(low, tried, high, at, mass, moment)
+            is_better = variance < least
+            best, least = xp.where(is_better, tried, best), xp.where(is_better, variance, least)
+        now[...] = best
+    return at[chosen].astype(np.float32)
+
+
+def _running(counts: Array) -> Array:
+    sums = namespace(counts).zeros(BINS + 1, np.float64)  # all sums are exact, see WEIGHT
+    sums[1:] = counts
+    apart = 1  # scan by doubling: element i holds the sum of the last `apart` elements
+    while apart <= BINS:
+        shifted = sums[:-apart].copy()
+        sums[apart:] += shifted
+        apart *= 2
+    return sums
+
+
+_improve.sample(lambda: (np.ones(BINS, np.uint32), _EDGES, _CENTRES, _EVENLY.copy()))
 
 
 BITS: Final = 4

@@ -12,17 +12,7 @@ from harness.compressed.compressors import (
     encode_values,
     student_t_values,
 )
-from hpcdist.compression.adaptive import (
-    BINS,
-    CENTRES,
-    EDGES,
-    EVEN_LEVELS,
-    HEAD_BYTES,
-    LEVELS,
-    Adaptive,
-    fit_levels,
-    spacing,
-)
+from hpcdist.compression.adaptive import BINS, HEAD_BYTES, LEVELS, Adaptive, fit_levels, spacing, tables
 from hpcdist.compression.compressor import RandomKey
 from hpcdist.compression.uniform import Blockwise
 
@@ -37,14 +27,16 @@ DISTRIBUTIONS = {
 
 def rounding_variance(counts, levels):
     """Return the sum of (b - r)(r - a) over the counted magnitudes. r is a bin's centre, a and b its levels."""
-    place = np.clip(np.searchsorted(levels, CENTRES, side="right") - 1, 0, LEVELS - 1)
-    assert np.isin(levels, EDGES).all()
-    return (counts * (levels[place + 1] - CENTRES) * (CENTRES - levels[place])).sum()
+    at, centres, _ = tables(np)
+    place = np.clip(np.searchsorted(levels, centres, side="right") - 1, 0, LEVELS - 1)
+    assert np.isin(levels, at).all()
+    return (counts * (levels[place + 1] - centres) * (centres - levels[place])).sum()
 
 
 def even_levels():
-    np.testing.assert_allclose(EDGES[EVEN_LEVELS], np.arange(LEVELS + 1) / LEVELS, atol=0.016)
-    return EDGES[EVEN_LEVELS]
+    at, _, evenly = tables(np)
+    np.testing.assert_allclose(at[evenly], np.arange(LEVELS + 1) / LEVELS, atol=0.016)
+    return at[evenly]
 
 
 @drawn(st.integers(0, 10**9), st.integers(0, 400), st.integers(1, 60))
@@ -60,11 +52,12 @@ def test_levels_are_never_worse_than_equally_spaced_ones(seed, peak, width):
 
 
 def test_no_level_can_be_moved_to_reduce_the_variance():
+    at, _, _ = tables(np)
     counts = np.random.default_rng(1).integers(0, 50, BINS).astype(np.uint32)
     levels = fit_levels(counts).astype(np.float64)
     least = rounding_variance(counts, levels)
     for j in range(1, LEVELS):
-        for edge in EDGES[(levels[j - 1] < EDGES) & (levels[j + 1] > EDGES)]:
+        for edge in at[(at > levels[j - 1]) & (at < levels[j + 1])]:
             moved = levels.copy()
             moved[j] = edge
             assert rounding_variance(counts, moved) >= least * (1 - 2e-3), (j, edge)
